@@ -1,0 +1,1 @@
+"""Sharded safetensors checkpoints: atomic, checksummed, resharding, free of pickle."""

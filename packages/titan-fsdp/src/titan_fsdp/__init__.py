@@ -1,0 +1,1 @@
+"""An FSDP2, HSDP and DDP wrapping policy for any nn.Module: plan, explain, apply, verify."""

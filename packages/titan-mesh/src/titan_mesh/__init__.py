@@ -1,0 +1,1 @@
+"""Parallel degrees to named DeviceMesh axes and rank groups, with an explanation."""

@@ -1,0 +1,1 @@
+"""Pipeline-parallel schedules as plain data."""

@@ -1,0 +1,1 @@
+"""LLM pretraining from one TOML file: models, data, parallelism, trainer, launchers, report."""

@@ -1,0 +1,30 @@
+"""The pytest plugin: skips for GPU and slow tests, one thread a process, warm ranks."""
+
+import os
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--gpu`` and ``--slow``, which run what is skipped by default."""
+    parser.addoption("--gpu", action="store_true", help="run tests marked gpu or multi_gpu, where the devices exist")
+    parser.addoption("--slow", action="store_true", help="run tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Pin one thread a process: several ranks share few cores, and oversubscription makes tests slow and noisy."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip ``gpu``, ``multi_gpu`` and ``slow`` tests unless they were asked for and can run here."""
+    import torch
+
+    devices = torch.cuda.device_count() if config.getoption("--gpu") else 0
+    for item in items:
+        if "gpu" in item.keywords and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and --gpu"))
+        if "multi_gpu" in item.keywords and devices < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices and --gpu"))
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
