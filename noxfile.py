@@ -1,0 +1,145 @@
+"""Every chore of the project as a documented session: `uvx nox` runs the default ones, `uvx nox -l` lists all."""
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "types", "tests", "contracts"]
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+TEST_TOOLS = [
+    requirement
+    for requirement in nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
+    if not requirement.startswith("titan-")
+]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, import direction between packages, declared dependencies, version ranges between members."""
+    _sync(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache")
+    for package in PACKAGES:
+        with session.chdir(ROOT / "packages" / package):
+            session.run("deptry", "src", "--config", "pyproject.toml", silent=True)
+    # uv ignores version ranges between workspace members when it locks; this does not.
+    session.run("uv", "pip", "check", external=True)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright, strict, on every package's source."""
+    _sync(session, "types")
+    session.run("pyright")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "titan-testing"]])
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests against its own wheel, in an environment that holds only what it declares."""
+    _install_wheels(session, package)
+    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def minimums(session: nox.Session, package: str) -> None:
+    """One package's tests on the oldest supported torch, 2.11."""
+    _install_wheels(session, package, "torch==2.11.*")
+    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def slow(session: nox.Session, package: str) -> None:
+    """One package's slow tests: full counts of what the default run samples."""
+    _install_wheels(session, package)
+    session.run("pytest", "-q", "--slow", "-m", "slow", str(_folder(package) / "tests"), *session.posargs, success_codes=[0, 5])
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    _sync(session, "test", "--all-packages", "--all-extras")
+    session.run("pytest", "-q", "--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs, success_codes=[0, 5])
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """What the repository promises: README code runs, versions match changelogs, wheels are whole."""
+    _sync(session, "test", "--all-packages", "--all-extras")
+    session.run("pytest", "-q", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The documentation; a warning is an error."""
+    _sync(session, "docs", "--all-packages", "--all-extras")
+    session.run("sphinx-build", "-W", "-b", "html", "docs", "docs/_build")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Source distribution and wheel of every package, into dist/."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in PACKAGES:
+        session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(ROOT / "dist"), external=True)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """The trainer against a hand-written loop, paired; see benchmarks/ for the others."""
+    _sync(session, "test", "--all-packages")
+    session.run("python", "benchmarks/train_throughput.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+def _sync(session: nox.Session, group: str, *arguments: str) -> None:
+    """Install the workspace (editable) and one dependency group, as the date in pyproject.toml resolves them."""
+    session.run_install(
+        "uv", "sync", "--quiet", *(arguments or ("--all-packages", "--all-extras")), "--group", group,
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}, external=True,
+    )  # fmt: skip
+
+
+def _install_wheels(session: nox.Session, package: str, *constraints: str) -> None:
+    """Build the wheels a package's tests need and install them by path: an index would serve a stale build."""
+    out = Path(session.create_tmp()).absolute() / "wheels"
+    shutil.rmtree(out, ignore_errors=True)
+    wheels: list[str] = []
+    for name in _workspace_closure({package, "titan-testing"}):
+        session.run_install("uv", "build", "--quiet", "--wheel", "--package", name, "--out-dir", str(out), external=True)
+        wheel = next(out.glob(f"{name.replace('-', '_')}-*.whl"))
+        extras = _extras_for_tests(name) if name == package else []
+        wheels.append(f"{name}[{','.join(extras)}] @ file://{wheel}" if extras else str(wheel))
+    session.install("--quiet", *wheels, *TEST_TOOLS, *constraints)
+
+
+def _workspace_closure(names: set[str]) -> list[str]:
+    """The members that these members need, themselves included."""
+    todo, closure = list(names), set(names)
+    while todo:
+        for requirement in _project(todo.pop())["dependencies"]:
+            name = next((member for member in PACKAGES if requirement.startswith(member)), None)
+            if name and name not in closure:
+                closure.add(name)
+                todo.append(name)
+    return sorted(closure)
+
+
+def _extras_for_tests(package: str) -> list[str]:
+    return list(_project(package).get("optional-dependencies", {}))
+
+
+def _project(package: str) -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads((_folder(package) / "pyproject.toml").read_text())["project"]
+
+
+def _folder(package: str) -> Path:
+    return ROOT / ("testing" if package == "titan-testing" else "packages") / package

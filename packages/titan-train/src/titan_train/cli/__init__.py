@@ -1,0 +1,68 @@
+"""The command `titan-train`. Each command is one module, imported when it is called, so that `--help` is instant."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "run": "train: start ranks on this machine, or be one of torchrun's",
+    "check": "validate a configuration; show layout, parameters and memory without training",
+    "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
+    "tokenizer": "train a tokenizer on your text",
+    "generate": "sample text from a run's last checkpoint",
+    "report": "write a run's one-page HTML report",
+    "list": "show the shipped configurations and models",
+    "doctor": "show versions, devices and backends; what is missing and how to get it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 success, 1 the run failed, 2 the input was wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        from titan_train import __version__
+
+        print(f"titan-train {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in _COMMANDS:
+        import difflib
+
+        nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        print(f"titan-train: no command {name!r}.{hint} Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"titan_train.cli.{name}")
+    parser = argparse.ArgumentParser(prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter)
+    try:
+        return command.main(parser, rest)
+    except ValueError as err:  # what the user gave cannot work; the message says what would
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: titan-train COMMAND ...",
+            "",
+            "LLM pretraining from one TOML file.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "start here:  titan-train run quickstart",
+            "help:        titan-train COMMAND --help;  titan-train run quickstart --help  lists every setting",
+        ]
+    )

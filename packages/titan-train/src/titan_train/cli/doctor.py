@@ -1,0 +1,104 @@
+"""Show what this machine has for training, what is missing, and how to get it."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    level: Literal["ok", "note", "missing"]
+    name: str
+    text: str
+
+
+def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command. Exit code 1 if something that training needs is missing."""
+    parser.parse_args(words)
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    marks = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "missing": "[red]missing[/]"}
+    console = Console(highlight=False, soft_wrap=True)
+    missing = 0
+    for finding in diagnose():
+        missing += finding.level == "missing"
+        console.print(f"{marks[finding.level]} {finding.name:<16} {escape(finding.text)}")
+    console.print("everything that training needs is here" if not missing else f"{missing} missing")
+    return 1 if missing else 0
+
+
+def diagnose() -> Iterator[Finding]:
+    """Look at the interpreter, the packages, the devices, the process-group back ends and the disk."""
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}")
+    yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable")
+    for name in ("titan-train", "titan-mesh", "titan-fsdp", "titan-ckpt"):
+        yield _package(name, f"uv pip install {name}")
+    yield from _torch()
+    for name, extra, purpose in (
+        ("tensorboard", "tensorboard", "TensorBoard metrics"),
+        ("wandb", "wandb", "Weights & Biases metrics"),
+    ):
+        if importlib.util.find_spec(name) is None:
+            yield Finding("note", name, f"not installed; for {purpose}: uv pip install 'titan-train[{extra}]'")
+        else:
+            yield _package(name, f"uv pip install 'titan-train[{extra}]'")
+    yield from _disk()
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as err:
+        yield Finding("missing", "torch", f"cannot be imported ({err}): uv pip install 'torch>=2.11'")
+        return
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release < (2, 11):
+        yield Finding("missing", "torch", f"{torch.__version__} is too old: uv pip install 'torch>=2.11'")
+    else:
+        yield Finding("ok", "torch", f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield Finding("ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    else:
+        yield Finding("note", "cuda", "no GPU that torch can use: runs take CPU ranks (gloo), which is right but slow")
+    if not dist.is_available():
+        yield Finding("missing", "torch.distributed", "this build of torch has none: install a build with USE_DISTRIBUTED=1")
+        return
+    gloo = dist.is_gloo_available()
+    yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "this build of torch has none")
+    nccl = dist.is_nccl_available()
+    yield Finding("ok" if nccl else "note", "nccl", "GPU process groups" if nccl else "not in this build; GPUs need it")
+
+
+def _disk() -> Iterator[Finding]:
+    import sysconfig
+
+    source = Path(sysconfig.get_paths()["stdlib"])
+    count = sum(1 for _ in source.glob("*.py"))
+    level = "ok" if count > 50 else "missing"
+    yield Finding(level, "stdlib corpus", f"{count} modules in {source}" + ("" if count > 50 else ": install Python's library sources"))
+    for name, folder in (("working folder", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(folder).free / 2**30
+        yield Finding("ok" if free > 2 else "note", name, f"{folder}, {free:.1f} GiB free")
+
+
+def _package(name: str, remedy: str) -> Finding:
+    try:
+        return Finding("ok", name, version(name))
+    except PackageNotFoundError:
+        return Finding("missing", name, f"not installed: {remedy}")

@@ -1,0 +1,39 @@
+"""Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
+
+from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config.errors import ConfigError
+from titan_train.config.load import dump_config, list_configs, load_config, parse_config
+from titan_train.config.metrics import MetricsConfig
+from titan_train.config.model import ModelConfig
+from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
+from titan_train.config.schema import (
+    CheckpointConfig,
+    Config,
+    LaunchConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LaunchConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "dump_config",
+    "list_configs",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,100 @@
+"""Errors of a configuration: which key, which value, why not, and the nearest thing that would work."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in self.problems))
+
+
+def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:
+    """One line for a key that does not exist, with the nearest that does."""
+    known = list(known)
+    prefix = f"{path}." if path else ""
+    nearest = nearest_choice(key, known)
+    hint = f"did you mean {prefix}{nearest}?" if nearest else f"{path or 'the top level'} has {', '.join(known)}."
+    return f"{prefix}{key}: unknown key; {hint}"
+
+
+def describe_validation_error(error: ValidationError) -> list[str]:
+    """One line for each of pydantic's findings."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        location = [part for part in item["loc"] if not _is_union_tag(part)]
+        key = ".".join(str(part) for part in location)
+        if item["type"] == "value_error":  # raised by one of our own __post_init__: the message says it all
+            line = str(item["ctx"]["error"])
+            if key and not line.startswith(key.split(".")[0]):
+                line = f"{key}: {line}"
+        elif key in seen:  # another branch of a union that did not match either
+            continue
+        else:
+            line = f"{key} = {_show(item['input'])}: {_reason(item)}"
+        seen.add(key)
+        lines.append(line)
+    return lines
+
+
+def nearest_choice(value: object, choices: Sequence[str]) -> str | None:
+    """The choice spelled most like ``value``, or None if none is near."""
+    found = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+_TYPES = {
+    "int_type": "an integer, such as 4",
+    "int_from_float": "an integer, such as 4",
+    "float_type": "a number, such as 0.1",
+    "string_type": 'a string, such as "name"',
+    "bool_type": "true or false",
+    "tuple_type": "a list, such as [1, 2]",
+    "dict_type": "a table of keys and values",
+    "dataclass_type": "a table of keys and values",
+}
+
+
+def _reason(item: Any) -> str:
+    kind, given = item["type"], item["input"]
+    if kind == "literal_error":
+        choices = [c.strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        nearest = nearest_choice(given, choices)
+        return f"must be one of {', '.join(choices)}; " + (f'did you mean "{nearest}"?' if nearest else f'try "{choices[0]}".')
+    if kind in _TYPES:
+        reason = f"must be {_TYPES[kind]}, not {_type_name(given)}"
+        if isinstance(given, str) and kind.startswith(("int", "float", "bool")):
+            reason += "; write it without quotes"
+        elif kind == "int_from_float" and isinstance(given, float):
+            reason += f"; the nearest is {round(given)}"
+        return reason + "."
+    if kind == "missing":
+        return "is required and missing."
+    return item["msg"][0].lower() + item["msg"][1:] + "."
+
+
+def _is_union_tag(part: object) -> bool:
+    """Pydantic names the branch of a union in the location, such as ``int`` or ``literal['a','b']``."""
+    return isinstance(part, str) and (part in ("int", "float", "str", "bool") or part.startswith(("literal[", "constrained-")))
+
+
+def _type_name(value: object) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,160 @@
+"""From a TOML file and command-line words to one validated `Config`.
+
+Order of precedence: command line, then the file, then what the file `extends`, then the defaults. Unknown keys are
+errors everywhere. Nothing here imports torch.
+"""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error, nearest_choice
+from titan_train.config.schema import Config
+
+
+def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
+    """Load a configuration file and apply command-line overrides.
+
+    Args:
+        name_or_path: A path to a ``.toml`` file, or the name of a shipped configuration (`list_configs`).
+        overrides: Words such as ``["--train.steps", "20", "--run.name", "try"]``.
+
+    Raises:
+        ConfigError: The file is missing or malformed, a key is unknown, or a value cannot work.
+    """
+    path = _find(name_or_path)
+    tree = _read(path, seen=())
+    tree.setdefault("run", {}).setdefault("name", path.stem)
+    config = parse_config(tree, source=name_or_path)
+    return _override(config, overrides) if overrides else config
+
+
+def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
+    """Validate a tree of plain values, as TOML gives it, into a `Config`.
+
+    Raises:
+        ConfigError: Names every unknown key and every value that cannot work.
+    """
+    problems = list(_unknown_keys(tree, Config, ""))
+    if problems:
+        raise ConfigError(source, problems)
+    try:
+        text = json.dumps(tree)
+    except TypeError as err:
+        raise ConfigError(source, [f"{err}: use strings, numbers, booleans, lists and tables only."]) from err
+    try:
+        return _ADAPTER.validate_json(text, strict=True)
+    except ValidationError as err:
+        raise ConfigError(source, describe_validation_error(err)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as TOML, every field written out; `parse_config` of it gives an equal `Config`."""
+    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+
+
+def list_configs() -> list[str]:
+    """Names of the shipped configurations."""
+    return sorted(p.name.removesuffix(".toml") for p in _shipped().iterdir() if p.name.endswith(".toml"))
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def _shipped() -> Path:
+    return Path(str(resources.files("titan_train") / "configs"))
+
+
+def _find(name_or_path: str, base: Path | None = None) -> Path:
+    path = Path(name_or_path)
+    candidates = [path] if base is None else [base / path]
+    if path.suffix == "" and len(path.parts) == 1:
+        candidates.append(_shipped() / f"{name_or_path}.toml")
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    nearest = nearest_choice(path.stem, list_configs())
+    hint = f"did you mean {nearest!r}? " if nearest else ""
+    raise ConfigError(name_or_path, [f"no such file or shipped configuration; {hint}shipped are {', '.join(list_configs())}."])
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """One file's tree, merged over the tree of the file it extends."""
+    if path.resolve() in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise ConfigError(str(path), [f"extends goes in a circle: {chain}. Remove one `extends`."])
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(str(path), [f"not TOML: {err}."]) from None
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(str(path), [f'extends = {base}: must be a string, such as extends = "quickstart".'])
+    return _merge(_read(_find(base, path.parent), (*seen, path.resolve())), tree)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Tables merge key by key; everything else, lists too, is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:
+    """Problems for keys that a dataclass does not have, found before pydantic so that the nearest key can be named."""
+    if not isinstance(tree, dict):
+        return
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in typing.cast("dict[str, Any]", tree).items():
+        if key not in names:
+            yield describe_unknown_key(path, key, names)
+            continue
+        here = f"{path}.{key}" if path else key
+        for inner in _dataclasses_in(hints[key]):
+            items = enumerate(value) if isinstance(value, list) else [(None, value)]
+            for i, item in items:
+                yield from _unknown_keys(item, inner, here if i is None else f"{here}.{i}")
+
+
+def _dataclasses_in(hint: Any) -> list[type]:
+    """The dataclass in a field's type: itself, in a tuple, or in a union."""
+    if dataclasses.is_dataclass(hint):
+        return [typing.cast("type", hint)]
+    if typing.get_origin(hint) in (tuple, typing.Union, types.UnionType):
+        return [found for argument in typing.get_args(hint) for found in _dataclasses_in(argument)]
+    return []
+
+
+def _override(config: Config, words: Sequence[str]) -> Config:
+    """Apply command-line words; tyro exits with its own message for a word it does not know."""
+    import tyro  # a fifth of a second, and only a command line needs it
+
+    try:
+        changed = tyro.cli(Config, prog="titan-train run CONFIG", args=list(words), default=config)
+    except ValueError as err:  # a __post_init__ of ours, raised while tyro builds the dataclass
+        raise ConfigError("command line", [str(err)]) from None
+    return parse_config(_plain(dataclasses.asdict(changed)), source="command line")
+
+
+def _plain(tree: Any) -> Any:
+    """TOML has no null and no tuple: drop None, make lists."""
+    if isinstance(tree, dict):
+        items = typing.cast("dict[str, Any]", tree).items()
+        return {key: _plain(value) for key, value in items if value is not None}
+    if isinstance(tree, (list, tuple)):
+        return [_plain(value) for value in typing.cast("list[Any]", tree)]
+    return tree

@@ -1,0 +1,224 @@
+"""The whole configuration of a run, as frozen dataclasses.
+
+Every field's docstring is its help on the command line. A class checks what it can see alone; what depends on the
+number of ranks is checked by `titan_train.layout` before any rank starts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_train.config.data import DataConfig, TokenizerConfig
+from titan_train.config.metrics import MetricsConfig
+from titan_train.config.model import ModelConfig
+from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Where a run lives, and its seed."""
+
+    name: str = "run"
+    """Name of the run; its folder is dir/name. Running the same name again resumes it."""
+
+    dir: str = "runs"
+    """Folder of all runs, relative to the working directory."""
+
+    seed: int = 0
+    """Seeds the weights, the data order and every random number generator."""
+
+    deterministic: bool = False
+    """Use only deterministic kernels (slower on GPUs; CPU runs are deterministic anyway)."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"run.name={self.name!r} must be a plain folder name, such as 'llama3-small'.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed={self.seed} must be in [0, 2**63); use 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the ranks share the work, and what they exchange."""
+
+    mode: Literal["auto", "fsdp", "hsdp", "ddp"] = "auto"
+    """auto follows the degrees: dp_replicate > 1 and dp_shard > 1 is hsdp, dp_shard = 1 is ddp, else fsdp."""
+
+    dp_replicate: int = 1
+    """Ranks that hold copies of the same shard; -1 takes what dp_shard leaves."""
+
+    dp_shard: int = -1
+    """Ranks that parameters, gradients and optimizer state are sharded over; -1 takes all that is left."""
+
+    reshard: Literal["default", "always", "never"] | int = "default"
+    """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
+    them sharded over that many ranks."""
+
+    reshard_overrides: dict[str, Literal["always", "never"] | int] = field(default_factory=dict)
+    """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are reduced."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Patterns of modules that compute in float32 though train.dtype is bf16, such as "*norm*"."""
+
+    offload: Literal["none", "cpu", "cpu-nopin"] = "none"
+    """Keep parameters, gradients and optimizer state in host memory (fsdp and hsdp)."""
+
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
+
+    accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
+    """What is kept between micro-batches: sharded gradients (least memory), unsharded gradients (least
+    communication), unsharded parameters too (zero1), or hsdp with the all-reduce on the last one only (hsdp-ar)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp_replicate", "dp_shard"):
+            value = getattr(self, name)
+            if value < 1 and value != -1:
+                raise ValueError(f"parallel.{name}={value} must be a positive number of ranks, or -1 for what is left.")
+        if self.dp_replicate == -1 and self.dp_shard == -1:
+            raise ValueError("parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1.")
+        if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
+            )
+        if isinstance(self.reshard, int) and self.reshard < 1:
+            raise ValueError(f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The optimizer step: how many, over how much data, in which precision."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+
+    global_batch: int = 32
+    """Sequences in one optimizer step, over all ranks."""
+
+    microbatch: int = 0
+    """Sequences in one forward and backward of one rank; 0 takes all of the rank's share at once."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
+
+    max_grad_norm: float = 1.0
+    """Clip the gradient's 2-norm to this; 0 only measures it."""
+
+    nonfinite_limit: int = 10
+    """Stop the run after this many steps in a row with a loss or gradient that is not finite (each is skipped)."""
+
+    gc_every: int = 50
+    """Collect Python's garbage every this many steps, on all ranks at once; 0 leaves it to Python."""
+
+    compile: bool = False
+    """torch.compile each repeated block."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("global_batch", 1), ("microbatch", 0), ("nonfinite_limit", 1), ("gc_every", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"train.max_grad_norm={self.max_grad_norm} must be >= 0; 0 measures without clipping.")
+        if self.microbatch and self.global_batch % self.microbatch:
+            near = nearest_divisor(self.global_batch, self.microbatch)
+            raise ValueError(
+                f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last one would be "
+                f"short. The nearest valid choice is {near}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """Loss on text that training never sees."""
+
+    every: int = 0
+    """Validate every this many steps, and after the last one; 0 turns it off."""
+
+    steps: int = 8
+    """Batches of train.global_batch sequences in one validation."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"validation.every={self.every} must be >= 0; 0 turns validation off.")
+        if self.steps < 1:
+            raise ValueError(f"validation.steps={self.steps} must be at least 1; the nearest valid choice is 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save, and what to keep. The last step and SIGTERM always save."""
+
+    every: int = 500
+    """Save every this many steps; 0 turns it off."""
+
+    every_minutes: float = 0.0
+    """Save also when this much time has passed since the last save; 0 turns it off."""
+
+    keep_last: int = 3
+    """Finished checkpoints to keep; older ones are deleted after the next one is committed. 0 keeps all."""
+
+    keep_every: int = 0
+    """Never delete a step that is a multiple of this; 0 keeps none for ever."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the run's last valid checkpoint; never refuses a run folder that has one."""
+
+    allow_data_change: bool = False
+    """Resume although the data, its order or the sequence length differs from the checkpoint's."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "every_minutes", "keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"checkpoint.{name}={value} must be >= 0; the nearest valid choice is 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """The ranks that `titan-train run` starts on this machine. Under torchrun, torchrun's own ranks are used."""
+
+    nproc: int = 0
+    """Ranks on this machine; 0 takes all GPUs or, where there are none, two CPU ranks."""
+
+    nnodes: int = 1
+    """Machines. `run` starts ranks on this one only: for more, use torchrun. `check` takes any number."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where it can."""
+
+    timeout_s: float = 600.0
+    """Seconds a collective may take before the run fails."""
+
+    def __post_init__(self) -> None:
+        if self.nproc < 0:
+            raise ValueError(f"launch.nproc={self.nproc} must be >= 0; 0 takes all GPUs.")
+        if self.nnodes < 1:
+            raise ValueError(f"launch.nnodes={self.nnodes} must be at least 1; the nearest valid choice is 1.")
+        if self.timeout_s <= 0:
+            raise ValueError(f"launch.timeout_s={self.timeout_s} must be positive; the default is 600.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=lambda: TokenizerConfig(train=True))
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def nearest_divisor(n: int, wanted: int) -> int:
+    """The divisor of ``n`` nearest to ``wanted``; of two as near, the smaller."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))

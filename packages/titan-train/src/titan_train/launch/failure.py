@@ -1,0 +1,79 @@
+"""A failing rank's error, told once.
+
+When one rank raises, its peers fail a moment later inside a collective. Each failing rank writes a small JSON file;
+whoever reports shows the earliest one only, with its rank. A mistake of the user's (ValueError) is shown as its
+message; anything else with its traceback.
+"""
+
+import json
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one rank failed with."""
+
+    rank: int
+    time_s: float
+    """Seconds since the epoch."""
+    kind: str
+    """The exception's class name."""
+    message: str
+    traceback: str
+    users_mistake: bool
+    """A ValueError: the message says what to change, a traceback would hide it."""
+
+
+def clear_failures(run_dir: Path) -> None:
+    """Forget the failures of an earlier attempt."""
+    for file in _folder(run_dir).glob("rank-*.json"):
+        file.unlink(missing_ok=True)
+
+
+def write_failure(run_dir: Path, rank: int, error: BaseException) -> Failure:
+    """Record ``error`` as the failure of ``rank``. The file appears whole or not at all."""
+    failure = Failure(
+        rank=rank,
+        time_s=time.time(),
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        users_mistake=isinstance(error, ValueError),
+    )
+    folder = _folder(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"rank-{rank}.json.tmp"
+    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    unfinished.replace(folder / f"rank-{rank}.json")
+    return failure
+
+
+def first_failure(run_dir: Path) -> Failure | None:
+    """The earliest recorded failure, which is the cause of the others."""
+    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in _folder(run_dir).glob("rank-*.json")]
+    return min(found, key=lambda f: f.time_s) if found else None
+
+
+def describe_failure(failure: Failure, world_size: int) -> str:
+    """The error as the person sees it."""
+    head = f"rank {failure.rank} of {world_size} failed: {failure.kind}: {failure.message}"
+    return head if failure.users_mistake else f"{failure.traceback.rstrip()}\n\n{head}"
+
+
+def describe_exit(rank: int, world_size: int, code: int) -> str:
+    """A rank that ended without a word: killed, or crashed below Python."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (often the kernel, out of memory: see `dmesg`)" if name == "SIGKILL" else ""
+        return f"rank {rank} of {world_size} was ended by {name}{hint}"
+    return f"rank {rank} of {world_size} exited with code {code} without an error of its own"
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "failures"
+
+

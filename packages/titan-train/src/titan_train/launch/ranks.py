@@ -1,0 +1,96 @@
+"""Who a worker is, and how many of them this machine takes. No torch: the launcher must start fast."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titan_train.config import LaunchConfig
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One worker's place among all workers."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device_type: DeviceType
+    store: str | None
+    """A file for the rendezvous of ranks on one machine; None reads torchrun's MASTER_ADDR and MASTER_PORT."""
+
+
+def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started as a rank by torchrun (or anything that sets the same variables)."""
+    return all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Ranks:
+    """Read torchrun's variables.
+
+    Raises:
+        ValueError: ``launch.nproc`` was set to another number than torchrun started.
+    """
+    local = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
+    if launch.nproc not in (0, local):
+        raise ValueError(
+            f"launch.nproc={launch.nproc}, but torchrun started {local} ranks on this machine. Leave launch.nproc at 0 under torchrun."
+        )
+    return Ranks(
+        rank=int(environ["RANK"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_world_size=local,
+        device_type=device_type(launch),
+        store=None,
+    )
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs this process may use, without importing torch or creating a CUDA context."""
+    present = len([p for p in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)])
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
+    return min(present, len(named))
+
+
+def device_type(launch: LaunchConfig) -> DeviceType:
+    """The device that ``launch.device`` means on this machine.
+
+    Raises:
+        ValueError: CUDA was asked for and there is no GPU.
+    """
+    if launch.device == "auto":
+        return "cuda" if count_gpus() else "cpu"
+    if launch.device == "cuda" and not count_gpus():
+        raise ValueError("launch.device='cuda', but this machine shows no NVIDIA GPU. Use 'cpu', or see `titan-train doctor`.")
+    return launch.device
+
+
+def local_world_size(launch: LaunchConfig) -> int:
+    """Ranks that `titan-train run` starts on this machine.
+
+    Raises:
+        ValueError: More ranks than GPUs were asked for, or more machines than this one.
+    """
+    if launch.nnodes > 1:
+        raise ValueError(
+            f"launch.nnodes={launch.nnodes}: `run` starts ranks on this machine only. Start every machine with "
+            f"`torchrun --nnodes {launch.nnodes} ... -m titan_train run CONFIG`."
+        )
+    if device_type(launch) == "cpu":
+        return launch.nproc or min(2, os.cpu_count() or 1)
+    gpus = count_gpus()
+    if launch.nproc > gpus:
+        raise ValueError(
+            f"launch.nproc={launch.nproc}, but this machine has {gpus} GPUs: two ranks cannot share one. "
+            f"The nearest valid choice is {gpus}; for CPU ranks add --launch.device cpu."
+        )
+    return launch.nproc or gpus

@@ -1,0 +1,126 @@
+"""How a configuration's degrees lay over the ranks. Pure arithmetic: no torch, no process group.
+
+Everything that depends on the number of ranks is checked here, before any rank starts, so that a bad number is one
+error at the terminal rather than one a rank.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_mesh import Layout, MeshSpec, Topology
+
+from titan_train.config import Config
+from titan_train.config.schema import ParallelConfig, nearest_divisor
+
+Mode = Literal["none", "fsdp", "hsdp", "ddp"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one optimizer step's sequences are cut over ranks and micro-batches."""
+
+    global_batch: int
+    """Sequences in one optimizer step."""
+
+    dp_size: int
+    """Data-parallel ranks: dp_replicate x dp_shard."""
+
+    microbatch: int
+    """Sequences in one forward and backward of one rank."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in one optimizer step."""
+        return self.global_batch // (self.dp_size * self.microbatch)
+
+
+def build_layout(config: Config, world_size: int) -> Layout:
+    """Resolve the parallel degrees for ``world_size`` ranks.
+
+    Raises:
+        ValueError: The degrees do not fit the ranks, or do not fit ``parallel.mode``.
+    """
+    parallel = config.parallel
+    replicate, shard = parallel.dp_replicate, parallel.dp_shard
+    if parallel.mode == "ddp":
+        if shard > 1:
+            raise ValueError(
+                f"parallel.mode='ddp' keeps whole parameters on every rank, so parallel.dp_shard={shard} cannot hold. "
+                "Remove dp_shard, or use mode 'hsdp'."
+            )
+        replicate, shard = (replicate if replicate > 1 else -1), 1
+    spec = MeshSpec(dp_replicate=replicate, dp_shard=shard).resolve(world_size)
+    if parallel.mode == "hsdp" and 1 in (spec.dp_replicate, spec.dp_shard):
+        raise ValueError(
+            f"parallel.mode='hsdp' needs dp_replicate > 1 and dp_shard > 1, not {spec.dp_replicate} and {spec.dp_shard} on "
+            f"{world_size} ranks. " + _hsdp_hint(world_size)
+        )
+    if parallel.mode == "fsdp" and spec.dp_replicate > 1:
+        raise ValueError(
+            f"parallel.mode='fsdp' has one copy of the parameters, so parallel.dp_replicate={spec.dp_replicate} cannot hold. "
+            "Set dp_replicate=1, or use mode 'hsdp'."
+        )
+    nodes = config.launch.nnodes
+    gpus_per_node = world_size // nodes if world_size % nodes == 0 else world_size
+    return Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node))
+
+
+def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32") -> Mode:
+    """The wrapping that ``parallel.mode`` means on this layout.
+
+    One rank that computes in float32 needs no wrapper; in bf16, fsdp's mixed precision does the casts.
+
+    Raises:
+        ValueError: An option was set that the resolved mode cannot honour.
+    """
+    mode: Mode
+    spec = layout.spec
+    if parallel.mode != "auto":
+        mode = parallel.mode
+    elif layout.world_size == 1:
+        mode = "fsdp" if dtype == "bf16" or parallel.offload != "none" else "none"
+    elif spec.dp_replicate > 1:
+        mode = "hsdp" if spec.dp_shard > 1 else "ddp"
+    else:
+        mode = "fsdp"
+    if parallel.compress in ("fp16", "powersgd") and mode != "ddp":
+        raise ValueError(
+            f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. Use 'bf16', or mode='ddp'."
+        )
+    if parallel.offload != "none" and mode == "ddp":
+        raise ValueError(f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'.")
+    if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and spec.dp_shard % parallel.reshard:
+        raise ValueError(
+            f"parallel.reshard={parallel.reshard} does not divide the {spec.dp_shard} ranks that parameters are sharded over. "
+            f"The nearest valid choice is {nearest_divisor(spec.dp_shard, parallel.reshard)}."
+        )
+    if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
+        raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
+    return mode
+
+
+def plan_batch(config: Config, layout: Layout) -> BatchPlan:
+    """Cut the global batch over the data-parallel ranks.
+
+    Raises:
+        ValueError: The batch does not divide; the message names the nearest batch that does.
+    """
+    dp_size = layout.spec.dp_replicate * layout.spec.dp_shard
+    batch, micro = config.train.global_batch, config.train.microbatch
+    unit = dp_size * (micro or 1)
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        near = above if below == 0 or above - batch < batch - below else below
+        per_rank = f" in micro-batches of train.microbatch={micro}" if micro else ""
+        raise ValueError(
+            f"train.global_batch={batch} cannot be cut evenly over {dp_size} data-parallel ranks{per_rank}: it must be a "
+            f"multiple of {unit}. The nearest valid choice is {near}."
+        )
+    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or batch // dp_size)
+
+
+def _hsdp_hint(world_size: int) -> str:
+    inner = [d for d in range(2, world_size) if world_size % d == 0]
+    if not inner:
+        return f"{world_size} ranks cannot be cut in two such degrees: use mode 'fsdp'."
+    return f"Set dp_replicate to one of {inner} and leave dp_shard at -1."

@@ -1,0 +1,332 @@
+"""The loop: batches in, optimizer steps, what is logged, validated and saved along the way.
+
+State between steps is a handful of objects: model, optimizer, scheduler, the data position (a few integers) and the
+random number generators. All of it is in every checkpoint, so that ten steps, a stop, and ten more give bitwise the
+losses of twenty.
+"""
+
+import gc
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import titan_fsdp as fsdp
+import torch
+import torch.distributed as dist
+from titan_ckpt import Checkpointer, Retention, TrainState
+from titan_mesh import Mesh, build
+
+from titan_train.config import Config
+from titan_train.data import Batch, DataLoader
+from titan_train.models import count_parameters, flops_per_token
+from titan_train.observe import (
+    Progress,
+    StepRecord,
+    Throughput,
+    Tracker,
+    ValidationRecord,
+    build_trackers,
+    device_peak_flops,
+    peak_memory_gib,
+)
+from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.train.build import build_parallel_model, describe_layout
+from titan_train.inputs import Inputs, open_inputs
+from titan_train.layout import build_layout, plan_batch, resolve_mode
+from titan_train.train.signals import SaveRequests
+from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
+from titan_train.train.validate import validation_loss
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One training run on this rank.
+
+    Works without a process group (one process) and inside one (every rank makes a `Trainer` with the same
+    configuration).
+    """
+
+    def __init__(self, config: Config, run_dir: str | Path | None = None) -> None:
+        """Build everything and resume from the run's last valid checkpoint, if it has one.
+
+        Args:
+            config: The run's configuration.
+            run_dir: The run's folder; the default is ``run.dir/run.name``.
+
+        Raises:
+            ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
+        """
+        self.config = config
+        self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        layout = build_layout(config, world_size)
+        mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
+        self.batch_plan = plan_batch(config, layout)
+        self.device = _device(config)
+        _seed(config.run.seed, config.run.deterministic)
+
+        self.mesh: Mesh | None = None
+        if dist.is_initialized():
+            self.mesh = build(layout, device_type=self.device.type, timeout=config.launch.timeout_s)
+        self._loss_group = self.mesh.group("dp") if self.mesh and world_size > 1 else None
+        dp_rank = self.mesh.rank_in("dp") if self.mesh else 0
+
+        self._inputs: Inputs = open_inputs(config)
+        self.model, self.plan = build_parallel_model(
+            config, mode=mode, mesh=self.mesh, vocab_size=self._inputs.tokenizer.vocab_size, device=self.device
+        )
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
+        self._loader = self._make_loader(self._inputs.train, dp_rank)
+        self._optimizer_step = OptimizerStep(
+            self.model,
+            self.optimizer,
+            max_grad_norm=config.train.max_grad_norm,
+            accumulate=config.parallel.accumulate,
+            group=self._loss_group,
+            device=self.device,
+        )
+        self._checkpointer = Checkpointer(
+            self.run_dir / "checkpoints",
+            policy=Retention(last=config.checkpoint.keep_last or None, every=config.checkpoint.keep_every or None),
+        )
+        self.step = self._restore()
+        self.losses: list[float] = []
+        """Loss of every step this trainer has made."""
+
+        self._trackers: list[Tracker] = []
+        self._progress: Progress | None = None
+        self._requests = SaveRequests()
+        self._nonfinite_in_a_row = 0
+        if self.rank == 0:
+            self._open_run_folder(describe_layout(layout, self.plan))
+        self._throughput = Throughput(
+            flops_per_token=flops_per_token(self.model, config.model.seq_len),
+            peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
+            world_size=world_size,
+        )
+
+    def fit(self, until: int | None = None) -> None:
+        """Train up to step ``until`` (default: ``train.steps``), saving, validating and logging as configured.
+
+        Returns early, after saving, when a rank is asked to stop (SIGTERM).
+
+        Raises:
+            RuntimeError: ``train.nonfinite_limit`` steps in a row were not finite.
+        """
+        last = self.config.train.steps if until is None else min(until, self.config.train.steps)
+        if self.step >= last:
+            return
+        saved_at, saved_time = self.step, time.monotonic()
+        batches = iter(self._loader)
+        with self._requests.installed(), _garbage_collected_every(self.config.train.gc_every) as collect:
+            while self.step < last:
+                result = self._train_one_step(batches, save_due=self._minutes_due(saved_time))
+                stop, save_asked, save_due = result.requests
+                every = self.config.validation.every
+                if every and (self.step % every == 0 or self.step == last):
+                    self._validate()
+                every = self.config.checkpoint.every
+                if stop or save_asked or save_due or self.step == last or (every and self.step % every == 0):
+                    self.save()
+                    saved_at, saved_time = self.step, time.monotonic()
+                collect(self.step)
+                if stop:
+                    self._event("stopped", step=self.step, reason="SIGTERM")
+                    self._message(f"asked to stop: saved step {self.step}; run the same command to continue")
+                    break
+        assert saved_at == self.step
+        self._checkpointer.wait()
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step. Collective: every rank calls it."""
+        started = time.monotonic()
+        self._checkpointer.save(self.step, self._state())
+        self._event("checkpoint_saved", step=self.step, seconds=round(time.monotonic() - started, 3))
+
+    def close(self) -> None:
+        """Finish background work and close files. Safe to call twice."""
+        self._loader.close()
+        self._checkpointer.close()
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+        if self.mesh is not None:
+            self.mesh.close()
+            self.mesh = None
+
+    def _train_one_step(self, batches: Iterator[Batch], *, save_due: bool) -> StepResult:
+        started = time.perf_counter()
+        with Stopwatch() as waiting:
+            microbatches = list(itertools.islice(batches, self.batch_plan.accumulation))
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.save, save_due))
+        self._requests.save = False
+        self.scheduler.step()
+        self.step += 1
+        self.losses.append(result.loss)
+        self._guard_nonfinite(result)
+        self._record(result, microbatches, learning_rate, time.perf_counter() - started, waiting.elapsed_s)
+        return result
+
+    def _guard_nonfinite(self, result: StepResult) -> None:
+        if not result.skipped:
+            self._nonfinite_in_a_row = 0
+            return
+        self._nonfinite_in_a_row += 1
+        self._event("nonfinite", step=self.step, loss=result.loss, grad_norm=result.grad_norm)
+        limit = self.config.train.nonfinite_limit
+        if self._nonfinite_in_a_row >= limit:
+            raise RuntimeError(
+                f"loss or gradient was not finite for {limit} steps in a row (step {self.step}: loss {result.loss}, gradient norm "
+                f"{result.grad_norm}); every one was skipped, so the weights are as before. Lower optimizer.lr, lengthen "
+                "schedule.warmup_steps, or look at the data of these steps."
+            )
+
+    def _record(
+        self, result: StepResult, microbatches: list[Batch], learning_rate: float, step_s: float, wait_s: float
+    ) -> None:
+        tokens = self.batch_plan.global_batch * self.config.model.seq_len
+        self._throughput.update(tokens, step_s)
+        if self.rank != 0:
+            return
+        record = StepRecord(
+            step=self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=learning_rate,
+            tokens=tokens,
+            samples_consumed=microbatches[-1].samples_consumed,
+            peak_mem_gib=peak_memory_gib(self.device),
+            data_wait_s=wait_s,
+            step_time_s=step_s,
+            skipped=result.skipped,
+            **self._throughput.rates(),
+        )
+        if self.step % self.config.metrics.log_every == 0 or self.step == self.config.train.steps:
+            for tracker in self._trackers:
+                tracker.log_step(record)
+        if self._progress is not None:
+            self._progress.update(record)
+
+    def _validate(self) -> None:
+        if self._inputs.validation is None:
+            return
+        loader = self._make_loader(self._inputs.validation, self.mesh.rank_in("dp") if self.mesh else 0)
+        count = self.config.validation.steps * self.batch_plan.accumulation
+        try:
+            loss, tokens = validation_loss(
+                self.model, itertools.islice(iter(loader), count), group=self._loss_group, device=self.device
+            )
+        finally:
+            loader.close()
+        record = ValidationRecord(step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens)
+        for tracker in self._trackers:
+            tracker.log_validation(record)
+        if self._progress is not None:
+            self._progress.validation(record)
+
+    def _make_loader(self, dataset: object, dp_rank: int) -> DataLoader:
+        return DataLoader(
+            dataset,
+            global_batch=self.batch_plan.global_batch,
+            dp_rank=dp_rank,
+            dp_size=self.batch_plan.dp_size,
+            microbatch=self.batch_plan.microbatch,
+            prefetch=self.config.data.prefetch,
+            device=self.device,
+        )
+
+    def _state(self) -> TrainState:
+        return TrainState(
+            model=self.model,
+            optim=self.optimizer,
+            sched=self.scheduler,
+            data=self._loader,
+            rng=True,
+            extra={"step": self.step, "parameters": count_parameters(self.model)},
+        )
+
+    def _restore(self) -> int:
+        found = self._checkpointer.latest()
+        if found is None:
+            return 0
+        if self.config.checkpoint.resume == "never":
+            raise ValueError(
+                f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
+                "Choose another run.name, or set checkpoint.resume to 'auto'."
+            )
+        return self._checkpointer.restore(self._state())
+
+    def _minutes_due(self, since: float) -> bool:
+        """Whether a save by the clock is due; rank 0's clock decides for all."""
+        minutes = self.config.checkpoint.every_minutes
+        return bool(minutes) and self.rank == 0 and time.monotonic() - since >= 60 * minutes
+
+    def _open_run_folder(self, layout_text: str) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
+        self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
+        self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
+        if self.step:
+            self._event("checkpoint_restored", step=self.step)
+            self._message(f"resumed from step {self.step}")
+
+    def _event(self, kind: str, **fields: object) -> None:
+        for tracker in self._trackers:
+            tracker.log_event(kind, **fields)
+
+    def _message(self, text: str) -> None:
+        log.info(text)
+        if self._progress is not None:
+            self._progress.message(text)
+
+
+class _garbage_collected_every:
+    """Collect garbage on every rank at the same step: a rank that pauses alone makes all others wait."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> "_garbage_collected_every":
+        if self._steps:
+            gc.collect()
+            gc.disable()
+        return self
+
+    def __call__(self, step: int) -> None:
+        if self._steps and step % self._steps == 0:
+            gc.collect(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._steps:
+            gc.enable()
+
+
+def _device(config: Config) -> torch.device:
+    if config.launch.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _seed(seed: int, deterministic: bool) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,32 @@
+"""Every README's Python code runs, in one fresh process, as a reader would paste it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("examples/**/README.md")])
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.parent.relative_to(ROOT)))
+def test_python_blocks_run(readme, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.S)
+    if not blocks:
+        pytest.skip("no python block")
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=150,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_the_readmes_link_to_exists():
+    for readme in READMES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", readme.read_text()):
+            assert (readme.parent / target).exists(), f"{readme.relative_to(ROOT)} links to {target}"
