@@ -1,0 +1,1 @@
+"""Context parallelism for any attention, exact on CPU and GPU."""
