@@ -1,0 +1,37 @@
+"""What a run records and shows the person who started it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """What a run records and shows. `metrics.jsonl` is always written."""
+
+    log_every: int = 1
+    """Steps from one line of metrics.jsonl to the next; the last step is always written."""
+
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """auto draws a bar on a terminal and prints one key=value line a step elsewhere."""
+
+    report: bool = True
+    """Write report.html, one self-contained file, when the run ends."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events to the run's folder too (needs the extra titan-train[tensorboard])."""
+
+    wandb: bool = False
+    """Send metrics to Weights & Biases too (needs the extra titan-train[wandb])."""
+
+    wandb_project: str = "titan"
+    """Project of the Weights & Biases run."""
+
+    def __post_init__(self) -> None:
+        if self.log_every < 1:
+            raise ValueError(f"metrics.log_every={self.log_every} must be at least 1; the nearest valid choice is 1.")
+        if self.progress not in ("auto", "bar", "lines", "off"):
+            raise ValueError(f"metrics.progress={self.progress!r} must be one of auto, bar, lines, off.")
+        if self.wandb and not self.wandb_project:
+            raise ValueError(
+                "metrics.wandb_project is empty, but metrics.wandb is on; name a project, such as 'titan'."
+            )

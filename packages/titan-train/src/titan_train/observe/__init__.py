@@ -1,0 +1,38 @@
+"""What a run measures, records and shows while it runs.
+
+Records (`StepRecord`, `ValidationRecord`) go to trackers (`metrics.jsonl` always; TensorBoard and W&B as extras) and
+to the progress display. Nothing here imports torch, rich or a tracker's package before it is used.
+"""
+
+from titan_train.observe._flops import Dtype, device_peak_flops
+from titan_train.observe._jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
+from titan_train.observe._memory import peak_memory_gib
+from titan_train.observe._progress import Progress, TaskProgress, progress_bar
+from titan_train.observe._records import StepRecord, Tracker, ValidationRecord
+from titan_train.observe._run_info import RunInfo, read_run_info
+from titan_train.observe._throughput import Rates, Throughput
+from titan_train.observe._trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
+
+__all__ = [
+    "Dtype",
+    "EventRecord",
+    "JsonlTracker",
+    "Progress",
+    "Rates",
+    "RunInfo",
+    "RunMetrics",
+    "StepRecord",
+    "TaskProgress",
+    "TensorBoardTracker",
+    "Throughput",
+    "Tracker",
+    "ValidationRecord",
+    "WandbTracker",
+    "build_trackers",
+    "check_trackers",
+    "device_peak_flops",
+    "peak_memory_gib",
+    "progress_bar",
+    "read_metrics",
+    "read_run_info",
+]

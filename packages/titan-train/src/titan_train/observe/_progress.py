@@ -1,0 +1,189 @@
+"""What the person watches: a bar on a terminal, one line a step elsewhere."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from titan_train.config.metrics import MetricsConfig
+from titan_train.observe._bar import LossTrail, Part, bar_line, step_line, step_parts, validation_line
+from titan_train.observe._format import short_count, short_duration
+from titan_train.observe._records import StepRecord, ValidationRecord
+from titan_train.observe._screen import Screen
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Mode = Literal["auto", "bar", "lines", "off"]
+# The ETA follows the last steps, so that a slow first one (compilation) is forgotten soon.
+_ETA_WINDOW = 32
+_TASK_LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """The display of one training run. Every call returns at once; a thread does the drawing.
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the display.
+
+        Args:
+            config: ``config.progress`` says how.
+            total_steps: Steps of the whole run.
+            first_step: Steps made before this process began.
+            stream: Where to write; standard output by default.
+            clock: Seconds, monotonic.
+        """
+        self._total = total_steps
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_ETA_WINDOW)
+        self._record: StepRecord | None = None
+        self._validation: ValidationRecord | None = None
+        self._trail = LossTrail()
+        self._first_step = first_step
+        output = stream if stream is not None else sys.stdout
+        self._mode = resolve_mode(config.progress, output)
+        self._screen = Screen(output, self._draw if self._mode == "bar" else None)
+
+    def update(self, record: StepRecord) -> None:
+        """Show a step. Costs a few microseconds."""
+        self._marks.append((record.step, self._clock()))
+        self._trail.add(record.loss)
+        self._record = record
+        if self._mode == "lines":
+            eta = self._eta_s()
+            self._screen.post(lambda: step_line(record, self._total, eta))
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Show a validation."""
+        self._validation = record
+        if self._mode == "lines":
+            self._screen.post(lambda: validation_line(record))
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar; in every mode, even when the display is off."""
+        self._screen.post(lambda: text)
+
+    def close(self) -> None:
+        """Show the last state and give the terminal back. Safe to call twice."""
+        self._screen.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _eta_s(self) -> float | None:
+        """Seconds left at the pace of the last steps, or None before the first one."""
+        (first, started), (last, now) = self._marks[0], self._marks[-1]
+        if last <= first:
+            return None
+        return (self._total - last) * (now - started) / (last - first)
+
+    def _draw(self, width: int) -> "Text":
+        record = self._record
+        if record is None:
+            parts = [Part(f"{self._first_step}/{self._total}"), Part("waiting for the first step", "bright_black", 1)]
+            return bar_line("train", self._first_step, self._total, parts, width)
+        eta = self._eta_s() if record.step < self._total else None
+        parts = step_parts(record, self._validation, self._total, eta, self._trail)
+        return bar_line("train", record.step, self._total, parts, width)
+
+
+class TaskProgress:
+    """The display of one task with a count, such as tokenizing files. Made by `progress_bar`."""
+
+    def __init__(self, description: str, total: float | None, unit: str, mode: Mode, stream: TextIO) -> None:
+        self._description = description
+        self._total = total
+        self._unit = unit
+        self._done = 0.0
+        self._started = time.monotonic()
+        self._next_line = self._started + _TASK_LINE_EVERY_S
+        self._mode = resolve_mode(mode, stream)
+        self._screen = Screen(stream, self._draw if self._mode == "bar" else None)
+
+    def advance(self, amount: float = 1) -> None:
+        """Add to what is done."""
+        self.update(self._done + amount)
+
+    def update(self, done: float) -> None:
+        """Set what is done."""
+        self._done = done
+        if self._mode == "lines" and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _TASK_LINE_EVERY_S
+            self._screen.post(self._line)
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._screen.post(lambda: text)
+
+    def close(self) -> None:
+        """Show the last state and give the terminal back. Safe to call twice."""
+        if self._mode == "lines":
+            self._screen.post(self._line)
+            self._mode = "off"
+        self._screen.close()
+
+    def _parts(self) -> list[Part]:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        of_total = f"/{short_count(self._total)}" if self._total is not None else ""
+        parts = [Part(f"{short_count(self._done)}{of_total} {self._unit}")]
+        if self._done:
+            parts.append(Part(f"{short_count(self._done / seconds)} {self._unit}/s", "", 2))
+        if self._done and self._total is not None and self._done < self._total:
+            parts.append(Part(f"ETA {short_duration((self._total - self._done) * seconds / self._done)}", "green", 1))
+        else:
+            parts.append(Part(short_duration(seconds), "bright_black", 1))
+        return parts
+
+    def _draw(self, width: int) -> "Text":
+        return bar_line(self._description, self._done, self._total, self._parts(), width)
+
+    def _line(self) -> str:
+        return f"{self._description}: " + ", ".join(part.text for part in self._parts())
+
+
+@contextmanager
+def progress_bar(
+    description: str, total: float | None, unit: str = "it", *, mode: Mode = "auto", stream: TextIO | None = None
+) -> Generator[TaskProgress]:
+    """Show a task's progress while the block runs, in the same look as training.
+
+    Args:
+        description: What is done, such as ``"tokenize"``.
+        total: How much there is of it; None when nobody knows.
+        unit: What is counted, such as ``"files"``.
+        mode: ``lines`` prints one line every 10 s, and one at the end.
+        stream: Where to write; standard output by default.
+
+    Yields:
+        The task, to ``advance(n)`` or ``update(done)``.
+    """
+    task = TaskProgress(description, total, unit, mode, stream if stream is not None else sys.stdout)
+    try:
+        yield task
+    finally:
+        task.close()
+
+
+def resolve_mode(mode: Mode, stream: TextIO) -> Mode:
+    """What ``auto`` means for a stream: a bar where a person watches a terminal that can draw one, lines elsewhere."""
+    if mode != "auto":
+        return mode
+    from rich.console import Console
+
+    return "bar" if stream.isatty() and not Console(file=stream).is_dumb_terminal else "lines"

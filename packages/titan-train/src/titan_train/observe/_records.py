@@ -1,0 +1,74 @@
+"""What is known about one step, one validation; and what a tracker of them can do."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step, as seen by the whole run."""
+
+    step: int
+    """Optimizer steps made, this one included; the first is 1."""
+    loss: float
+    """Mean loss over the valid tokens of all ranks, nats per token; not finite when the step was skipped for it."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """Learning rate used by this step (first parameter group)."""
+    tokens: int
+    """Tokens of this step, over all ranks."""
+    samples_consumed: int
+    """Sequences consumed since the start of training, this step's included."""
+    tokens_per_s: float
+    """Tokens per second of all ranks together, while stepping (no validation, no checkpoints)."""
+    tokens_per_s_per_rank: float
+    """`tokens_per_s` divided by the number of ranks."""
+    tflops_per_gpu: float | None
+    """Model TFLOP/s of one rank; None where the model's FLOPs per token are unknown."""
+    mfu: float | None
+    """Model FLOPs utilisation in [0, 1]; None where the device's peak is unknown."""
+    peak_mem_gib: float
+    """Most memory this rank has held: allocated on its GPU, or resident in the process on CPU."""
+    data_wait_s: float
+    """Seconds of this step spent waiting for data."""
+    step_time_s: float
+    """Seconds of this step, waiting for data included."""
+    skipped: bool
+    """Whether the update was left out because the loss or the gradient was not finite."""
+    elapsed_s: float
+    """Seconds since training began, validation and checkpoints included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationRecord:
+    """One pass over the validation batches."""
+
+    step: int
+    """Optimizer steps made before it."""
+    loss: float
+    """Mean loss over all its valid tokens, nats per token."""
+    bits_per_byte: float | None
+    """Loss per UTF-8 byte of text in bits, comparable between tokenizers; None where bytes are not known."""
+    tokens: int
+    """Tokens it scored, over all ranks."""
+
+
+class Tracker(Protocol):
+    """Where metrics go. Called by one rank only, from the training loop, so every call must be quick."""
+
+    def log_step(self, record: StepRecord) -> None:
+        """Record one step."""
+        ...
+
+    def log_validation(self, record: ValidationRecord) -> None:
+        """Record one validation."""
+        ...
+
+    def log_event(self, kind: str, *, step: int, **fields: object) -> None:
+        """Record that something happened, such as ``checkpoint_saved``; ``fields`` are JSON values."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and release the files. Safe to call twice."""
+        ...

@@ -1,0 +1,137 @@
+"""`run.json`: what was run, where, with which versions, and how it ended. One entry for every attempt.
+
+A run that is killed cannot say so. Its attempt stays "running" in the file, and the next attempt of the same run
+marks it "killed".
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+FILE_NAME = "run.json"
+Status = Literal["finished", "stopped", "failed"]
+_DISTRIBUTIONS = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-ckpt", "torch", "numpy")
+
+
+class RunInfo:
+    """Writes the current attempt into ``run_dir/run.json``. For one rank only."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        device: str,
+        world_size: int,
+        resume_step: int = 0,
+        parameters: int | None = None,
+        command: Sequence[str] | None = None,
+        **extra: object,
+    ) -> None:
+        """Record that an attempt starts now.
+
+        Args:
+            run_dir: The run's folder; made if missing.
+            device: Name of the device of each rank, such as ``"NVIDIA H200"`` or ``"cpu"``.
+            world_size: Number of ranks.
+            resume_step: The step this attempt continues from; 0 also forgets earlier attempts.
+            parameters: Parameters of the model.
+            command: What was typed; the default is this process's own.
+            extra: More JSON values worth keeping, such as ``backend="gloo"``.
+        """
+        self._path = Path(run_dir) / FILE_NAME
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        attempts: list[dict[str, Any]] = read_run_info(run_dir).get("attempts", []) if resume_step else []
+        for attempt in attempts:
+            if attempt.get("status") == "running":
+                attempt["status"] = "killed"
+        self._attempt: dict[str, Any] = {
+            "status": "running",
+            "started": _now(),
+            "ended": None,
+            "from_step": resume_step,
+            "to_step": None,
+            "world_size": world_size,
+            "error": None,
+        }
+        self._info: dict[str, Any] = {
+            "name": Path(run_dir).resolve().name,
+            "command": list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "device": device,
+            "world_size": world_size,
+            "parameters": parameters,
+            **extra,
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "git_commit": _git_commit(),
+            "versions": {"python": platform.python_version(), **_versions()},
+            "attempts": [*attempts, self._attempt],
+        }
+        self._write()
+
+    def finish(self, status: Status, *, step: int, error: str | None = None) -> None:
+        """Record how the attempt ended; only the first call counts.
+
+        Args:
+            status: ``finished`` (all steps made), ``stopped`` (asked to, and saved) or ``failed``.
+            step: Steps made.
+            error: One line that says why it failed.
+        """
+        if self._attempt["status"] == "running":
+            self._attempt.update(status=status, ended=_now(), to_step=step, error=error)
+            self._write()
+
+    def _write(self) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._info, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def read_run_info(run_dir: str | Path) -> dict[str, Any]:
+    """The content of ``run_dir/run.json``; empty if it is missing or not readable."""
+    try:
+        content: object = json.loads((Path(run_dir) / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """Commit of the working directory's repository, with ``+changes`` when files differ from it; None without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run([git, *arguments], capture_output=True, text=True, timeout=5, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = ask("rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+changes" if ask("status", "--porcelain", "--untracked-files=no") else "")
