@@ -129,7 +129,7 @@ def test_a_killed_process_loses_no_line_it_had_logged(tmp_path):
 
 def test_an_event_rejects_a_value_that_json_cannot_hold_and_names_it(tmp_path):
     tracker = JsonlTracker(tmp_path)
-    with pytest.raises(ValueError, match="path=.*is not a JSON value"):
+    with pytest.raises(ValueError, match=r"path=.*is not a JSON value"):
         tracker.log_event("x", step=1, path=tmp_path)
     with pytest.raises(ValueError, match="'time' is a key every line has"):
         tracker.log_event("x", step=1, time=3)

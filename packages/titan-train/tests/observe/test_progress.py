@@ -201,9 +201,14 @@ def test_a_task_of_unknown_size_counts_on_a_terminal():
 
 def test_a_task_that_fails_gives_the_terminal_back_and_raises():
     stream = io.StringIO()
-    with pytest.raises(KeyError), progress_bar("x", 2, stream=stream) as task:
-        task.advance()
-        raise KeyError("y")
+
+    def fail_half_way():
+        with progress_bar("x", 2, stream=stream) as task:
+            task.advance()
+            raise KeyError("y")
+
+    with pytest.raises(KeyError):
+        fail_half_way()
     assert stream.getvalue().startswith("x: 1/2 it")
 
 

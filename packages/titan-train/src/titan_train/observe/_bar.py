@@ -48,7 +48,7 @@ class LossTrail:
         picked = [finite[i * (len(finite) - 1) // (width - 1)] for i in range(width)]
         low, high = min(picked), max(picked)
         span = (high - low) or 1.0
-        return "".join(_SPARKS[min(7, int(8 * (v - low) / span))] for v in picked)
+        return "".join(_SPARKS[round(7 * (v - low) / span)] for v in picked)
 
 
 def bar_line(description: str, done: float, total: float | None, parts: list[Part], width: int) -> "Text":
