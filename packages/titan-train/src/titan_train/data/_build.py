@@ -1,0 +1,231 @@
+"""From the configuration to datasets: prepare once, then open on every rank.
+
+In a run of many ranks, one rank of each machine (or one in all, on a shared disk) calls `build_tokenizer` and
+`prepare`; after a barrier every rank calls `build_tokenizer` and `open_datasets`, which find the work done. Nothing in
+here communicates.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.data._corpus import list_files
+from titan_train.data._manifest import Manifest, read_manifest
+from titan_train.data._megatron import MegatronTokens
+from titan_train.data._packed import PackedDataset
+from titan_train.data._prepare import (
+    TRAIN,
+    VALIDATION,
+    held_out_fraction,
+    prepare_source,
+    source_folder,
+)
+from titan_train.data._progress import ProgressCallback
+from titan_train.data._texts import TEXT_KINDS, training_texts
+from titan_train.data._token_source import ShardedTokens, TokenSource
+from titan_train.tokenizers import ByteTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from titan_train.tokenizers._saved import SAVED_NAME
+
+_logger = logging.getLogger(__name__)
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Where shards and trained tokenizers go: `config.cache_dir`, or ~/.cache/titan-train."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "titan-train"
+
+
+def build_tokenizer(
+    config: TokenizerConfig,
+    data: DataConfig,
+    *,
+    cache_dir: str | Path | None = None,
+    progress: ProgressCallback | None = None,
+) -> Tokenizer:
+    """Load the configured tokenizer, or train it on the training text (once; kept in the cache).
+
+    Raises:
+        ValueError: If the file is not of the configured kind, or the text cannot give the vocabulary.
+    """
+    if config.kind == "bytes":
+        return ByteTokenizer()
+    if config.path:
+        return _load(config)
+    folder = _trained_folder(config, data, _cache(data, cache_dir))
+    if (folder / SAVED_NAME).is_file():
+        return load_tokenizer(folder)
+    texts = training_texts(data.sources, data, max_bytes=config.train_max_bytes, progress=progress)
+    threads = data.num_threads or os.cpu_count() or 1
+    return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type, num_threads=threads)
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: str | Path | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[Path]:
+    """Tokenize every text source that is not in the cache yet.
+
+    Returns:
+        The folder of each prepared text source, training sources first.
+
+    Raises:
+        ValueError: If a path does not exist; `MalformedInputError` for malformed documents.
+    """
+    cache = _cache(config, cache_dir)
+    sources = [*config.sources, *config.validation_sources]
+    return [prepare_source(s, config, tokenizer, cache, progress) for s in sources if s.kind in TEXT_KINDS]
+
+
+def open_datasets(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    seed: int,
+    cache_dir: str | Path | None = None,
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """Memory-map what `prepare` made.
+
+    Returns:
+        The training set, and the held-out set: None if nothing is held out, or less than one sample of each source.
+
+    Raises:
+        ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
+    """
+    cache = _cache(config, cache_dir)
+    train = {source.name: _open_source(source, config, tokenizer, cache, TRAIN) for source in config.sources}
+    held_out: dict[str, TokenSource] = {}
+    weights: dict[str, float] = {}
+    for source in config.sources:
+        if source.kind != "megatron":
+            held_out[source.name] = _open_source(source, config, tokenizer, cache, VALIDATION)
+            weights[source.name] = source.weight
+    for source in config.validation_sources:
+        name = source.name if source.name not in held_out else f"{source.name}-validation"
+        held_out[name] = _open_source(source, config, tokenizer, cache, TRAIN)
+        weights[name] = source.weight
+    enough = {name: source for name, source in held_out.items() if source.num_tokens > seq_len}
+    for name in held_out.keys() - enough.keys():
+        if held_out[name].num_tokens:
+            _logger.warning(
+                "held-out part of source %r: %d tokens are less than one sample of %d; it is not validated on. "
+                "Raise data.validation_fraction.",
+                name,
+                held_out[name].num_tokens,
+                seq_len + 1,
+            )
+
+    def packed(sources: dict[str, TokenSource], shares: dict[str, float], limits: dict[str, int]) -> PackedDataset:
+        return PackedDataset(
+            sources,
+            seq_len=seq_len,
+            seed=seed,
+            weights=shares,
+            tokenizer=tokenizer.fingerprint,
+            document_mask=config.document_mask,
+            mask_boundary_labels=config.mask_document_boundary_labels,
+            max_epochs=limits,
+        )
+
+    limits = {source.name: source.max_epochs for source in config.sources}
+    training = packed(train, {source.name: source.weight for source in config.sources}, limits)
+    validation = packed(enough, {name: weights[name] for name in enough}, {}) if enough else None
+    return training, validation
+
+
+def build_datasets(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    seed: int,
+    cache_dir: str | Path | None = None,
+    progress: ProgressCallback | None = None,
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """`prepare`, then `open_datasets`: all a single process needs."""
+    prepare(config, tokenizer, cache_dir=cache_dir, progress=progress)
+    return open_datasets(config, tokenizer, seq_len=seq_len, seed=seed, cache_dir=cache_dir)
+
+
+def _cache(config: DataConfig, cache_dir: str | Path | None) -> Path:
+    return cache_folder(config) if cache_dir is None else Path(cache_dir)
+
+
+def _load(config: TokenizerConfig) -> Tokenizer:
+    path = Path(config.path).expanduser()
+    if config.kind == "tiktoken" and path.is_file():
+        return TiktokenTokenizer(
+            path.read_bytes(),
+            pattern=config.pattern,
+            special_tokens=config.special_tokens,
+            bos_token=config.bos_token,
+            eos_token=config.eos_token,
+        )
+    tokenizer = load_tokenizer(path)
+    if tokenizer.kind != config.kind:
+        raise ValueError(
+            f"tokenizer.kind={config.kind!r}, and {path} holds a {tokenizer.kind} tokenizer. "
+            f'Use kind="{tokenizer.kind}", or another path.'
+        )
+    return tokenizer
+
+
+def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> Path:
+    sources = [source for source in data.sources if source.kind in TEXT_KINDS]
+    content = {
+        "vocab_size": config.vocab_size,
+        "model_type": config.model_type,
+        "train_max_bytes": config.train_max_bytes,
+        "held_out": [held_out_fraction(source, data) for source in sources],
+        "files": [[source.kind, source.text_key, [file.stamp() for file in list_files(source)]] for source in sources],
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return cache / f"tokenizer-{config.model_type}-{config.vocab_size}-{digest}"
+
+
+def _open_source(
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache: Path, split: str
+) -> TokenSource:
+    if source.kind == "megatron":
+        return _open_megatron(source, tokenizer)
+    if source.kind == "tokens":
+        folders = [Path(path).expanduser() for path in source.paths]
+    else:
+        folders = [source_folder(source, config, tokenizer, cache)]
+    manifests = [_checked_manifest(folder, tokenizer) for folder in folders]
+    pairs = [
+        (f, info) for f, manifest in zip(folders, manifests, strict=True) for info in manifest.splits.get(split, ())
+    ]
+    prints = [manifest.fingerprint for manifest in manifests]
+    return ShardedTokens(
+        [folder for folder, _ in pairs],
+        [info for _, info in pairs],
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        fingerprint=hashlib.sha256(json.dumps([split, prints]).encode()).hexdigest(),
+        verify=config.verify,
+    )
+
+
+def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> Manifest:
+    manifest = read_manifest(folder)
+    if manifest.tokenizer != tokenizer.fingerprint:
+        raise ValueError(
+            f"{folder} was prepared with tokenizer {manifest.tokenizer[:16]} ({manifest.vocab_size} ids), and the "
+            f"run's is {tokenizer.fingerprint[:16]} ({tokenizer.vocab_size} ids). Use that tokenizer, or prepare the "
+            "text again."
+        )
+    return manifest
+
+
+def _open_megatron(source: SourceConfig, tokenizer: Tokenizer) -> TokenSource:
+    if len(source.paths) != 1:
+        raise ValueError(
+            f"data.sources[{source.name!r}].paths names {len(source.paths)} Megatron datasets, and a source is one. "
+            "Make each a source of its own, with a weight."
+        )
+    return MegatronTokens(Path(source.paths[0]).expanduser(), tokenizer.vocab_size)

@@ -1,0 +1,289 @@
+"""Microbatches of one data-parallel rank, made ahead by a thread; the position is one integer.
+
+At a step that begins after ``c`` consumed samples, rank d of D takes the global samples
+``[c + d G / D, c + (d + 1) G / D)`` and cuts them into microbatches in order. Joined over ranks, a step is the samples
+``c .. c + G`` whatever D is. The state is what the trainer has consumed, never what the thread has made.
+
+Ranks of one model replica (tensor, context and pipeline parallel) build the same loader with the same ``dp_rank`` and
+read the same samples; nothing is broadcast.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from titan_train.data._batch import Batch, HostBatch, build_batch
+from titan_train.data._packed import PackedDataset
+from titan_train.data._state import STATE_VERSION, check_state
+from titan_train.data._transfer import HostToDevice
+
+if TYPE_CHECKING:
+    import torch
+
+# How often a waiting thread looks whether it was told to stop: bounds the time `close` takes.
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which samples the rank takes, as numbers only: the producer thread must not keep the loader alive."""
+
+    global_batch: int
+    dp_rank: int
+    dp_size: int
+    microbatch: int
+    ignore_index: int
+
+    @property
+    def per_step(self) -> int:
+        return self.global_batch // (self.dp_size * self.microbatch)
+
+    def build(self, dataset: PackedDataset, samples: int, number: int) -> HostBatch:
+        """Microbatch ``number`` of the step that begins after ``samples`` samples."""
+        first = samples + self.dp_rank * (self.global_batch // self.dp_size) + number * self.microbatch
+        done = samples + self.global_batch if number + 1 == self.per_step else samples
+        return build_batch(
+            dataset,
+            np.arange(first, first + self.microbatch, dtype=np.int64),
+            ignore_index=self.ignore_index,
+            samples_consumed=done,
+        )
+
+
+class DataLoader:
+    """Iterate over microbatches without end (or for ``steps`` steps).
+
+    Args:
+        dataset: Where samples come from.
+        global_batch: Samples of one optimizer step over all ranks.
+        dp_rank: This rank among the data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
+        microbatch: Samples of one forward and backward.
+        prefetch: Microbatches to make ahead; 0 makes each when asked, without a thread.
+        device: Where batches are put; on CUDA through pinned memory, on a stream of its own.
+        ignore_index: Label the loss leaves out.
+        steps: Stop after this many optimizer steps; None never stops. `reset` starts again.
+
+    Raises:
+        ValueError: If the numbers do not fit each other, naming the nearest that do.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        *,
+        global_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        microbatch: int = 1,
+        prefetch: int = 3,
+        device: "str | torch.device" = "cpu",
+        ignore_index: int = -100,
+        steps: int | None = None,
+    ) -> None:
+        _check_sizes(global_batch, dp_rank, dp_size, microbatch)
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is below 0. The nearest valid value is 0: no thread.")
+        self.dataset = dataset
+        self._plan = _Plan(global_batch, dp_rank, dp_size, microbatch, ignore_index)
+        self._prefetch = prefetch
+        self._steps = steps
+        self._start = 0  # samples at which this pass began
+        self._samples = 0  # samples of completed steps
+        self._number = 0  # microbatches taken of the step in progress
+        self._transfer = HostToDevice(device, slots=prefetch + 2)
+        self._producer: _Producer | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self._plan.global_batch
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Microbatches this rank takes in one optimizer step."""
+        return self._plan.per_step
+
+    @property
+    def samples_consumed(self) -> int:
+        """Global samples of the steps that were taken whole."""
+        return self._samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._steps is not None and self._samples - self._start >= self._steps * self._plan.global_batch:
+            self.close()
+            raise StopIteration
+        if self._prefetch == 0:
+            batch = self._transfer.send(self._plan.build(self.dataset, self._samples, self._number))
+        else:
+            if self._producer is None:
+                self._producer = _Producer(
+                    self.dataset, self._plan, self._samples, self._number, self._prefetch, self._transfer.send
+                )
+                weakref.finalize(self, self._producer.stop.set)
+            batch = self._producer.take()
+        self._transfer.receive(batch)
+        self._number += 1
+        if self._number == self._plan.per_step:
+            self._number, self._samples = 0, self._samples + self._plan.global_batch
+        return batch.batch
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Position after the last whole step: the same on every rank, valid for any number of ranks."""
+        return {
+            "version": STATE_VERSION,
+            "samples": self._samples,
+            "seed": self.dataset.seed,
+            "seq_len": self.dataset.seq_len,
+            "tokenizer": self.dataset.tokenizer,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
+        """Continue after the samples that ``state`` counts; the number of ranks and the batch size may differ.
+
+        Args:
+            state: What `state_dict` returned.
+            allow_data_change: Continue although seed, seq_len, tokenizer or data differ. The count of samples is kept,
+                so what was seen before may come again.
+
+        Raises:
+            ValueError: If the state is of other data, naming the field and both values.
+        """
+        self._go_to(check_state(state, self.state_dict(), allow_data_change=allow_data_change))
+
+    def reset(self) -> None:
+        """Start again at sample 0, as a validation pass does."""
+        self._go_to(0)
+
+    def set_global_batch(self, global_batch: int) -> None:
+        """Change the batch between two steps; the samples go on without gap or repeat.
+
+        Raises:
+            ValueError: In the middle of a step, or if the size does not fit the ranks.
+        """
+        _check_sizes(global_batch, self._plan.dp_rank, self._plan.dp_size, self._plan.microbatch)
+        if self._number:
+            raise ValueError(
+                f"global_batch={global_batch} was set after {self._number} of {self._plan.per_step} microbatches of a "
+                "step. Set it between two steps."
+            )
+        self.close()
+        self._start = self._samples
+        plan = self._plan
+        self._plan = _Plan(global_batch, plan.dp_rank, plan.dp_size, plan.microbatch, plan.ignore_index)
+
+    def close(self) -> None:
+        """Stop the thread (within a second) and drop what it made; iterating starts it again where it was."""
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _go_to(self, samples: int) -> None:
+        self.close()
+        self._start, self._samples, self._number = samples, samples, 0
+
+
+class _Producer:
+    """A thread that makes microbatches in order, at most ``ahead`` before they are taken."""
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        plan: _Plan,
+        samples: int,
+        number: int,
+        ahead: int,
+        send: Callable[[HostBatch], Any],
+    ) -> None:
+        self.stop = threading.Event()
+        self._made: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self._thread = threading.Thread(
+            target=_produce,
+            args=(dataset, plan, samples, number, send, self._made, self.stop),
+            name="titan-data-prefetch",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def take(self) -> Any:
+        """The next microbatch; an error in the thread is raised here, again at every later call."""
+        while True:
+            try:
+                made = self._made.get(timeout=1.0)
+                break
+            except queue.Empty as err:
+                if not self._thread.is_alive() and self._made.empty():
+                    raise RuntimeError("the data loader was closed while a batch was awaited.") from err
+        if isinstance(made, BaseException):
+            self._made.put(made)
+            raise made
+        return made
+
+    def close(self) -> None:
+        self.stop.set()
+        self._thread.join(timeout=1.0)
+
+
+def _produce(
+    dataset: PackedDataset,
+    plan: _Plan,
+    samples: int,
+    number: int,
+    send: Callable[[HostBatch], Any],
+    made: "queue.Queue[Any]",
+    stop: threading.Event,
+) -> None:
+    while not stop.is_set():
+        item: Any
+        try:
+            item = send(plan.build(dataset, samples, number))
+        except BaseException as error:  # whatever it is, the consumer must learn of it
+            item = error
+        while not stop.is_set():
+            try:
+                made.put(item, timeout=_POLL_S)
+                break
+            except queue.Full:
+                continue
+        if isinstance(item, BaseException):
+            return
+        number += 1
+        if number == plan.per_step:
+            number, samples = 0, samples + plan.global_batch
+
+
+def _check_sizes(global_batch: int, dp_rank: int, dp_size: int, microbatch: int) -> None:
+    for name, value in (("global_batch", global_batch), ("dp_size", dp_size), ("microbatch", microbatch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is below 1. The nearest valid value is 1.")
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank={dp_rank} is not one of the {dp_size} data-parallel ranks, 0 to {dp_size - 1}.")
+    unit = dp_size * microbatch
+    if global_batch % unit:
+        below, above = global_batch // unit * unit, (global_batch // unit + 1) * unit
+        near = f"{below} or {above}" if below else f"{above}"
+        share = global_batch // dp_size
+        fits = [size for size in range(1, share + 1) if global_batch % (dp_size * size) == 0]
+        other = f", or microbatch={min(fits, key=lambda size: abs(size - microbatch))}" if fits else ""
+        raise ValueError(
+            f"global_batch={global_batch} is not a multiple of dp_size={dp_size} x microbatch={microbatch} = {unit}: "
+            f"ranks would take unequal shares. Use global_batch={near}{other}."
+        )

@@ -1,0 +1,131 @@
+"""The manifest of a prepared source: what its shards hold, where the text came from, what was left out.
+
+It is written last. A folder without it is unfinished, and is never read.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_train.data._shards import ShardInfo
+
+MANIFEST_NAME = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """One prepared source."""
+
+    source: str
+    """Name of the source."""
+    tokenizer: str
+    """Fingerprint of the tokenizer (hex)."""
+    vocab_size: int
+    bos_id: int | None
+    """Token that begins every document, None if none was added."""
+    eos_id: int
+    """Token that ends every document."""
+    splits: Mapping[str, tuple[ShardInfo, ...]]
+    """Shards of "train" and of "validation", in order."""
+    text_bytes: Mapping[str, int]
+    """UTF-8 bytes of the documents of each split: with the tokens, bytes per token."""
+    options: Mapping[str, Any]
+    """Settings that decided the tokens."""
+    files: tuple[Mapping[str, Any], ...]
+    """Files read: path, size (bytes) and sha256 of each."""
+    bad: Mapping[str, int]
+    """Malformed documents left out, by class."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the tokens and document ends; file names, times and machines do not enter."""
+        content = {
+            "format": _FORMAT,
+            "tokenizer": self.tokenizer,
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "splits": {
+                split: [[s.tokens, s.documents, s.tokens_sha256, s.index_sha256] for s in shards]
+                for split, shards in self.splits.items()
+            },
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def num_tokens(self, split: str) -> int:
+        """Tokens of one split."""
+        return sum(shard.tokens for shard in self.splits.get(split, ()))
+
+    def num_documents(self, split: str) -> int:
+        """Documents of one split."""
+        return sum(shard.documents for shard in self.splits.get(split, ()))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it under its final name in one step, after the shards are on disk."""
+    content = {
+        "format": _FORMAT,
+        "fingerprint": manifest.fingerprint,
+        "source": manifest.source,
+        "tokenizer": manifest.tokenizer,
+        "vocab_size": manifest.vocab_size,
+        "bos_id": manifest.bos_id,
+        "eos_id": manifest.eos_id,
+        "splits": {split: [shard.as_json() for shard in shards] for split, shards in manifest.splits.items()},
+        "text_bytes": dict(manifest.text_bytes),
+        "options": dict(manifest.options),
+        "files": [dict(file) for file in manifest.files],
+        "bad": dict(manifest.bad),
+    }
+    write_json(folder / MANIFEST_NAME, content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        ValueError: If there is none, or it is not what `write_manifest` wrote.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no {MANIFEST_NAME}: it holds no prepared source, or its preparation did not finish. "
+            "Run `titan-train prepare` (it continues where it stopped)."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']}, and this release reads {_FORMAT}")
+        manifest = Manifest(
+            source=content["source"],
+            tokenizer=content["tokenizer"],
+            vocab_size=content["vocab_size"],
+            bos_id=content["bos_id"],
+            eos_id=content["eos_id"],
+            splits={split: tuple(ShardInfo(**s) for s in shards) for split, shards in content["splits"].items()},
+            text_bytes=content["text_bytes"],
+            options=content["options"],
+            files=tuple(content["files"]),
+            bad=content["bad"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ValueError(
+            f"{path} is not a readable manifest ({err!r}). Delete its folder and prepare it again."
+        ) from err
+    if manifest.fingerprint != content["fingerprint"]:
+        raise ValueError(f"{path} was edited: its fingerprint does not match. Delete its folder and prepare it again.")
+    return manifest
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON under a temporary name, sync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

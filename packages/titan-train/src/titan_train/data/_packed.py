@@ -1,0 +1,186 @@
+"""Samples of a fixed length from sources of any length, each found from its number alone.
+
+Every source is cut into windows of ``seq_len + 1`` tokens that overlap by one: ``seq_len`` inputs and their next
+tokens. No token is padded or dropped, but for less than one window at a source's end. Global sample ``g`` goes through
+three pure steps, none of which knows how many ranks there are:
+
+    g  --mixture-->  (source, index i)  --epoch = i // windows, Feistel-->  window  --memory map-->  tokens
+
+so a run's whole position in the data is one integer, the number of samples consumed.
+
+Documents are packed whole-run: a window may begin and end inside a document. Where documents meet inside it is known
+from the index, so attention can be kept inside documents and positions restarted.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_train.data._mixing import Mixture
+from titan_train.data._order import IndexArray, permute
+from titan_train.data._token_source import TokenSource
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLocation:
+    """Where samples lie; every field is an array with one entry per sample."""
+
+    source: npt.NDArray[np.intp]
+    """Number of the source, in `PackedDataset.source_names`."""
+    epoch: IndexArray
+    """How many times the source was read through before."""
+    window: IndexArray
+    """Number of the window within the source."""
+
+
+class PackedDataset:
+    """Samples of ``seq_len`` tokens from weighted sources, as a pure function of the sample number.
+
+    Args:
+        sources: Token sources by name.
+        seq_len: Tokens of a sample.
+        seed: Seed of every order.
+        weights: Share of each source; None takes its share of the tokens.
+        tokenizer: Fingerprint of the tokenizer, for the check on resume.
+        document_mask: Whether batches carry document boundaries and restart positions.
+        mask_boundary_labels: Whether a document's last token has no label (it would be another document's first).
+        max_epochs: Passes allowed over a source by name; none named, none limited.
+
+    Raises:
+        ValueError: If a source is shorter than one sample, or names, weights and limits do not agree.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, TokenSource],
+        *,
+        seq_len: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        tokenizer: str = "",
+        document_mask: bool = True,
+        mask_boundary_labels: bool = True,
+        max_epochs: Mapping[str, int] | None = None,
+    ) -> None:
+        if seq_len < 1:
+            raise ValueError(f"seq_len={seq_len} is no length. Use 1 or more.")
+        for name, source in sources.items():
+            if source.num_tokens < seq_len + 1:
+                raise ValueError(
+                    f"source {name!r} holds {source.num_tokens} tokens, and one sample of seq_len={seq_len} takes "
+                    f"{seq_len + 1}. Use seq_len={max(1, source.num_tokens - 1)} or less, or a longer source."
+                )
+        given = dict(weights) if weights is not None else {n: float(s.num_tokens) for n, s in sources.items()}
+        if set(given) != set(sources):
+            raise ValueError(
+                f"weights are given for {sorted(given)}, and the sources are {sorted(sources)}. Name the same."
+            )
+        self.source_names = tuple(sources)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self.document_mask = document_mask
+        self.mask_boundary_labels = mask_boundary_labels
+        self.weights = given
+        self._sources = tuple(sources.values())
+        self._windows = [(source.num_tokens - 1) // seq_len for source in self._sources]
+        self._mixture = Mixture(self.source_names, [given[name] for name in self.source_names], seed)
+        self._max_epochs = dict(max_epochs or {})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources, each counted once."""
+        return sum(source.num_tokens for source in self._sources)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of all sources: samples in one pass if the weights are the sources' sizes."""
+        return sum(self._windows)
+
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens of each source."""
+        return {name: source.num_tokens for name, source in zip(self.source_names, self._sources, strict=True)}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash (hex) of the tokens, the mixture and the masking: what resume compares besides seed and seq_len."""
+        content = {
+            "sources": {
+                n: [s.fingerprint, self.weights[n]] for n, s in zip(self.source_names, self._sources, strict=True)
+            },
+            "order": list(self.source_names) if len(self.source_names) > 1 else [],
+            "document_mask": self.document_mask,
+            "mask_boundary_labels": self.mask_boundary_labels,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each source was read after ``samples`` samples: 1.5 is one and a half times."""
+        consumed = self._mixture.consumed(samples).tolist()
+        return {n: used / total for n, used, total in zip(self.source_names, consumed, self._windows, strict=True)}
+
+    def locate(self, samples: npt.ArrayLike) -> SampleLocation:
+        """Source, epoch and window of each global sample number.
+
+        Raises:
+            ValueError: If a sample number is negative, or asks for more passes over a source than are allowed.
+        """
+        numbers = np.atleast_1d(np.asarray(samples, dtype=np.int64))
+        if numbers.size and int(numbers.min()) < 0:
+            raise ValueError(f"sample {int(numbers.min())} does not exist: samples are numbered from 0.")
+        source, local = self._mixture.locate(numbers)
+        total = np.asarray(self._windows, dtype=np.int64)[source]
+        epoch = local // total
+        window = np.empty_like(local)
+        for number in np.unique(source).tolist():
+            mine = source == number
+            self._check_epochs(number, int(epoch[mine].max()))
+            for pass_number in np.unique(epoch[mine]).tolist():
+                chosen = mine & (epoch == pass_number)
+                windows = self._windows[number]
+                key = (self.seed, self.source_names[number], pass_number)
+                window[chosen] = permute(local[chosen] - pass_number * windows, windows, *key)
+        return SampleLocation(source, epoch, window)
+
+    def tokens(self, samples: npt.ArrayLike, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of samples, inputs and labels in one.
+
+        Args:
+            samples: Global sample numbers ``[N]``.
+            out: Array ``[N, seq_len + 1]`` of any integer type to fill; None makes one of int64.
+
+        Returns:
+            ``[N, seq_len + 1]``: columns ``:-1`` are the inputs, ``1:`` the next tokens.
+        """
+        where = self.locate(samples)
+        if out is None:
+            out = np.empty((where.window.size, self.seq_len + 1), dtype=np.int64)
+        for row, (source, window) in enumerate(zip(where.source.tolist(), where.window.tolist(), strict=True)):
+            out[row] = self._sources[source].window(window * self.seq_len, self.seq_len + 1)
+        return out
+
+    def document_starts(self, samples: npt.ArrayLike) -> list[npt.NDArray[np.int64]]:
+        """Where documents begin inside each sample: places in ``[1, seq_len]``, rising.
+
+        A start at ``seq_len`` lies just behind the inputs: the last label belongs to another document.
+        """
+        where = self.locate(samples)
+        return [
+            self._sources[source].document_starts(window * self.seq_len, self.seq_len + 1)
+            for source, window in zip(where.source.tolist(), where.window.tolist(), strict=True)
+        ]
+
+    def _check_epochs(self, number: int, epoch: int) -> None:
+        name = self.source_names[number]
+        limit = self._max_epochs.get(name, 0)
+        if limit and epoch >= limit:
+            raise ValueError(
+                f"source {name!r} was read {limit} times, which data.sources[{name!r}].max_epochs={limit} allows, and "
+                "the run asks for more. Train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
+            )

@@ -1,0 +1,321 @@
+"""Tokenize a source once into shards, so that training reads tokens from a memory map.
+
+A prepared source is a folder: `train-00000.tok/.idx`, `validation-00000.tok/.idx`, ..., and `manifest.json`, written
+last. Shards of both parts end together, at a document; `progress.json` then says which document comes next. A killed
+preparation continues there and ends with the same bytes. One process prepares a folder at a time; others wait for it.
+
+A document is held out by a hash of its text: copies of a document never land on both sides, and adding files moves
+none of the others.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.data._corpus import CorpusFile, Document, list_files, read_documents
+from titan_train.data._encoding import encode_in_order
+from titan_train.data._malformed import BadDocument, BadDocuments
+from titan_train.data._manifest import MANIFEST_NAME, Manifest, read_manifest, write_json, write_manifest
+from titan_train.data._progress import Progress, ProgressCallback
+from titan_train.data._reading import FileReader
+from titan_train.data._shards import ShardInfo, ShardWriter
+from titan_train.tokenizers import Tokenizer
+
+TRAIN, VALIDATION = "train", "validation"
+_SPLITS = (TRAIN, VALIDATION)
+_PROGRESS_NAME = "progress.json"
+_QUARANTINE_NAME = "quarantine.jsonl"
+_FORMAT = 1
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _FileEnd:
+    """Comes after a file's last document."""
+
+    number: int
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """The next document: its file, and its line there."""
+
+    file: int = 0
+    line: int = 1
+
+
+def is_held_out(utf8: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the held-out share, by a hash of its text alone."""
+    if fraction <= 0:
+        return False
+    return int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") < fraction * 2**64
+
+
+def source_folder(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path) -> Path:
+    """Where a text source's shards lie: one folder for each set of files, tokenizer and options that decide tokens."""
+    files = list_files(source)
+    return cache_dir / f"{source.name}-{_cache_key(source, config, tokenizer, files)}"
+
+
+def prepare_source(
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Tokenize one text source unless that was done before.
+
+    Returns:
+        The folder with its manifest.
+
+    Raises:
+        ValueError: If a path does not exist, or as `MalformedInputError` for malformed documents.
+    """
+    files = list_files(source)
+    folder = cache_dir / f"{source.name}-{_cache_key(source, config, tokenizer, files)}"
+    if _is_prepared(folder, source, config):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with _only_process(folder):
+        if not _is_prepared(folder, source, config):  # another process may have done it meanwhile
+            _Preparation(source, config, tokenizer, folder, files, progress).run()
+    return folder
+
+
+class _Preparation:
+    """One source on its way into shards."""
+
+    def __init__(
+        self,
+        source: SourceConfig,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        folder: Path,
+        files: Sequence[CorpusFile],
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._source, self._config, self._tokenizer = source, config, tokenizer
+        self._folder, self._files, self._progress = folder, files, progress
+        self._fraction = held_out_fraction(source, config)
+        self._bad = _bad_documents(source, config, folder / _QUARANTINE_NAME)
+        self._shards: dict[str, list[ShardInfo]] = {split: [] for split in _SPLITS}
+        self._text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
+        self._done_files: list[dict[str, Any]] = []
+        self._next = _Position()
+        self._bos = _bos(config, tokenizer)
+        self._eos = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._bytes_total = sum(file.path.stat().st_size for file in files)
+        self._started = time.monotonic()
+        self._reported = 0.0
+        self._tokens_before = 0
+        self._read: FileReader | None = None
+        self._writers: dict[str, ShardWriter] = {}
+
+    def run(self) -> None:
+        self._resume()
+        self._writers = self._open_writers()
+        try:
+            for item, ids in encode_in_order(self._items(), self._tokenizer, self._config.num_threads):
+                self._take(item, ids)
+            self._bad.check_share()
+            self._cut(last=True)
+        except BaseException:
+            for writer in self._writers.values():
+                writer.discard()
+            raise
+        write_manifest(self._folder, self._manifest())
+        (self._folder / _PROGRESS_NAME).unlink(missing_ok=True)
+        self._report(finished=True)
+
+    def _items(self) -> Iterator[Document | BadDocument | _FileEnd]:
+        start = self._next
+        for number in range(start.file, len(self._files)):
+            file = self._files[number]
+            self._read = reader = FileReader(file.path)
+            yield from read_documents(file, self._source, reader, start.line if number == start.file else 1)
+            yield _FileEnd(number, file.name, reader.bytes_read, reader.sha256)
+
+    def _take(self, item: Document | BadDocument | _FileEnd, ids: Any) -> None:
+        if isinstance(item, _FileEnd):
+            self._done_files.append({"path": item.name, "size": item.size, "sha256": item.sha256})
+            self._next = _Position(item.number + 1)
+            self._report()
+            return
+        if isinstance(item, BadDocument):
+            self._bad.add(item)
+        else:
+            self._bad.add_good()
+            split = VALIDATION if is_held_out(item.utf8, self._fraction) else TRAIN
+            self._writers[split].append([*self._bos, ids, self._eos])
+            self._text_bytes[split] += len(item.utf8)
+        self._next = _Position(self._next.file, item.line + 1)
+        if sum(writer.tokens for writer in self._writers.values()) >= self._config.shard_tokens:
+            self._cut()
+
+    def _cut(self, last: bool = False) -> None:
+        """Finish the open shards, and note where the next ones begin."""
+        for split, writer in self._writers.items():
+            if writer.tokens or not self._shards[split]:
+                self._shards[split].append(writer.close())
+            else:
+                writer.discard()
+        self._writers = {}
+        if last:
+            return
+        write_json(
+            self._folder / _PROGRESS_NAME,
+            {
+                "shards": {split: [info.as_json() for info in shards] for split, shards in self._shards.items()},
+                "text_bytes": self._text_bytes,
+                "files": self._done_files,
+                "next": [self._next.file, self._next.line],
+                "seen": self._bad.seen,
+                "bad": dict(self._bad.counts),
+                "quarantine_bytes": self._bad.quarantine_size(),
+            },
+        )
+        self._writers = self._open_writers()
+
+    def _resume(self) -> None:
+        path = self._folder / _PROGRESS_NAME
+        if not path.exists():
+            self._bad.resume(0, {}, 0)
+            return
+        noted = json.loads(path.read_text(encoding="utf-8"))
+        self._shards = {split: [ShardInfo(**info) for info in noted["shards"][split]] for split in _SPLITS}
+        self._text_bytes = noted["text_bytes"]
+        self._done_files = noted["files"]
+        self._next = _Position(*noted["next"])
+        self._bad.resume(noted["seen"], noted["bad"], noted["quarantine_bytes"])
+        _logger.info("%s: continuing at file %d, line %d", self._folder, self._next.file, self._next.line)
+
+    def _open_writers(self) -> dict[str, ShardWriter]:
+        self._tokens_before = sum(info.tokens for shards in self._shards.values() for info in shards)
+        return {
+            split: ShardWriter(
+                self._folder,
+                f"{split}-{len(self._shards[split]):05d}",
+                vocab_size=self._tokenizer.vocab_size,
+                tokenizer_fingerprint=self._tokenizer.fingerprint,
+            )
+            for split in _SPLITS
+        }
+
+    def _manifest(self) -> Manifest:
+        return Manifest(
+            source=self._source.name,
+            tokenizer=self._tokenizer.fingerprint,
+            vocab_size=self._tokenizer.vocab_size,
+            bos_id=self._tokenizer.bos_id if self._config.add_bos else None,
+            eos_id=self._tokenizer.eos_id,
+            splits={split: tuple(shards) for split, shards in self._shards.items()},
+            text_bytes=self._text_bytes,
+            options=_options(self._source, self._config),
+            files=tuple(self._done_files),
+            bad=dict(self._bad.counts),
+        )
+
+    def _report(self, finished: bool = False) -> None:
+        now = time.monotonic()
+        if self._progress is None or (now - self._reported < 0.1 and not finished):
+            return
+        self._reported = now
+        self._progress(
+            Progress(
+                stage=f"tokenize {self._source.name}",
+                files_done=len(self._done_files),
+                files_total=len(self._files),
+                bytes_done=sum(file["size"] for file in self._done_files),
+                bytes_total=self._bytes_total,
+                tokens=self._tokens_before + sum(writer.tokens for writer in self._writers.values()),
+                elapsed_s=now - self._started,
+                finished=finished,
+            )
+        )
+
+
+def held_out_fraction(source: SourceConfig, config: DataConfig) -> float:
+    """Share of a source held out: none of a source that is a validation source itself."""
+    return 0.0 if source in config.validation_sources else config.validation_fraction
+
+
+def _bos(config: DataConfig, tokenizer: Tokenizer) -> list[Any]:
+    if not config.add_bos:
+        return []
+    if tokenizer.bos_id is None:
+        raise ValueError(
+            f"data.add_bos=true, and the {tokenizer.kind} tokenizer has no token that begins a document. "
+            "Set add_bos=false, or use a tokenizer that has one."
+        )
+    return [np.array([tokenizer.bos_id], dtype=np.int32)]
+
+
+def _bad_documents(source: SourceConfig, config: DataConfig, quarantine: Path) -> BadDocuments:
+    return BadDocuments(
+        source.name,
+        on_error=config.on_error,
+        max_fraction=config.max_bad_fraction,
+        max_count=config.max_bad,
+        quarantine=quarantine,
+    )
+
+
+def _is_prepared(folder: Path, source: SourceConfig, config: DataConfig) -> bool:
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    manifest = read_manifest(folder)
+    if manifest.bad:  # prepared under a looser limit, perhaps
+        bad = _bad_documents(source, config, folder / _QUARANTINE_NAME)
+        seen = sum(manifest.num_documents(split) for split in _SPLITS) + sum(manifest.bad.values())
+        bad.seen, bad.counts = seen, bad.counts + type(bad.counts)(manifest.bad)
+        bad.check_share()
+    return True
+
+
+def _options(source: SourceConfig, config: DataConfig) -> dict[str, Any]:
+    """Settings that decide the tokens. Skipping or not is one: with on_error=raise nothing may have been left out."""
+    return {
+        "kind": source.kind,
+        "text_key": source.text_key,
+        "max_document_bytes": source.max_document_bytes,
+        "add_bos": config.add_bos,
+        "validation_fraction": held_out_fraction(source, config),
+        "shard_tokens": config.shard_tokens,
+        "on_error": config.on_error,
+    }
+
+
+def _cache_key(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, files: Sequence[CorpusFile]) -> str:
+    content: Mapping[str, Any] = {
+        "format": _FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "options": _options(source, config),
+        "files": [file.stamp() for file in files],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _only_process(folder: Path) -> Generator[None]:
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("waiting for another process that prepares %s", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock

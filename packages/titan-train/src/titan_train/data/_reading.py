@@ -1,0 +1,134 @@
+"""Files as chunks and lines of bytes: plain, gzip or zstandard, with truncation seen and a hash on the way.
+
+zstandard's own stream reader ends quietly where a truncated file ends. Frames are therefore decompressed one by one:
+a file that stops inside a frame is an error.
+"""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+_CHUNK_BYTES = 256 * 1024
+
+
+class DamagedFileError(Exception):
+    """A compressed file that ends early or does not decompress; the bytes before the damage were delivered."""
+
+
+class FileReader:
+    """Read one file, decompressed by its suffix, hashing the raw bytes.
+
+    Args:
+        path: A file; `.zst` and `.gz` are decompressed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sha = hashlib.sha256()
+        self.bytes_read = 0
+        """Raw (compressed) bytes read so far."""
+
+    @property
+    def sha256(self) -> str:
+        """sha256 (hex) of the raw bytes read so far."""
+        return self._sha.hexdigest()
+
+    def chunks(self) -> Iterator[bytes]:
+        """The content in pieces.
+
+        Raises:
+            DamagedFileError: If the file is truncated or damaged, after the pieces before that.
+        """
+        with self.path.open("rb") as file:
+            if self.path.suffix == ".zst":
+                yield from self._zstd_chunks(file)
+            elif self.path.suffix == ".gz":
+                yield from self._gzip_chunks(file)
+            else:
+                yield from self._raw_chunks(file)
+
+    def lines(self, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+        """Lines without their newline, each with its byte offset; None stands for a line over ``max_bytes``.
+
+        Raises:
+            DamagedFileError: As `chunks`; a line cut by the damage is not delivered.
+        """
+        offset = 0  # of the line being collected
+        held: list[bytes] = []  # its pieces so far
+        held_bytes = 0
+        dropped = False  # it is over max_bytes: count its bytes, keep none
+        for chunk in self.chunks():
+            first, *others = chunk.split(b"\n")
+            for piece in others:
+                held_bytes += len(first)
+                whole = b"".join([*held, first]) if held else first
+                yield offset, None if dropped or held_bytes > max_bytes else whole
+                offset += held_bytes + 1
+                held, held_bytes, dropped, first = [], 0, False, piece
+            held_bytes += len(first)
+            dropped = dropped or held_bytes > max_bytes
+            held = [] if dropped else [*held, first]
+        if held_bytes:
+            yield offset, None if dropped else b"".join(held)
+
+    def _raw_chunks(self, file: IO[bytes]) -> Iterator[bytes]:
+        while chunk := file.read(_CHUNK_BYTES):
+            self._sha.update(chunk)
+            self.bytes_read += len(chunk)
+            yield chunk
+
+    def _zstd_chunks(self, file: IO[bytes]) -> Iterator[bytes]:
+        # Long-distance frames may ask for a window of up to 2 GiB.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+        frame: Any = None
+        for raw in self._raw_chunks(file):
+            while raw:
+                if frame is None:
+                    frame = decompressor.decompressobj()
+                try:
+                    content = frame.decompress(raw)
+                except zstandard.ZstdError as err:
+                    raise DamagedFileError(f"zstd data is damaged ({err})") from err
+                if content:
+                    yield content
+                raw = b""
+                if frame.eof:
+                    raw, frame = frame.unused_data, None
+        if frame is not None:
+            raise DamagedFileError("the zstd file ends inside a frame: it is truncated")
+
+    def _gzip_chunks(self, file: IO[bytes]) -> Iterator[bytes]:
+        with gzip.GzipFile(fileobj=_Hashed(file, self)) as content:  # pyright: ignore[reportArgumentType]
+            while True:
+                try:
+                    chunk = content.read(_CHUNK_BYTES)
+                except EOFError as err:
+                    raise DamagedFileError("the gzip file ends inside a member: it is truncated") from err
+                except (gzip.BadGzipFile, zlib.error) as err:
+                    raise DamagedFileError(f"gzip data is damaged ({err})") from err
+                if not chunk:
+                    return
+                yield chunk
+
+    def count_raw(self, raw: bytes) -> None:
+        """Hash and count bytes that gzip read."""
+        self._sha.update(raw)
+        self.bytes_read += len(raw)
+
+
+class _Hashed:
+    """What gzip reads through: a file whose reads are hashed. gzip reads forward only."""
+
+    def __init__(self, file: IO[bytes], reader: FileReader) -> None:
+        self._file = file
+        self._reader = reader
+
+    def read(self, size: int = -1) -> bytes:
+        raw = self._file.read(size)
+        self._reader.count_raw(raw)
+        return raw

@@ -1,0 +1,232 @@
+"""Token shards on disk: the format, one writer, one reader.
+
+    NAME.tok   64-byte header, then the tokens: u16 if the vocabulary has at most 65536 ids, else u32; little-endian
+    NAME.idx   64-byte header, document ends (u64 token offsets, rising, the last = number of tokens),
+               crc32 (u32) of every 4 MiB of the token bytes, crc32 of all that
+
+Header: magic, u16 version, u8 bytes per token, u64 tokens, u64 documents, 16 bytes of the tokenizer's fingerprint,
+crc32 of the header. A shard is written under a temporary name, synced and renamed: a file with its final name is whole.
+"""
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_BYTES = 4 * 2**20
+
+_VERSION = 1
+_HEADER = struct.Struct("<8sHBxIQQ16s12xI")
+_TOKENS_MAGIC = b"TITANTOK"
+_INDEX_MAGIC = b"TITANIDX"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a manifest says of one shard."""
+
+    name: str
+    """File name without `.tok` and `.idx`."""
+    tokens: int
+    documents: int
+    tokens_sha256: str
+    """sha256 (hex) of the token bytes, header excluded."""
+    index_sha256: str
+    """sha256 (hex) of the document ends."""
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object; `ShardInfo(**object)` reads it back."""
+        return {key: getattr(self, key) for key in self.__slots__}
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The stored type of ids below ``vocab_size``."""
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Write one shard, document by document.
+
+    Args:
+        folder: Where the shard goes; must exist.
+        name: Its file name without suffix.
+        vocab_size: Bounds the ids and sets their width.
+        tokenizer_fingerprint: Hex; its first 16 bytes go into the header.
+    """
+
+    def __init__(self, folder: Path, name: str, *, vocab_size: int, tokenizer_fingerprint: str) -> None:
+        self.name = name
+        self.tokens = 0
+        self._folder = folder
+        self._dtype = token_dtype(vocab_size)
+        self._vocab_size = vocab_size
+        self._tokenizer = bytes.fromhex(tokenizer_fingerprint)[:16]
+        self._ends: list[int] = []
+        self._sha = hashlib.sha256()
+        self._crcs: list[int] = []
+        self._block = bytearray()
+        self._path = folder / f".{name}.tok.tmp"
+        self._file = self._path.open("wb")
+        self._file.write(bytes(_HEADER.size))
+
+    def append(self, document: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Add one document, given as parts to be joined."""
+        for part in document:
+            if part.size and not (int(part.min()) >= 0 and int(part.max()) < self._vocab_size):
+                raise ValueError(
+                    f"token id {int(part.max())} is outside the vocabulary of {self._vocab_size}: "
+                    "the tokenizer's vocab_size and its ids disagree."
+                )
+            self._block += part.astype(self._dtype).tobytes()
+            self.tokens += part.size
+        self._ends.append(self.tokens)
+        while len(self._block) >= BLOCK_BYTES:
+            self._flush(BLOCK_BYTES)
+
+    def close(self) -> ShardInfo:
+        """Finish the shard under its final name."""
+        if self._block:
+            self._flush(len(self._block))
+        self._file.seek(0)
+        self._file.write(self._header(_TOKENS_MAGIC))
+        _sync_and_close(self._file)
+        ends = np.asarray(self._ends, dtype="<u8").tobytes()
+        body = ends + np.asarray(self._crcs, dtype="<u4").tobytes()
+        index = self._folder / f".{self.name}.idx.tmp"
+        with index.open("wb") as file:
+            file.write(self._header(_INDEX_MAGIC) + body + struct.pack("<I", zlib.crc32(body)))
+            _sync(file)
+        index.replace(self._folder / f"{self.name}.idx")
+        self._path.replace(self._folder / f"{self.name}.tok")
+        return ShardInfo(
+            self.name, self.tokens, len(self._ends), self._sha.hexdigest(), hashlib.sha256(ends).hexdigest()
+        )
+
+    def discard(self) -> None:
+        """Drop what was written so far."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def _flush(self, size: int) -> None:
+        with memoryview(self._block)[:size] as block:
+            self._file.write(block)
+            self._sha.update(block)
+            self._crcs.append(zlib.crc32(block))
+        del self._block[:size]
+
+    def _header(self, magic: bytes) -> bytes:
+        fields = (magic, _VERSION, self._dtype.itemsize, BLOCK_BYTES, self.tokens, len(self._ends), self._tokenizer)
+        head = _HEADER.pack(*fields, 0)[:-4]
+        return head + struct.pack("<I", zlib.crc32(head))
+
+
+class Shard:
+    """One shard, memory mapped.
+
+    Args:
+        folder: Where it lies.
+        info: What the manifest says of it.
+        tokenizer_fingerprint: Hex; must be the one it was written with.
+
+    Raises:
+        ValueError: If a file is missing, cut, damaged in its header or index, or of another tokenizer.
+    """
+
+    def __init__(self, folder: Path, info: ShardInfo, tokenizer_fingerprint: str) -> None:
+        self.path = folder / f"{info.name}.tok"
+        index_path = folder / f"{info.name}.idx"
+        width = self._check_header(self.path, _TOKENS_MAGIC, info, tokenizer_fingerprint)
+        if self._check_header(index_path, _INDEX_MAGIC, info, tokenizer_fingerprint) != width:
+            raise ValueError(f"{index_path} belongs to another shard than {self.path}. {_REBUILD}")
+        num_blocks = -(-info.tokens * width // BLOCK_BYTES)
+        self._check_size(self.path, _HEADER.size + info.tokens * width)
+        self._check_size(index_path, _HEADER.size + info.documents * 8 + num_blocks * 4 + 4)
+        crc_at = _HEADER.size + info.documents * 8
+        self.tokens: npt.NDArray[Any] = _map(self.path, f"<u{width}", _HEADER.size, info.tokens)
+        self.document_ends: npt.NDArray[np.uint64] = _map(index_path, "<u8", _HEADER.size, info.documents)
+        self._crcs = _map(index_path, "<u4", crc_at, num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Checksummed blocks of 4 MiB."""
+        return len(self._crcs)
+
+    def check_block(self, block: int) -> None:
+        """Compare one block with its checksum.
+
+        Raises:
+            ValueError: If it differs, naming the shard, the block and the byte range.
+        """
+        data = self.tokens.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        if zlib.crc32(data.tobytes()) != int(self._crcs[block]):
+            start = _HEADER.size + block * BLOCK_BYTES
+            raise ValueError(
+                f"{self.path}: block {block} (bytes {start} to {start + data.size}) does not match its checksum: the "
+                f"file changed after it was written. {_REBUILD}"
+            )
+
+    def check_index(self) -> None:
+        """Compare the document ends and checksums with the index file's own checksum.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        path = self.path.with_suffix(".idx")
+        body = path.read_bytes()[_HEADER.size :]
+        if zlib.crc32(body[:-4]) != struct.unpack("<I", body[-4:])[0]:
+            raise ValueError(f"{path} does not match its checksum. {_REBUILD}")
+
+    @staticmethod
+    def _check_header(path: Path, magic: bytes, info: ShardInfo, tokenizer_fingerprint: str) -> int:
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEADER.size)
+        except FileNotFoundError as err:
+            raise ValueError(f"{path} is missing, though the manifest names it. {_REBUILD}") from err
+        if len(head) < _HEADER.size or head[:8] != magic or struct.unpack("<I", head[-4:])[0] != zlib.crc32(head[:-4]):
+            raise ValueError(f"{path} does not begin with an intact header. {_REBUILD}")
+        _, version, width, _, tokens, documents, tokenizer, _ = _HEADER.unpack(head)
+        if version != _VERSION:
+            raise ValueError(f"{path} has format version {version}, and this release reads {_VERSION}. {_REBUILD}")
+        if (tokens, documents) != (info.tokens, info.documents):
+            raise ValueError(
+                f"{path} holds {tokens} tokens in {documents} documents, the manifest says {info.tokens} in "
+                f"{info.documents}. {_REBUILD}"
+            )
+        if tokenizer != bytes.fromhex(tokenizer_fingerprint)[:16]:
+            raise ValueError(
+                f"{path} was written with tokenizer {tokenizer.hex()}, not {tokenizer_fingerprint[:32]}. "
+                "Open it with its own tokenizer, or prepare it again."
+            )
+        return width
+
+    @staticmethod
+    def _check_size(path: Path, expected: int) -> None:
+        if (size := path.stat().st_size) != expected:
+            raise ValueError(f"{path} has {size} bytes and should have {expected}: it was cut. {_REBUILD}")
+
+
+_REBUILD = "Delete its folder and prepare it again."
+
+
+def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    if count == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_and_close(file: Any) -> None:
+    _sync(file)
+    file.close()

@@ -1,0 +1,82 @@
+"""The text of sources, without tokens: what a tokenizer is trained on, and judged on."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.data._corpus import CorpusFile, Document, list_files, read_documents
+from titan_train.data._prepare import held_out_fraction, is_held_out
+from titan_train.data._progress import Progress, ProgressCallback
+from titan_train.data._reading import FileReader
+
+TEXT_KINDS = ("stdlib", "text", "jsonl")
+# What text shrinks to under gzip and zstandard, about; only used to spread a sample over the files.
+_COMPRESSION = 5
+
+
+def training_texts(
+    sources: Sequence[SourceConfig],
+    config: DataConfig,
+    *,
+    max_bytes: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Iterator[str]:
+    """Documents that are not held out. Malformed ones are passed over: `prepare` reports them.
+
+    Args:
+        sources: Sources to read; those of tokens have no text and are passed over.
+        config: Says which documents are held out.
+        max_bytes: About how much text to give, spread over the files by their size; None gives all.
+        progress: Told of each file.
+    """
+    return _texts(sources, config, held_out=False, max_bytes=max_bytes, progress=progress)
+
+
+def held_out_texts(
+    sources: Sequence[SourceConfig], config: DataConfig, *, max_bytes: int | None = None
+) -> Iterator[str]:
+    """Documents that are held out; arguments as for `training_texts`."""
+    return _texts(sources, config, held_out=True, max_bytes=max_bytes, progress=None)
+
+
+def _texts(
+    sources: Sequence[SourceConfig],
+    config: DataConfig,
+    *,
+    held_out: bool,
+    max_bytes: int | None,
+    progress: ProgressCallback | None,
+) -> Iterator[str]:
+    files = [(source, file) for source in sources if source.kind in TEXT_KINDS for file in list_files(source)]
+    total = sum(_text_bytes(file) for _, file in files)
+    share = 1.0 if max_bytes is None or not total else min(1.0, max_bytes / total)
+    started, done, credit = time.monotonic(), 0, 0.0
+    for number, (source, file) in enumerate(files, start=1):
+        # Each file adds its share to the credit and documents draw on it: large files give their beginning, and of
+        # many small ones every n-th is taken whole.
+        credit += share * _text_bytes(file)
+        fraction = held_out_fraction(source, config)
+        if share == 1.0 or credit > 0:
+            for document in read_documents(file, source, FileReader(file.path)):
+                if isinstance(document, Document) and is_held_out(document.utf8, fraction) == held_out:
+                    credit -= len(document.utf8)
+                    yield document.text
+                if share < 1.0 and credit <= 0:
+                    break
+        done += file.path.stat().st_size
+        if progress is not None:
+            progress(
+                Progress(
+                    stage="read text for the tokenizer",
+                    files_done=number,
+                    files_total=len(files),
+                    bytes_done=done,
+                    elapsed_s=time.monotonic() - started,
+                    finished=number == len(files),
+                )
+            )
+
+
+def _text_bytes(file: CorpusFile) -> int:
+    size = file.path.stat().st_size
+    return size * _COMPRESSION if file.path.suffix in (".gz", ".zst") else size

@@ -1,0 +1,114 @@
+"""A source as one long run of tokens, readable anywhere: what packing asks of it, and shards that provide it."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_train.config.data import Verify
+from titan_train.data._order import permute
+from titan_train.data._shards import Shard, ShardInfo
+
+# Random blocks of each shard that verify="sample" reads.
+_SAMPLED_BLOCKS = 8
+
+
+class TokenSource(Protocol):
+    """Documents joined into one run of tokens, each ending with the end-of-sequence token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens and document ends (hex)."""
+        ...
+
+    def window(self, start: int, n: int) -> npt.NDArray[Any]:
+        """Tokens ``start`` to ``start + n``; an unsigned integer array, possibly a read-only view of the file."""
+        ...
+
+    def document_starts(self, start: int, n: int) -> npt.NDArray[np.int64]:
+        """Where documents begin in ``[start + 1, start + n)``, relative to ``start``, rising."""
+        ...
+
+
+class ShardedTokens:
+    """Memory-mapped shards in a row.
+
+    Args:
+        folders: Folder of each shard.
+        infos: What the manifest says of each shard.
+        tokenizer_fingerprint: Hex; the shards must carry it.
+        fingerprint: Hash of the content, from the manifests.
+        verify: header, sample or full, see `DataConfig.verify`.
+
+    Raises:
+        ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        infos: Sequence[ShardInfo],
+        *,
+        tokenizer_fingerprint: str,
+        fingerprint: str,
+        verify: Verify = "sample",
+    ) -> None:
+        pairs = [(folder, info) for folder, info in zip(folders, infos, strict=True) if info.tokens]
+        self._shards = [Shard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
+        self._starts = np.cumsum([0, *(info.tokens for _, info in pairs)]).tolist()
+        self.num_tokens: int = self._starts[-1]
+        self.fingerprint = fingerprint
+        for shard in self._shards:
+            verify_shard(shard, verify)
+
+    def window(self, start: int, n: int) -> npt.NDArray[Any]:
+        number = bisect_right(self._starts, start) - 1
+        offset = start - self._starts[number]
+        tokens = self._shards[number].tokens[offset : offset + n]
+        if tokens.size == n:
+            return tokens
+        parts = [tokens]
+        missing = n - tokens.size
+        while missing:  # the window runs on into the next shard
+            number += 1
+            parts.append(self._shards[number].tokens[:missing])
+            missing -= parts[-1].size
+        return np.concatenate(parts)
+
+    def document_starts(self, start: int, n: int) -> npt.NDArray[np.int64]:
+        number = bisect_right(self._starts, start) - 1
+        found: list[npt.NDArray[np.int64]] = []
+        while number < len(self._shards) and self._starts[number] < start + n:
+            # An end is the next document's start; the last end of a shard is the first start of the next.
+            first, last = start + 1 - self._starts[number], start + n - self._starts[number]
+            ends = self._shards[number].document_ends
+            low, high = np.searchsorted(ends, np.array([max(first, 0), last], dtype=np.uint64))
+            found.append(ends[low:high].astype(np.int64) + (self._starts[number] - start))
+            number += 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def verify_shard(shard: Shard, verify: Verify) -> None:
+    """Check a shard's content against its checksums.
+
+    Raises:
+        ValueError: Naming the shard and the block that differs.
+    """
+    if verify == "header" or not shard.num_blocks:
+        return
+    blocks = np.arange(shard.num_blocks, dtype=np.int64)
+    if verify == "sample":
+        # the same blocks every time: a check that fails once must fail again
+        blocks = permute(blocks[:_SAMPLED_BLOCKS], shard.num_blocks, "verify", shard.path.name)
+    else:
+        shard.check_index()
+    for block in blocks.tolist():
+        shard.check_block(block)

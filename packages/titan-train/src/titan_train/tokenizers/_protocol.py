@@ -1,0 +1,103 @@
+"""What every tokenizer offers, and decoding one token at a time.
+
+A token is a string of bytes, not of characters: one character may take several tokens. Text therefore comes out of
+`IncrementalDecoder` only when its last byte has arrived.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back. `decode(encode(text)) == text` for every text that UTF-8 can carry."""
+
+    @property
+    def kind(self) -> str:
+        """sentencepiece, tiktoken or bytes."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a document, or None if the vocabulary has none."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """Id that ends a document."""
+        ...
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id that fills a row, or None if the vocabulary has none."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of everything that decides an id: equal fingerprints give equal ids for every text."""
+        ...
+
+    def encode(self, text: str) -> TokenArray:
+        """Ids of ``text``, int32, without bos and eos. A special token's name in the text is ordinary text.
+
+        Raises:
+            UnicodeEncodeError: If ``text`` holds a lone surrogate, which no UTF-8 text can.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[TokenArray]:
+        """`encode` of each text, in order, on ``num_threads`` threads."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``. Special tokens give no text; bytes that are not UTF-8 give U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes one token stands for in the middle of a text; empty for a special token.
+
+        Raises:
+            ValueError: If ``token_id`` is not in the vocabulary.
+        """
+        ...
+
+    def save(self, folder: str | Path) -> Path:
+        """Write what `load_tokenizer` needs into ``folder`` (made if missing), and return it."""
+        ...
+
+
+class IncrementalDecoder:
+    """Decode a stream of ids, holding back the bytes of an unfinished character.
+
+    Example: ``for i in ids: print(decoder.push(i), end="")``, then ``print(decoder.flush())``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes, possibly none."""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """What is left: U+FFFD if the stream ended inside a character, else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def check_ids(vocab_size: int, token_id: int) -> None:
+    """Raise ValueError unless ``token_id`` is in a vocabulary of ``vocab_size``."""
+    if not 0 <= token_id < vocab_size:
+        raise ValueError(f"token id {token_id} is outside the vocabulary: ids run from 0 to {vocab_size - 1}.")
