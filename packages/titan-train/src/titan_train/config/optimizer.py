@@ -1,0 +1,93 @@
+"""The optimizer and the learning-rate schedule of a run."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """How weights are updated, and exceptions by pattern of parameter name."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw (decoupled weight decay), or sgd with momentum beta1 (weight decay added to the gradient)."""
+
+    lr: float = 3e-4
+    """Peak learning rate; the schedule multiplies it."""
+
+    beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+
+    beta2: float = 0.95
+    """Decay of the squared gradient's running mean (adamw)."""
+
+    eps: float = 1e-8
+    """Added to the root of the squared gradient's running mean (adamw)."""
+
+    weight_decay: float = 0.1
+    """Weight decay of matrices, embeddings too. Norms, biases and other vectors have none, unless weight_decays says
+    so."""
+
+    lr_scales: dict[str, float] = field(default_factory=dict)
+    """Multipliers of lr by pattern, such as {"tok_embeddings" = 0.5}: regular expressions searched in the full name of
+    a parameter, the first that is found counts. A pattern found in no name is an error."""
+
+    weight_decays: dict[str, float] = field(default_factory=dict)
+    """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""
+
+    fused: Literal["auto", "never"] = "auto"
+    """auto takes the fused kernel on CUDA and CPU; never takes torch's default."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optimizer.lr={self.lr} must be positive; the default is 0.0003.")
+        for name, default in (("beta1", 0.9), ("beta2", 0.95)):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"optimizer.{name}={value} must be in [0, 1); the default is {default}.")
+        if not self.eps > 0:
+            raise ValueError(f"optimizer.eps={self.eps} must be positive; the default is 1e-08.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be >= 0; 0 turns it off.")
+        for table in ("lr_scales", "weight_decays"):
+            for pattern, value in getattr(self, table).items():
+                try:
+                    re.compile(pattern)
+                except re.error as err:
+                    raise ValueError(
+                        f"optimizer.{table} has the pattern {pattern!r}, which is not a regular expression: {err}. "
+                        f"To search for the plain text, write {re.escape(pattern)!r}."
+                    ) from None
+                if not value >= 0:
+                    raise ValueError(f"optimizer.{table}.{pattern}={value} must be >= 0; the nearest choice is 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate rises and falls over train.steps."""
+
+    name: Literal["wsd", "cosine", "constant"] = "wsd"
+    """wsd: warm up, stay, decay at the end. cosine: warm up, then fall all the way. constant: warm up, stay."""
+
+    warmup_steps: int = -1
+    """Steps over which the rate rises linearly to its peak; -1 takes 2 % of train.steps; 0 starts at the peak."""
+
+    decay_steps: int = -1
+    """Steps of wsd's final decay; -1 takes 20 % of train.steps; 0 never decays."""
+
+    decay_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"
+    """Shape of wsd's decay over its progress t: 1 - t, 1 - sqrt(t), or (1 + cos(pi t)) / 2."""
+
+    min_lr_factor: float = 0.0
+    """The decay ends at this fraction of the peak (which step train.steps, one past the last, would have)."""
+
+    def __post_init__(self) -> None:
+        for name, automatic in (("warmup_steps", "2 %"), ("decay_steps", "20 %")):
+            value = getattr(self, name)
+            if value < -1:
+                raise ValueError(f"schedule.{name}={value} must be >= 0, or -1 for {automatic} of train.steps.")
+        if not 0 <= self.min_lr_factor <= 1:
+            near = 0.0 if self.min_lr_factor < 0 else 1.0
+            raise ValueError(
+                f"schedule.min_lr_factor={self.min_lr_factor} must be in [0, 1]; the nearest valid choice is {near}."
+            )

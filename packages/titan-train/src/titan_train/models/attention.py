@@ -1,0 +1,118 @@
+"""Causal attention over rows of packed documents, in one replaceable module.
+
+A row of a batch may hold several documents one after the other. Attention then must not cross from one into another:
+the mask is causal inside each document and closed outside. `SequenceContext` carries what every layer needs to know
+about the rows (positions, documents, rotary angles); it is computed once per forward and handed to every block.
+
+`CausalAttention` has no parameters. It is a module, rather than a function, so that something outside the model can
+replace it: the key-value cache of generation does, and ring attention would.
+
+Cost: without documents the fused causal kernel, O(S) memory. With documents a boolean mask ``[B, 1, S, S]``.
+
+Shapes: B batch, S sequence, T keys, H query heads, K key-value heads, D head width, N documents of a row (padded).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+# Not a tuple and not a registered pytree on purpose: FSDP2 casts the floating-point tensors it finds in a block's
+# arguments to the parameter dtype, and the sine and cosine of the rotary angles are to stay float32.
+@dataclass(frozen=True)
+class SequenceContext:
+    """Where each token of a batch sits; the same for every layer."""
+
+    positions: Tensor
+    """Position of each token in its document, ``[B or 1, S]`` int64."""
+    cu_seqlens: Tensor | None = None
+    """Cumulative document lengths ``[B, N + 1]`` int32 from 0 to S, padded by repeating S; None: one document a row."""
+    mask: Tensor | None = None
+    """True where a query may look, ``[B, 1, S, S]``; None is plain causal."""
+    rope: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of the rotary angles, each ``[B or 1, S, 1, D / 2]`` float32, for models that rotate."""
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention in which a token sees itself and what precedes it in its document."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Record the shape, which FLOP counting and the key-value cache read; there are no parameters."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """Attend.
+
+        Args:
+            q: Queries ``[B, S, H, D]``.
+            k: Keys ``[B, S, K, D]``.
+            v: Values ``[B, S, K, D]``.
+            context: Of this batch.
+
+        Returns:
+            ``[B, S, H, D]``, in the dtype of ``q``.
+        """
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return attend(q, k, v, context.mask).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention through torch's fused kernels.
+
+    Args:
+        q: ``[B, H, S, D]``.
+        k: ``[B, K, T, D]``; K divides H.
+        v: ``[B, K, T, D]``.
+        mask: Boolean, broadcastable to ``[B, H, S, T]``, True where a query may look; None is causal with S = T.
+
+    Returns:
+        ``[B, H, S, D]``.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if mask is not None and groups > 1 and q.is_cuda:
+        # The CUDA kernel that takes a mask does not group heads; asked to, torch falls back to S x S scores in memory.
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        groups = 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+
+
+def document_positions(cu_seqlens: Tensor, seq_len: int) -> Tensor:
+    """Positions that restart at every document.
+
+    Args:
+        cu_seqlens: ``[B, N + 1]``, see `SequenceContext`.
+        seq_len: S.
+
+    Returns:
+        ``[B, S]`` int64.
+    """
+    places = torch.arange(seq_len, device=cu_seqlens.device)
+    starts = cu_seqlens.long().gather(1, _document_of(cu_seqlens, places) - 1)
+    return places - starts
+
+
+def document_mask(cu_seqlens: Tensor, seq_len: int) -> Tensor:
+    """The block-causal mask of packed rows.
+
+    Args:
+        cu_seqlens: ``[B, N + 1]``, see `SequenceContext`.
+        seq_len: S.
+
+    Returns:
+        ``[B, 1, S, S]`` bool: True where the key is in the query's document and not after the query.
+    """
+    places = torch.arange(seq_len, device=cu_seqlens.device)
+    document = _document_of(cu_seqlens, places)
+    same = document[:, :, None] == document[:, None, :]
+    return (same & (places[:, None] >= places[None, :])).unsqueeze(1)
+
+
+def _document_of(cu_seqlens: Tensor, places: Tensor) -> Tensor:
+    """The document each place is in, counted from 1, ``[B, S]``: how many documents have started by then."""
+    rows = places.to(cu_seqlens.dtype).expand(cu_seqlens.shape[0], -1).contiguous()
+    return torch.searchsorted(cu_seqlens.contiguous(), rows, right=True)

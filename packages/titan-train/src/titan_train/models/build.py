@@ -1,0 +1,143 @@
+"""Build a model from its configuration: a shipped one by name, or a user's own by dotted path."""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from titan_train.config.model import ModelConfig
+from titan_train.models.gpt import GPT, GPT_CONFIGS
+from titan_train.models.llama import LLAMA_CONFIGS, Llama
+
+_Args = TypeVar("_Args")
+
+
+def list_models() -> list[str]:
+    """Names of the shipped models."""
+    return [*LLAMA_CONFIGS, *GPT_CONFIGS]
+
+
+def build_model(config: ModelConfig, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
+    """Build a model. Its weights are not initialised: see `titan_train.models.init_for`.
+
+    Args:
+        config: Which model, and changes to it.
+        vocab_size: The tokenizer's; None keeps the shipped model's own. ``args.vocab_size`` may pad it further.
+        device: Where parameters are created; "meta" takes no memory.
+
+    Returns:
+        A float32 module whose ``forward(tokens)`` returns logits.
+
+    Raises:
+        ValueError: An argument that the model does not have or whose value cannot work, a vocabulary below the
+            tokenizer's, a sequence longer than the model's learned positions, or a dotted path that leads nowhere.
+    """
+    with torch.device(device):
+        if ":" in config.name:
+            return _build_own(config, vocab_size)
+        if config.name in LLAMA_CONFIGS:
+            return Llama(_override(LLAMA_CONFIGS[config.name], config, vocab_size))
+        gpt_args = _override(GPT_CONFIGS[config.name], config, vocab_size)
+        if config.seq_len > gpt_args.max_seq_len:
+            raise ValueError(
+                f"model.seq_len={config.seq_len} is longer than the {gpt_args.max_seq_len} learned positions of "
+                f"{config.name}: the nearest valid choice is {gpt_args.max_seq_len}, or set "
+                f"model.args.max_seq_len={config.seq_len}."
+            )
+        return GPT(gpt_args)
+
+
+def _override(shipped: _Args, config: ModelConfig, vocab_size: int | None) -> _Args:
+    """The shipped arguments with the configuration's changes, each checked for name and type."""
+    types = typing.get_type_hints(type(shipped))
+    changes: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
+    for key, value in config.args.items():
+        if key not in types:
+            raise ValueError(
+                f"model.args.{key}={value!r}: {config.name} has no such argument; did you mean {_nearest(key, types)}? "
+                f"It takes {', '.join(types)}."
+            )
+        wanted = types[key]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            current = getattr(shipped, key)
+            raise ValueError(
+                f"model.args.{key}={value!r} must be of type {wanted.__name__}, not {type(value).__name__}; "
+                f"{config.name} has {current!r}."
+            )
+        changes[key] = value
+    if vocab_size is not None and changes["vocab_size"] < vocab_size:
+        raise ValueError(
+            f"model.args.vocab_size={changes['vocab_size']} is less than the tokenizer's {vocab_size}: some tokens "
+            f"would have no embedding. The nearest valid choice is {vocab_size}; or leave it out."
+        )
+    return dataclasses.replace(typing.cast("Any", shipped), **changes)
+
+
+def _build_own(config: ModelConfig, vocab_size: int | None) -> nn.Module:
+    """Call the user's callable with ``args``, and with ``vocab_size`` where its signature has it."""
+    build = _import_callable(config.name)
+    signature = inspect.signature(build)
+    arguments: dict[str, Any] = dict(config.args)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if vocab_size is not None and ("vocab_size" in signature.parameters or takes_any):
+        arguments.setdefault("vocab_size", vocab_size)
+    for key, value in config.args.items():
+        if key not in signature.parameters and not takes_any:
+            raise ValueError(
+                f"model.args.{key}={value!r}: {config.name} has no such argument; it takes "
+                f"{', '.join(signature.parameters) or 'none'}. Did you mean {_nearest(key, signature.parameters)}?"
+            )
+    try:
+        signature.bind(**arguments)
+    except TypeError as err:
+        raise ValueError(
+            f"model.args={dict(config.args)} does not fit {config.name}{signature}: {err}. Set it under [model.args]."
+        ) from None
+    model = build(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model.name={config.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
+        )
+    return model
+
+
+def _import_callable(path: str) -> Callable[..., Any]:
+    module_name, _, attribute = path.partition(":")
+    top = module_name.partition(".")[0]
+    cwd = Path.cwd()
+    if ((cwd / f"{top}.py").is_file() or (cwd / top).is_dir()) and str(cwd) not in sys.path:
+        sys.path.append(str(cwd))  # an installed command starts without the working directory on the path
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as err:
+        if err.name is None or not f"{module_name}.".startswith(f"{err.name}."):
+            raise  # the module exists, but something that it imports does not
+        raise ValueError(
+            f"model.name={path!r}: there is no module {err.name!r} on the Python path or in {cwd}. Install it, or run "
+            "from the folder that holds it."
+        ) from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = _nearest(part, vars(found))
+            raise ValueError(f"model.name={path!r}: {module_name} has no {attribute!r}; did you mean {near}?")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(
+            f"model.name={path!r} is a {type(found).__name__}; it must be a class or a function that returns a module."
+        )
+    return found
+
+
+def _nearest(word: str, choices: Mapping[str, Any]) -> str:
+    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
+    return repr(found[0]) if found else "something else"

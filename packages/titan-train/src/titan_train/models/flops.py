@@ -1,0 +1,39 @@
+"""Model FLOPs per token, for throughput and MFU, and parameter counts.
+
+Convention (PaLM, arXiv:2204.02311, appendix B): a matrix of N parameters costs 2 N FLOPs a token forward and 4 N
+backward, so 6 N; attention scores and their use cost 12 * L * q * S more a token, with q = heads x head width. N leaves
+out input embeddings, which are looked up, not multiplied; a matrix tied to the head counts once, for the head. A
+causal kernel skips half of the attention term, yet by convention it is counted in full unless ``causal=True``.
+Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
+"""
+
+from torch import nn
+
+from titan_train.models.attention import CausalAttention
+from titan_train.models.names import unwrap
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Trainable and frozen parameters; tied ones count once, sharded ones in full."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> float:
+    """Model FLOPs of forward and backward, per token.
+
+    A user's own module gets 6 N for its matrices, and the attention term for each `CausalAttention` in it; attention
+    of another kind is not seen, so its MFU reads slightly low.
+
+    Args:
+        model: The whole model, on any device, the meta device too, with any wrappers.
+        seq_len: Tokens in a row.
+        causal: Count only the half of the attention scores that a causal kernel computes.
+    """
+    model = unwrap(model)
+    used = {id(p): p.numel() for p in model.parameters()}
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
+    multiplied = {id(p) for m in others for p in m.parameters(recurse=False)}
+    matrices = sum(count for key, count in used.items() if key not in looked_up or key in multiplied)
+    attention = sum(m.num_heads * m.head_dim for m in model.modules() if isinstance(m, CausalAttention))
+    return 6.0 * matrices + (6.0 if causal else 12.0) * attention * seq_len

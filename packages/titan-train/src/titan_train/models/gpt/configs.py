@@ -1,0 +1,48 @@
+"""Shapes of the GPT-3 family.
+
+Source: "Language Models are Few-Shot Learners" (arXiv:2005.14165, table 2.1): feed-forward of four times the width,
+context of 2048 tokens, the vocabulary of GPT-2. The parameter count is exact and held by a test.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTArgs:
+    """The shape of one GPT-3-architecture decoder."""
+
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Decoder blocks."""
+    num_heads: int
+    """Attention heads, each ``dim / num_heads`` wide."""
+    vocab_size: int = 50_257
+    """Rows of the embedding and of the head."""
+    max_seq_len: int = 2048
+    """Learned positions: the longest sequence, in tokens."""
+    ffn_dim: int = 0
+    """Width of the feed-forward's hidden layer; 0 takes ``4 * dim``."""
+    norm_eps: float = 1e-5
+    """Added to the variance in LayerNorm."""
+    tied_embeddings: bool = True
+    """The head is the embedding's matrix."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "vocab_size", "max_seq_len"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
+        if self.ffn_dim < 0:
+            raise ValueError(f"model.args.ffn_dim={self.ffn_dim} must be >= 0; 0 takes 4 * dim.")
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"model.args.dim={self.dim} is not a multiple of num_heads={self.num_heads}. The nearest valid choice "
+                f"is dim={max(1, round(self.dim / self.num_heads)) * self.num_heads}."
+            )
+
+
+GPT_CONFIGS: dict[str, GPTArgs] = {
+    "gpt_debug": GPTArgs(dim=64, num_layers=2, num_heads=4, vocab_size=512, max_seq_len=512),
+    "gpt3_175b": GPTArgs(dim=12288, num_layers=96, num_heads=96),
+}

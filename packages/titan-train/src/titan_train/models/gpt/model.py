@@ -1,0 +1,141 @@
+"""The GPT-3 architecture as a plain module (arXiv:2005.14165; GPT-2's pre-norm blocks).
+
+Token and learned position embeddings → blocks of ``x + attention(norm(x))`` and ``x + mlp(norm(x))`` → norm → head,
+with LayerNorm, GELU and biases everywhere but the head. Every layer attends to all of its document (GPT-3 itself
+alternates dense and banded layers; the parameters are the same).
+
+Shapes: B batch, S sequence, d width, H heads, D head width, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_train.models.attention import CausalAttention, SequenceContext, document_mask, document_positions
+from titan_train.models.gpt.configs import GPTArgs
+
+
+class GPT(nn.Module):
+    """A GPT-3-architecture decoder."""
+
+    def __init__(self, args: GPTArgs) -> None:
+        """Build the modules; weights are set by `init_weights`."""
+        super().__init__()
+        self.args = args
+        self.max_seq_len = args.max_seq_len
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
+        # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
+        self.layers = nn.ModuleDict({str(i): GPTBlock(args) for i in range(args.num_layers)})
+        self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.lm_head = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tied_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits of every next token.
+
+        Args:
+            tokens: ``[B, S]`` int64.
+            positions: Position of each token in its document, ``[B, S]`` int64 below ``max_seq_len``; the default
+                counts from each document's start.
+            cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
+                inside documents. None: every row is one document.
+
+        Returns:
+            ``[B, S, V]``, in the parameters' dtype.
+
+        Raises:
+            ValueError: Rows longer than ``max_seq_len`` without positions or documents that would keep them below.
+        """
+        context = self.sequence_context(tokens, positions, cu_seqlens)
+        x = self.tok_embeddings(tokens) + self.pos_embeddings(context.positions)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        return self.lm_head(self.norm(x))
+
+    def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
+        """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
+        seq_len = tokens.shape[1]
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, seq_len)
+        elif positions is None:
+            if seq_len > self.max_seq_len:
+                raise ValueError(
+                    f"{seq_len} tokens in a row, but the model has {self.max_seq_len} learned positions: shorten the "
+                    f"rows, or train a model with args.max_seq_len={seq_len}."
+                )
+            positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, seq_len)
+        return SequenceContext(positions=positions, cu_seqlens=cu_seqlens, mask=mask)
+
+    def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one full parameter with its initial value.
+
+        Norm weights are one and biases zero; matrices are normal with standard deviation 0.02, those that write to
+        the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers) (GPT-2).
+
+        Args:
+            fqn: Name of the parameter in this model.
+            tensor: The whole parameter, a plain tensor; written in place.
+            generator: Source of all randomness, on the tensor's device.
+        """
+        owner, kind = fqn.split(".")[-2:]
+        if kind == "bias":
+            nn.init.zeros_(tensor)
+        elif owner.endswith("norm"):
+            nn.init.ones_(tensor)
+        elif owner in ("wo", "w2"):
+            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.args.num_layers), generator=generator)
+        else:
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+
+
+class GPTBlock(nn.Module):
+    """One decoder block: attention and feed-forward, each on the normalised stream and added back."""
+
+    def __init__(self, args: GPTArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.attention = GPTAttention(args)
+        self.ffn_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = GeluMLP(args.dim, args.ffn_dim or 4 * args.dim)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        x = x + self.attention(self.attention_norm(x), context)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class GPTAttention(nn.Module):
+    """Multi-head attention with biases."""
+
+    def __init__(self, args: GPTArgs) -> None:
+        super().__init__()
+        self.head_dim = args.dim // args.num_heads
+        self.wq = nn.Linear(args.dim, args.dim)
+        self.wk = nn.Linear(args.dim, args.dim)
+        self.wv = nn.Linear(args.dim, args.dim)
+        self.wo = nn.Linear(args.dim, args.dim)
+        self.inner_attention = CausalAttention(args.num_heads, args.num_heads, self.head_dim)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        # -1 heads: a module whose projections were cut over ranks holds only its own
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.inner_attention(q, k, v, context).flatten(-2))
+
+
+class GeluMLP(nn.Module):
+    """Feed-forward ``w2(gelu(w1 x))`` with the tanh approximation of GELU, as GPT-2 computes it."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim)
+        self.w2 = nn.Linear(ffn_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))

@@ -1,0 +1,93 @@
+"""Rotary position embedding (arXiv:2104.09864), half-split, with the frequency scaling of Llama 3.1.
+
+Channel ``i`` of the first half of a head and channel ``i`` of the second half form a pair; at position ``p`` the pair
+is turned by the angle ``p * f_i``, with ``f_i = theta ** (-2 i / D)``. This is the layout of Hugging Face checkpoints;
+Meta's own files pair neighbours instead.
+
+Llama 3.1 stretches a model trained on ``original`` tokens to ``factor`` times as many: fast frequencies (wavelength
+below ``original / high``) stay, slow ones (above ``original / low``) are divided by ``factor``, those between are
+blended linearly in ``original / wavelength``.
+
+Nothing is stored: a model computes the angles of a batch once per forward, so there is no table to lose on the way
+from the meta device, to resize, or to recompile for. Angles are computed in float64, because a float32 angle near
+position 131072 is only known to 0.008 rad.
+
+Shapes: B batch, S sequence, H heads, D head width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Llama-3.1 frequency scaling."""
+
+    factor: float
+    """Slow frequencies are divided by this."""
+    low_freq_factor: float
+    """Frequencies that turn fewer times than this over the original context are slow."""
+    high_freq_factor: float
+    """Frequencies that turn more often than this over the original context are kept."""
+    original_seq_len: int
+    """The original context, in tokens."""
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Angle per position of every channel pair.
+
+    Args:
+        head_dim: D, even.
+        theta: Base of the frequencies.
+        scaling: Llama-3.1 scaling, or None.
+        device: Where to compute.
+
+    Returns:
+        ``[D / 2]`` float64, in radians per token.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    frequencies = theta**-exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rope_cos_sin(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of a batch.
+
+    Args:
+        positions: ``[B, S]`` int64.
+        head_dim: D, even.
+        theta: Base of the frequencies.
+        scaling: Llama-3.1 scaling, or None.
+
+    Returns:
+        Two float32 tensors ``[B, S, 1, D / 2]``, ready for `apply_rope`.
+    """
+    angles = positions[..., None, None].double() * rope_frequencies(head_dim, theta, scaling, positions.device)
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every channel pair of ``x`` by its angle.
+
+    Args:
+        x: ``[B, S, H, D]``, any float dtype.
+        cos: ``[B or 1, S, 1, D / 2]`` float32.
+        sin: Same.
+
+    Returns:
+        Same shape and dtype as ``x``; computed in float32.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,7 @@
+"""Optimizers with parameter groups by pattern, and learning-rate schedules."""
+
+from titan_train.optim.build import build_optimizer
+from titan_train.optim.groups import ParameterGroup, plan_groups
+from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
+
+__all__ = ["ParameterGroup", "Scheduler", "build_optimizer", "build_scheduler", "lr_factor", "plan_groups"]

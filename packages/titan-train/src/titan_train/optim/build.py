@@ -1,0 +1,46 @@
+"""Build the optimizer of a run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_train.config.optimizer import OptimizerConfig
+from titan_train.optim.groups import plan_groups
+
+# fused AdamW and SGD exist for these, also on DTensors (checked on torch 2.11 and 2.15 by a test)
+_FUSED_DEVICES = ("cuda", "cpu")
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer over a model's trainable parameters.
+
+    Args:
+        model: Already sharded and materialized: the optimizer holds the parameters it is given.
+        config: Kind, hyperparameters, and exceptions by pattern.
+
+    Returns:
+        An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names
+        of their parameters.
+
+    Raises:
+        ValueError: A pattern is found in no parameter's name, or the model has nothing to train.
+    """
+    groups = plan_groups(model, config)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad: there is nothing to train.")
+    param_groups: list[dict[str, Any]] = [
+        {
+            "params": list(zip(group.fqns, group.parameters, strict=True)),
+            "lr": config.lr * group.lr_scale,
+            "weight_decay": group.weight_decay,
+        }
+        for group in groups
+    ]
+    devices = {p.device.type for group in groups for p in group.parameters}
+    fused = True if config.fused == "auto" and devices <= set(_FUSED_DEVICES) else None
+    if config.name == "sgd":
+        return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
+    return torch.optim.AdamW(
+        param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
+    )

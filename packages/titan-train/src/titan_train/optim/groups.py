@@ -1,0 +1,87 @@
+"""Which parameters get which learning rate and weight decay: pure rules on names, tested without an optimizer.
+
+Two ordered tables of patterns, one for learning-rate scales and one for weight decay; in each, the first pattern found
+in a parameter's name counts. A parameter that no decay pattern names gets the default: matrices decay, embeddings
+too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_train.config.optimizer import OptimizerConfig
+from titan_train.models.names import clean_fqn, unwrap
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters that share a learning-rate scale and a weight decay."""
+
+    lr_scale: float
+    """Multiplies the learning rate."""
+    weight_decay: float
+    """Weight decay of these parameters."""
+    fqns: tuple[str, ...]
+    """Clean names, in the model's order."""
+    parameters: tuple[nn.Parameter, ...]
+    """In the same order; all DTensors or all plain."""
+
+
+def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
+    """Sort a model's trainable parameters into groups.
+
+    Args:
+        model: With any wrappers; sharded or not.
+        config: Patterns and defaults.
+
+    Returns:
+        Groups in the order of their first parameter. DTensors and plain tensors never share a group, because fused
+        and foreach kernels refuse the mix.
+
+    Raises:
+        ValueError: A pattern is found in no parameter's name; the message lists near names.
+    """
+    model = unwrap(model)
+    named = [(clean_fqn(fqn), p) for fqn, p in model.named_parameters() if p.requires_grad]
+    fqns = [fqn for fqn, _ in named]
+    for table in ("lr_scales", "weight_decays"):
+        _require_matches(f"optimizer.{table}", getattr(config, table), fqns)
+
+    vectors = _undecayed(model)
+    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
+    for fqn, parameter in named:
+        scale = first_match(config.lr_scales, fqn, 1.0)
+        decay = first_match(config.weight_decays, fqn, 0.0 if id(parameter) in vectors else config.weight_decay)
+        groups.setdefault((scale, decay, isinstance(parameter, DTensor)), []).append((fqn, parameter))
+    return [
+        ParameterGroup(scale, decay, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
+        for (scale, decay, _), members in groups.items()
+    ]
+
+
+def first_match(table: Mapping[str, float], fqn: str, default: float) -> float:
+    """The value of the first pattern that is found in ``fqn``, or ``default``."""
+    return next((value for pattern, value in table.items() if re.search(pattern, fqn)), default)
+
+
+def _undecayed(model: nn.Module) -> set[int]:
+    """Ids of the parameters without default decay: vectors and scalars, and whatever a normalisation layer holds."""
+    found = {id(p) for p in model.parameters() if p.ndim < 2}
+    norms = (m for m in model.modules() if "norm" in type(m).__name__.lower())
+    return found | {id(p) for m in norms for p in m.parameters(recurse=False)}
+
+
+def _require_matches(key: str, patterns: Iterable[str], fqns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(re.search(pattern, fqn) for fqn in fqns):
+            # names of a layer repeat: suggest each once, whatever the layer's number
+            distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", fqn) for fqn in fqns))
+            near = difflib.get_close_matches(pattern, distinct, n=3, cutoff=0.0)
+            raise ValueError(
+                f"{key} has the pattern {pattern!r}, which is found in none of the {len(fqns)} parameter names: it "
+                f"would do nothing. Near names: {', '.join(near)}."
+            )
