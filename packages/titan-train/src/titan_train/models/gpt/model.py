@@ -20,6 +20,9 @@ from titan_train.models.gpt.configs import GPTArgs
 class GPT(nn.Module):
     """A GPT-3-architecture decoder."""
 
+    supports_kv_cache = True
+    """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
+
     def __init__(self, args: GPTArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
         super().__init__()

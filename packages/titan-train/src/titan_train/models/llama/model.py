@@ -21,6 +21,9 @@ from titan_train.models.rope import RopeScaling, apply_rope, rope_cos_sin
 class Llama(nn.Module):
     """A Llama-3-architecture decoder."""
 
+    supports_kv_cache = True
+    """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
+
     def __init__(self, args: LlamaArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
         super().__init__()

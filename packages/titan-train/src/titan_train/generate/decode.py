@@ -1,0 +1,181 @@
+"""Generate tokens from a model, row by row of a batch, as a stream.
+
+Prefill: one forward over all prompts, padded on the right to the longest. Decode: one token of each row a step, each
+row at its own position. A model without support for the key-value cache runs the whole sequence again at each step,
+which gives the same tokens at a higher cost.
+
+Shapes: B rows, P longest prompt, V vocabulary.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from titan_train.generate.cache import kv_cache, supports_cache
+from titan_train.generate.sampling import Sampling, choose_tokens
+from titan_train.models import unwrap
+
+_GREEDY = Sampling()
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _GREEDY,
+    stop_ids: Collection[int] = (),
+    seeds: Sequence[int] | None = None,
+    use_cache: bool | None = None,
+) -> list[list[int]]:
+    """Continue every prompt; arguments and errors as in `stream`.
+
+    Returns:
+        The new tokens of each row, without the stop token that ended it.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for step in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        seeds=seeds,
+        use_cache=use_cache,
+    ):
+        for row, token in zip(rows, step, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def stream(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _GREEDY,
+    stop_ids: Collection[int] = (),
+    seeds: Sequence[int] | None = None,
+    use_cache: bool | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue every prompt, yielding as tokens are chosen.
+
+    Ranks that share a sharded model must all run this with the same arguments. The model must not be trained before
+    the stream ends or is closed.
+
+    Args:
+        model: Any model of a run, with any wrappers.
+        prompts: Token ids of each row, at least one; rows may differ in length.
+        max_new_tokens: The most tokens to add to each row.
+        sampling: How to choose; the default takes the likeliest token.
+        stop_ids: Tokens that end their row; they are not yielded.
+        seeds: One for each row, which fixes the row's draws whatever else is in the batch; default 0, 1, 2, ...
+        use_cache: None uses the key-value cache where the model supports it; False never does.
+
+    Yields:
+        For each step, the new token of each row, or None for a row that has ended.
+
+    Raises:
+        ValueError: No or empty prompts, the wrong number of seeds, a sequence longer than the model's learned
+            positions, or ``use_cache=True`` on a model that does not support it.
+    """
+    seeds = range(len(prompts)) if seeds is None else seeds
+    use_cache = supports_cache(model) if use_cache is None else use_cache
+    _check(model, prompts, max_new_tokens, seeds, use_cache)
+    return _stream(model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache)
+
+
+def _stream(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    seeds: Sequence[int],
+    use_cache: bool,
+) -> Iterator[list[int | None]]:
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    total = int(lengths.max()) + max_new_tokens
+    tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    next_logits = _cached_logits if use_cache else _recomputed_logits
+    seen: Tensor | None = None
+    ended = [False] * len(prompts)
+    was_training = model.training
+    with ExitStack() as restore:
+        restore.callback(model.train, was_training)
+        model.eval()
+        if use_cache:
+            restore.enter_context(kv_cache(model, total))
+        for step in range(max_new_tokens):
+            with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
+                logits = next_logits(model, tokens, lengths, step)
+                seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
+                chosen = choose_tokens(logits, seen, sampling, generators)
+                tokens.scatter_(1, lengths[:, None], chosen[:, None])
+                seen.scatter_(1, chosen[:, None], True)
+                lengths = lengths + 1
+            ids = chosen.tolist()
+            ended = [was or token in stop_ids for was, token in zip(ended, ids, strict=True)]
+            if all(ended):
+                return
+            yield [None if end else token for end, token in zip(ended, ids, strict=True)]
+
+
+def _cached_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+    """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token."""
+    if step == 0:
+        longest = int(lengths.max())
+        positions = torch.arange(longest, device=tokens.device).expand(tokens.shape[0], -1)
+        return _last(model(tokens[:, :longest], positions=positions), lengths)
+    last = (lengths - 1)[:, None]
+    return model(tokens.gather(1, last), positions=last)[:, 0]
+
+
+def _recomputed_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+    """The same from the whole rows; padding follows a row's last token, so causal attention never sees it."""
+    return _last(model(tokens[:, : int(lengths.max())]), lengths)
+
+
+def _last(logits: Tensor, lengths: Tensor) -> Tensor:
+    return logits[torch.arange(logits.shape[0], device=logits.device), lengths - 1]
+
+
+def _seen(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+    """``[B, V]`` bool: the tokens of each row's prompt."""
+    prompt = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    counts = torch.zeros(tokens.shape[0], vocab_size, dtype=torch.int32, device=tokens.device)
+    return counts.scatter_add_(1, tokens, prompt.int()) > 0
+
+
+def _check(
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int], use_cache: bool
+) -> None:
+    if not prompts:
+        raise ValueError("there is no prompt: give at least one row of token ids.")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {row} is empty: a model continues something; start it with the BOS token.")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be >= 0; the nearest valid choice is 0.")
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one for each row.")
+    if use_cache and not supports_cache(model):
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} does not support the key-value cache: its forward must take positions, "
+            "its tokens must meet only in titan_train.models.CausalAttention, and it says so by supports_kv_cache = True. "
+            "Pass use_cache=None to run without."
+        )
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    limit = getattr(unwrap(model), "max_seq_len", None)
+    if isinstance(limit, int) and longest > limit:
+        raise ValueError(
+            f"a prompt of {longest - max_new_tokens} tokens and max_new_tokens={max_new_tokens} need {longest} positions, "
+            f"but the model has learned {limit}: the most it can add is {max(0, limit - longest + max_new_tokens)}."
+        )

@@ -1,0 +1,96 @@
+"""Choose the next token of each row from its logits.
+
+Filters apply in the order of Hugging Face's generation, so that the same numbers mean the same: repetition penalty,
+temperature, top-k, top-p, min-p; each sees the distribution that the one before left. All of it is done in float32.
+Each row draws from its own generator, so its result does not depend on which other rows are in the batch.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are chosen; the default takes the likeliest."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token, for which top_k, top_p and min_p change nothing."""
+    top_k: int = 0
+    """Keep only this many likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens until their probabilities reach this, the one that crosses it included."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this fraction of the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens already in the row become less likely: positive logits are divided by it, negative multiplied."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must be >= 0; 0 takes the likeliest token.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be >= 0; 0 keeps all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be in [0, 1]; 0 keeps all tokens.")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing.")
+
+
+def choose_tokens(logits: Tensor, seen: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """The next token of each row.
+
+    Args:
+        logits: ``[B, V]``, any float dtype.
+        seen: ``[B, V]`` bool, tokens that the row already has.
+        sampling: How to choose.
+        generators: One CPU generator for each row.
+
+    Returns:
+        ``[B]`` int64 on the device of ``logits``.
+    """
+    logits = penalize_repetition(logits.float(), seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    probabilities = filter_logits(logits, sampling).softmax(dim=-1).cpu()
+    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
+    return torch.cat(drawn).to(logits.device)
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make tokens that the row already has less likely (CTRL, arXiv:1909.05858); shapes as in `choose_tokens`."""
+    if penalty == 1.0:
+        return logits
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filter_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Apply temperature, top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082).
+
+    Args:
+        logits: ``[B, V]`` float32.
+        sampling: With ``temperature`` above 0.
+
+    Returns:
+        ``[B, V]``, with dropped tokens at -inf; at least one token of each row is kept.
+    """
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities  # so the token that crosses top_p stays
+        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(dropped, float("-inf"))
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(dim=-1)
+        least = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, float("-inf"))
+    return logits
