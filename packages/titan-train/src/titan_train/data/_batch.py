@@ -62,7 +62,8 @@ def build_batch(
     """
     size, length = samples.size, dataset.seq_len
     both = dataset.tokens(samples)
-    tokens, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+    # Copies, also of a single row, whose two slices would share memory: labels are masked in place.
+    tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
     positions = np.tile(np.arange(length, dtype=np.int64), (size, 1))
     cu_seqlens: npt.NDArray[np.int32] | None = None
     max_seqlen = length
