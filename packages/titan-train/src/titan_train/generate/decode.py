@@ -169,13 +169,14 @@ def _check(
     if use_cache and not supports_cache(model):
         raise ValueError(
             f"{type(unwrap(model)).__name__} does not support the key-value cache: its forward must take positions, "
-            "its tokens must meet only in titan_train.models.CausalAttention, and it says so by supports_kv_cache = True. "
-            "Pass use_cache=None to run without."
+            "its tokens must meet only in titan_train.models.CausalAttention, and it must say so by "
+            "supports_kv_cache = True. Pass use_cache=None to run without."
         )
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     limit = getattr(unwrap(model), "max_seq_len", None)
     if isinstance(limit, int) and longest > limit:
         raise ValueError(
-            f"a prompt of {longest - max_new_tokens} tokens and max_new_tokens={max_new_tokens} need {longest} positions, "
-            f"but the model has learned {limit}: the most it can add is {max(0, limit - longest + max_new_tokens)}."
+            f"a prompt of {longest - max_new_tokens} tokens and max_new_tokens={max_new_tokens} need {longest} "
+            f"positions, but the model has learned {limit}: the most it can add is "
+            f"{max(0, limit - longest + max_new_tokens)}."
         )
