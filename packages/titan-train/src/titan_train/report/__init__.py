@@ -1,0 +1,10 @@
+"""The report of a run: one self-contained HTML file, and a few lines for the terminal.
+
+Both are made from the files of the run's folder alone, so they work for a run that is going on, that crashed, or that
+was made on another machine.
+"""
+
+from titan_train.report._page import build_report
+from titan_train.report._summary import summarize
+
+__all__ = ["build_report", "summarize"]

@@ -1,0 +1,79 @@
+"""What a run's folder holds, read without complaint: any file may be missing, torn or half written."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from titan_train.observe import RunMetrics, read_metrics, read_run_info
+
+CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The readable content of a run's folder."""
+
+    path: Path
+    metrics: RunMetrics
+    info: dict[str, Any]
+    """`run.json`; empty if it is missing."""
+    config: dict[str, Any]
+    """`config.toml`, resolved; empty if it is missing or not valid."""
+    layout: str
+    """`layout.txt`: how the ranks are laid out; empty if it is missing."""
+
+    @property
+    def name(self) -> str:
+        """The run's name: its folder's."""
+        return self.path.resolve().name
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Each start of this run, the last one at the end."""
+        found = self.info.get("attempts")
+        return [a for a in cast("list[Any]", found) if isinstance(a, dict)] if isinstance(found, list) else []
+
+    @property
+    def status(self) -> str:
+        """``finished``, ``stopped``, ``failed``, ``running`` (or killed: it could not say) or ``unknown``."""
+        return str(self.attempts[-1].get("status", "unknown")) if self.attempts else "unknown"
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps the run was to make."""
+        train = self.config.get("train")
+        steps = cast("dict[str, Any]", train).get("steps") if isinstance(train, dict) else None
+        return steps if isinstance(steps, int) else None
+
+
+def read_folder(run_dir: str | Path) -> RunFolder:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: If it is not a folder, or holds none of a run's files.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; give the folder of a run, such as runs/quickstart.")
+    folder = RunFolder(
+        path, read_metrics(path), read_run_info(path), _read_toml(path / CONFIG_NAME), _read_text(path / LAYOUT_NAME)
+    )
+    metrics = folder.metrics
+    if not (metrics.steps or metrics.validations or metrics.events or folder.info or folder.config):
+        raise ValueError(f"{path} holds no metrics.jsonl, run.json or config.toml; give the folder of a run.")
+    return folder
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rstrip()
+    except OSError:
+        return ""

@@ -1,0 +1,218 @@
+"""The HTML report: what is on the page. How it looks is in `page/`: a template, a style sheet and a small script.
+
+The file asks nothing of the network, and its content security policy forbids that it could. Every text goes through
+the template's escaping; drawings are numbers made here.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+
+from titan_train.observe import EventRecord, StepRecord
+from titan_train.report._chart import Chart, Scale, Series, build_chart, step_scale
+from titan_train.report._folder import RunFolder, read_folder
+from titan_train.report._summary import headlines, setting, when
+
+REPORT_NAME = "report.html"
+_MOST_EVENTS = 200
+_EVENT_ROLES = {
+    "checkpoint_saved": "saved",
+    "checkpoint_restored": "restored",
+    "nonfinite": "bad",
+    "failed": "bad",
+    "stopped": "stopped",
+    "preempted": "stopped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EventMarks:
+    """All events of one kind, as marks under a chart."""
+
+    role: str
+    label: str
+    count: int
+    d: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossView:
+    """The loss over one kind of step axis, with the events below it."""
+
+    key: str
+    label: str
+    chart: Chart
+    marks: list[EventMarks]
+
+
+def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        run_dir: The run's folder: finished, going on, or left by a crash.
+        out: The file to write; ``run_dir/report.html`` by default.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If ``run_dir`` is not the folder of a run.
+    """
+    folder = read_folder(run_dir)
+    target = Path(out) if out is not None else folder.path / REPORT_NAME
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(_resource("template.html"))
+    html = template.render(
+        folder=folder,
+        status=folder.status,
+        setting=setting(folder),
+        error=folder.attempts[-1].get("error") if folder.attempts else None,
+        headlines=headlines(folder),
+        losses=_loss_views(folder),
+        charts=_charts(folder.metrics.steps),
+        events=folder.metrics.events[-_MOST_EVENTS:],
+        hidden_events=max(0, len(folder.metrics.events) - _MOST_EVENTS),
+        attempts=folder.attempts,
+        config=_flat_config(folder.config),
+        environment=_environment(folder),
+        command=_command(folder.info),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        when=when,
+        clock=lambda stamp: datetime.fromtimestamp(stamp, UTC).strftime("%m-%d %H:%M:%S"),
+        event_label=event_label,
+        event_role=lambda kind: _EVENT_ROLES.get(kind, "other"),
+        value_text=value_text,
+        style=_resource("style.css"),
+        script=_resource("hover.js"),
+    )
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(html, encoding="utf-8")
+    temporary.replace(target)
+    return target
+
+
+def event_label(kind: str) -> str:
+    """``checkpoint_saved`` as ``checkpoint saved``."""
+    return kind.replace("_", " ")
+
+
+def value_text(value: object) -> str:
+    """A JSON or TOML value as it is written in TOML."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return repr(value) if len(repr(value)) <= 8 else f"{value:g}"
+    if value is None:  # how metrics.jsonl writes what is not a number
+        return "nan"
+    return json.dumps(value, default=str)
+
+
+def _loss_views(folder: RunFolder) -> list[LossView]:
+    """The loss over steps, and over their logarithm where that shows more."""
+    steps, validations = folder.metrics.steps, folder.metrics.validations
+    series = [
+        Series("training", [r.step for r in steps], [r.loss for r in steps], smoothed=True),
+        Series("validation", [r.step for r in validations], [r.loss for r in validations], "validation", dots=True),
+    ]
+    series = [s for s in series if len(s.x)]
+    every_step = [step for s in series for step in s.x]
+    views: list[LossView] = []
+    for key, label in (("linear", "steps"), ("log", "log steps")):
+        chart = build_chart("Loss", "nats per token", series, log_x=key == "log")
+        if chart is not None and (key == "linear" or max(every_step) >= 20):
+            marks = _marks(folder.metrics.events, step_scale(every_step, key == "log"))
+            views.append(LossView(key, label, chart, marks))
+    return views
+
+
+def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
+    def line(
+        name: str, value: Callable[[StepRecord], float | None], role: str = "train", smoothed: bool = True
+    ) -> Series:
+        y = [math.nan if (v := value(r)) is None else v for r in steps]
+        return Series(name, [r.step for r in steps], y, role, smoothed=smoothed)
+
+    if not steps:
+        return []
+    wanted = (
+        build_chart("Throughput", "tokens per second", [line("tokens/s", lambda r: r.tokens_per_s)], zero=True),
+        build_chart("MFU", "of the device's dense peak, %", [line("MFU", lambda r: r.mfu and 100 * r.mfu)], zero=True),
+        build_chart("Gradient norm", "before clipping", [line("norm", lambda r: r.grad_norm)], zero=True),
+        build_chart("Learning rate", "", [line("rate", lambda r: r.lr, smoothed=False)], zero=True),
+        build_chart(
+            "Step time",
+            "seconds",
+            [
+                line("step", lambda r: r.step_time_s),
+                line("of it waiting for data", lambda r: r.data_wait_s, "validation"),
+            ],
+            zero=True,
+        ),
+        build_chart("Peak memory", "GiB a rank", [line("peak", lambda r: r.peak_mem_gib, smoothed=False)], zero=True),
+    )
+    return [chart for chart in wanted if chart is not None]
+
+
+def _marks(events: Sequence[EventRecord], scale: Scale) -> list[EventMarks]:
+    found: list[EventMarks] = []
+    for kind, count in Counter(event.kind for event in events).items():
+        steps = sorted({event.step for event in events if event.kind == kind and scale.low <= event.step <= scale.high})
+        d = "".join(f"M{1000 * scale(step):.1f} 0v100" for step in steps)
+        found.append(EventMarks(_EVENT_ROLES.get(kind, "other"), event_label(kind), count, d))
+    return found
+
+
+def _flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
+    """Sections of the configuration with their keys; deeper tables get dotted keys."""
+    top = [(key, value) for key, value in config.items() if not isinstance(value, dict)]
+    sections: list[tuple[str, list[tuple[str, object]]]] = [("", top)] if top else []
+
+    def walk(prefix: str, table: dict[str, Any]) -> list[tuple[str, object]]:
+        rows: list[tuple[str, object]] = []
+        for key, value in table.items():
+            if isinstance(value, dict):
+                rows += walk(f"{prefix}{key}.", cast("dict[str, Any]", value))
+            else:
+                rows.append((prefix + key, value))
+        return rows
+
+    for key, value in config.items():
+        if isinstance(value, dict):
+            sections.append((key, walk("", cast("dict[str, Any]", value))))
+    return sections
+
+
+def _environment(folder: RunFolder) -> list[tuple[str, str]]:
+    info = folder.info
+    rows = [
+        ("device", info.get("device")),
+        ("ranks", info.get("world_size")),
+        ("backend", info.get("backend")),
+        ("host", info.get("host")),
+        ("platform", info.get("platform")),
+        ("CPUs", info.get("cpus")),
+        ("commit", info.get("git_commit")),
+    ]
+    versions = info.get("versions")
+    if isinstance(versions, dict):
+        rows += list(cast("dict[str, Any]", versions).items())
+    return [(name, str(value)) for name, value in rows if value is not None]
+
+
+def _command(info: dict[str, Any]) -> str:
+    command = info.get("command")
+    return " ".join(str(word) for word in cast("list[Any]", command)) if isinstance(command, list) else ""
+
+
+def _resource(name: str) -> str:
+    return (files("titan_train.report") / "page" / name).read_text(encoding="utf-8")

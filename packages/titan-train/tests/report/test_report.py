@@ -1,0 +1,169 @@
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from titan_train.report import build_report, summarize
+
+
+class Page(HTMLParser):
+    """Collects a page's text, tags and attributes, and checks that tags are closed in order."""
+
+    VOID = frozenset({"meta", "link", "input", "path", "br"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text += data + " "
+
+
+def report_of(run_dir):
+    path = build_report(run_dir)
+    assert path == run_dir / "report.html"
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_a_finished_run_shows_its_numbers_layout_configuration_and_environment(make_run):
+    page = report_of(make_run(40))
+    text = " ".join(page.text.split())
+    for words in (
+        "quickstart finished",
+        "5.24M parameters · 2 × cpu",
+        "Training loss 3.319 from 10.00, 33% of it",
+        "Validation loss 5.000",
+        "Bits per byte 2.000",
+        "Steps 40 100% of 40",
+        "Tokens 40.0k 1.00k a step",
+        "Tokens per second 2.00k median; 1.00k a rank",
+        "Peak memory 0.41 GiB",
+        "10.0% of the steps waiting for data",
+        "checkpoint saved × 4",
+        "dp_shard 2",
+        "weights.a 0.5",
+        "titan-train run x",
+        "python",
+    ):
+        assert words in text, words
+    assert "MFU" not in text  # unknown device
+
+
+def test_the_report_asks_nothing_of_the_network(make_run):
+    run_dir = make_run(3)
+    page = report_of(run_dir)
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            assert (attributes.get(name) or "data:,").startswith("data:"), (tag, attributes)
+    html = (run_dir / "report.html").read_text()
+    assert re.findall(r"https?://|@import|url\(", html) == []
+    policy = [a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"]
+
+
+def test_text_from_the_run_is_never_markup(make_run):
+    evil = "<img src=x onerror=alert(1)>'\""
+    run_dir = make_run(2, name="<b>x<b>", status="failed", error=f"rank 1: {evil}")
+    (run_dir / "layout.txt").write_text(evil)
+    (run_dir / "config.toml").write_text('[run]\nname = "</table><script>alert(1)</script>"\n')
+    page = report_of(run_dir)
+    assert [a for tag, a in page.tags if tag == "img"] == []
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert page.text.count(evil) == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2, 19, 20, 500, 3000])
+def test_every_length_of_run_draws_finite_paths(make_run, steps):
+    run_dir = make_run(steps)
+    page = report_of(run_dir)
+    paths = [a["d"] for tag, a in page.tags if tag == "path" and a["class"] != "grid"]
+    assert len(paths) >= 6
+    for d in paths:
+        assert d
+        numbers = [float(n) for n in re.findall(r"-?[\d.]+", re.sub(r"h0|v100", "", d))]
+        assert all(-0.1 <= n <= 1000.1 for n in numbers), d
+    assert (run_dir / "report.html").stat().st_size < 400_000
+
+
+def test_a_run_that_crashed_says_why_and_keeps_its_torn_file_readable(make_run):
+    run_dir = make_run(12, status="failed", error="rank 3: RuntimeError: out of memory")
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+    page = report_of(run_dir)
+    assert "rank 3: RuntimeError: out of memory" in page.text
+    assert "1 unreadable lines left out" in page.text
+    assert "rank 3: RuntimeError: out of memory" in summarize(run_dir)
+
+
+def test_a_killed_run_is_said_to_be_running_or_killed(make_run):
+    assert "running, or killed" in report_of(make_run(2, status=None)).text
+
+
+def test_steps_without_a_finite_loss_leave_a_gap_and_are_counted(make_run):
+    run_dir = make_run(5, loss=math.nan, grad_norm=math.inf, skipped=True)
+    page = report_of(run_dir)
+    assert "Loss" not in [words.strip() for words in page.text.split("  ")]
+    assert "5 steps were skipped" in summarize(run_dir)
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "run.json", "config.toml", "layout.txt"])
+def test_any_file_of_the_run_may_be_missing(make_run, missing):
+    run_dir = make_run(15)
+    (run_dir / missing).unlink()
+    assert "quickstart" in report_of(run_dir).text
+    assert summarize(run_dir).startswith("quickstart: ")
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.toml"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "attempts = 3", '{"attempts": [1, {}], "versions": 7, "command": 3}', "train = 1"]
+)
+def test_a_damaged_file_of_the_run_is_left_out(make_run, name, content):
+    run_dir = make_run(2)
+    (run_dir / name).write_text(content)
+    assert "quickstart" in report_of(run_dir).text
+    assert summarize(run_dir).startswith("quickstart: ")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for call in (build_report, summarize):
+        with pytest.raises(ValueError, match=r"holds no metrics\.jsonl"):
+            call(tmp_path)
+        with pytest.raises(ValueError, match="is not a folder"):
+            call(tmp_path / "nothing")
+
+
+def test_the_report_can_be_written_elsewhere(make_run, tmp_path):
+    out = tmp_path / "elsewhere.html"
+    assert build_report(make_run(1), out) == out
+    assert out.exists()
+
+
+def test_mfu_appears_when_the_device_is_known(make_run):
+    run_dir = make_run(5, mfu=0.4123, tflops_per_gpu=407.9)
+    text = " ".join(report_of(run_dir).text.split())
+    assert "MFU 41.2% median; 408 TFLOP/s a GPU" in text
+
+
+def test_tokens_between_two_logged_steps_count(make_run, tmp_path):
+    run_dir = make_run(40)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"kind":"step"' not in line or int(re.search(r'"step":(\d+)', line)[1]) % 10 == 0]
+    (run_dir / "metrics.jsonl").write_text("".join(kept))
+    assert "40.0k  (1.00k a step)" in summarize(run_dir)
