@@ -1,7 +1,7 @@
 import json
 import subprocess
 
-from titan_train.observe import RunInfo, read_run_info
+from titan_train.observe import RunInfo, add_run_info, read_run_info
 
 
 def test_run_info_records_how_an_attempt_ended(tmp_path):
@@ -53,6 +53,15 @@ def test_run_info_tells_a_changed_working_tree_from_a_clean_one(tmp_path, monkey
     (tmp_path / "a").write_text("2")
     RunInfo(run_dir, device="cpu", world_size=1)
     assert read_run_info(run_dir)["git_commit"] == f"{commit}+changes"
+
+
+def test_what_a_rank_adds_while_the_run_goes_on_is_kept_when_it_ends(tmp_path):
+    info = RunInfo(tmp_path, device="cuda", world_size=8)
+    add_run_info(tmp_path, device="NVIDIA H200", parameters=8_030_261_248)
+    info.finish("finished", step=3)
+    done = read_run_info(tmp_path)
+    assert (done["device"], done["parameters"], done["world_size"]) == ("NVIDIA H200", 8_030_261_248, 8)
+    assert done["attempts"][0]["status"] == "finished"
 
 
 def test_an_unreadable_run_json_reads_as_nothing(tmp_path):

@@ -9,7 +9,7 @@ from titan_train.observe._jsonl import EventRecord, JsonlTracker, RunMetrics, re
 from titan_train.observe._memory import peak_memory_gib
 from titan_train.observe._progress import Progress, TaskProgress, progress_bar
 from titan_train.observe._records import StepRecord, Tracker, ValidationRecord
-from titan_train.observe._run_info import RunInfo, read_run_info
+from titan_train.observe._run_info import RunInfo, add_run_info, read_run_info
 from titan_train.observe._throughput import Rates, Throughput
 from titan_train.observe._trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
 
@@ -28,6 +28,7 @@ __all__ = [
     "Tracker",
     "ValidationRecord",
     "WandbTracker",
+    "add_run_info",
     "build_trackers",
     "check_trackers",
     "device_peak_flops",

@@ -46,13 +46,13 @@ class RunInfo:
             command: What was typed; the default is this process's own.
             extra: More JSON values worth keeping, such as ``backend="gloo"``.
         """
-        self._path = Path(run_dir) / FILE_NAME
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._run_dir = Path(run_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
         attempts: list[dict[str, Any]] = read_run_info(run_dir).get("attempts", []) if resume_step else []
         for attempt in attempts:
             if attempt.get("status") == "running":
                 attempt["status"] = "killed"
-        self._attempt: dict[str, Any] = {
+        attempt: dict[str, Any] = {
             "status": "running",
             "started": _now(),
             "ended": None,
@@ -61,7 +61,7 @@ class RunInfo:
             "world_size": world_size,
             "error": None,
         }
-        self._info: dict[str, Any] = {
+        info: dict[str, Any] = {
             "name": Path(run_dir).resolve().name,
             "command": list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]],
             "device": device,
@@ -73,9 +73,9 @@ class RunInfo:
             "cpus": os.cpu_count(),
             "git_commit": _git_commit(),
             "versions": {"python": platform.python_version(), **_versions()},
-            "attempts": [*attempts, self._attempt],
+            "attempts": [*attempts, attempt],
         }
-        self._write()
+        _write(self._run_dir, info)
 
     def finish(self, status: Status, *, step: int, error: str | None = None) -> None:
         """Record how the attempt ended; only the first call counts.
@@ -85,14 +85,23 @@ class RunInfo:
             step: Steps made.
             error: One line that says why it failed.
         """
-        if self._attempt["status"] == "running":
-            self._attempt.update(status=status, ended=_now(), to_step=step, error=error)
-            self._write()
+        info = read_run_info(self._run_dir)
+        attempts: list[dict[str, Any]] = info.get("attempts", [])
+        if attempts and attempts[-1].get("status") == "running":
+            attempts[-1].update(status=status, ended=_now(), to_step=step, error=error)
+            _write(self._run_dir, info)
 
-    def _write(self) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._info, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+
+def add_run_info(run_dir: str | Path, **fields: object) -> None:
+    """Add to ``run_dir/run.json`` what is known only later, such as the model's parameters or the GPU's name.
+
+    The process that started the run makes the file; one rank may add to it.
+
+    Args:
+        run_dir: The run's folder.
+        fields: JSON values; they replace what is there under the same name.
+    """
+    _write(Path(run_dir), {**read_run_info(run_dir), **fields})
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
@@ -102,6 +111,12 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _write(run_dir: Path, info: dict[str, Any]) -> None:
+    temporary = run_dir / f"{FILE_NAME}.tmp"
+    temporary.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / FILE_NAME)
 
 
 def _now() -> str:
