@@ -16,7 +16,8 @@ from pathlib import Path
 from titan_train.config import Config, load_config
 from titan_train.launch.ranks import device_type, local_world_size, ranks_from_torchrun, under_torchrun
 from titan_train.layout import build_layout, plan_batch, resolve_mode
-from titan_train.run_folder import begin_run, end_run, newest_checkpoint, run_folder
+from titan_train.observe import RunInfo, check_trackers
+from titan_train.run_folder import newest_checkpoint, run_folder, write_config
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -47,21 +48,11 @@ def _run_here(config: Config) -> int:
     from titan_train.inputs import prepare_inputs
 
     prepare_inputs(config)
-    for change in begin_run(config, run_dir, world_size=world_size, device=device):
+    for change in write_config(config, run_dir):
         print(f"changed  {change}")
+    info = RunInfo(run_dir, device=device, world_size=world_size, resume_step=done or 0)
     code = launcher.run(config, run_dir)
-    finished = newest_checkpoint(run_dir) or 0
-    completed = code == 0 and finished >= config.train.steps
-    end_run(run_dir, "completed" if completed else "stopped" if code == 0 else "failed")
-    if config.metrics.report and (run_dir / "metrics.jsonl").exists():
-        from titan_train.report import build_report, summarize
-
-        page = build_report(run_dir)
-        if code == 0:
-            print(summarize(run_dir))
-        print(f"report   {page}", file=sys.stdout if code == 0 else sys.stderr)
-    if code == 0:
-        _print_next(run_dir)
+    _finish(config, run_dir, info, code)
     return code
 
 
@@ -74,27 +65,42 @@ def _be_a_torchrun_worker(config: Config) -> int:
     from titan_train.launch.worker import torchrun_worker
 
     run_dir = run_folder(config)
+    prepare_inputs(config, quiet=ranks.rank != 0)
+    info = None
     if ranks.rank == 0:
         clear_failures(run_dir)
-        begin_run(config, run_dir, world_size=ranks.world_size, device=ranks.device_type)
-    prepare_inputs(config, quiet=ranks.rank != 0)
+        write_config(config, run_dir)
+        info = RunInfo(
+            run_dir, device=ranks.device_type, world_size=ranks.world_size, resume_step=newest_checkpoint(run_dir) or 0
+        )
     code = torchrun_worker(config, ranks, run_dir)
-    if ranks.rank == 0:
-        completed = (newest_checkpoint(run_dir) or 0) >= config.train.steps
-        end_run(run_dir, "failed" if code else "completed" if completed else "stopped")
-        if code == 0 and config.metrics.report:
-            from titan_train.report import build_report
-
-            print(f"report   {build_report(run_dir)}")
-            _print_next(run_dir)
+    if info is not None:
+        _finish(config, run_dir, info, code)
     return code
 
 
+def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
+    """Record how the run ended, write its report, say what can be done next."""
+    step = newest_checkpoint(run_dir) or 0
+    completed = code == 0 and step >= config.train.steps
+    info.finish("finished" if completed else "stopped" if code == 0 else "failed", step=step)
+    if config.metrics.report and (run_dir / "metrics.jsonl").exists():
+        from titan_train.report import build_report, summarize
+
+        page = build_report(run_dir)
+        if code == 0:
+            print(summarize(run_dir))
+        print(f"report   {page}", file=sys.stdout if code == 0 else sys.stderr)
+    if code == 0:
+        _print_next(run_dir)
+
+
 def _check_layout(config: Config, world_size: int) -> None:
-    """Everything about the number of ranks that can be wrong, before any rank starts."""
+    """What can be wrong with the number of ranks or the extras, before any rank starts."""
     layout = build_layout(config, world_size)
     resolve_mode(config.parallel, layout, dtype=config.train.dtype)
     plan_batch(config, layout)
+    check_trackers(config.metrics)
 
 
 def _print_next(run_dir: Path) -> None:

@@ -73,7 +73,7 @@ def _reason(item: Any) -> str:
         reason = f"must be {_TYPES[kind]}, not {_type_name(given)}"
         if isinstance(given, str) and kind.startswith(("int", "float", "bool")):
             reason += "; write it without quotes"
-        elif kind == "int_from_float" and isinstance(given, float):
+        elif kind.startswith("int") and isinstance(given, float):
             reason += f"; the nearest is {round(given)}"
         return reason + "."
     if kind == "missing":

@@ -67,9 +67,12 @@ def fsdp_policy(config: Config, mode: Mode) -> fsdp.Policy:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile every repeated block in place: compile time does not grow with depth, and FSDP hooks stay eager."""
-    for block in fsdp.repeated_blocks(model):
-        block.compile(fullgraph=True)
+    """torch.compile every repeated block in place: compile time does not grow with depth, and FSDP's hooks stay eager."""
+    for container in model.modules():
+        blocks = list(container.children())
+        if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len({type(b) for b in blocks}) == 1:
+            for block in blocks:
+                block.compile(fullgraph=True)
 
 
 def describe_layout(layout: Layout, plan: fsdp.Plan | None) -> str:

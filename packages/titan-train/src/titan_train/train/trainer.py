@@ -5,6 +5,7 @@ random number generators. All of it is in every checkpoint, so that ten steps, a
 losses of twenty.
 """
 
+import datetime
 import gc
 import itertools
 import logging
@@ -13,16 +14,17 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, Retention, TrainState
+from titan_ckpt import Checkpointer, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
-from titan_train.data import Batch, DataLoader
+from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.models import count_parameters, flops_per_token
 from titan_train.observe import (
     Progress,
@@ -74,7 +76,7 @@ class Trainer:
 
         self.mesh: Mesh | None = None
         if dist.is_initialized():
-            self.mesh = build(layout, device_type=self.device.type, timeout=config.launch.timeout_s)
+            self.mesh = build(layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s))
         self._loss_group = self.mesh.group("dp") if self.mesh and world_size > 1 else None
         dp_rank = self.mesh.rank_in("dp") if self.mesh else 0
 
@@ -85,6 +87,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, dp_rank)
+        self._batches: Iterator[Batch] | None = None
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -95,7 +98,8 @@ class Trainer:
         )
         self._checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
-            policy=Retention(last=config.checkpoint.keep_last or None, every=config.checkpoint.keep_every or None),
+            keep_last=config.checkpoint.keep_last or None,
+            keep_every=config.checkpoint.keep_every or None,
         )
         self.step = self._restore()
         self.losses: list[float] = []
@@ -121,29 +125,29 @@ class Trainer:
         Raises:
             RuntimeError: ``train.nonfinite_limit`` steps in a row were not finite.
         """
-        last = self.config.train.steps if until is None else min(until, self.config.train.steps)
+        steps = self.config.train.steps
+        last = steps if until is None else min(until, steps)
         if self.step >= last:
             return
-        saved_at, saved_time = self.step, time.monotonic()
-        batches = iter(self._loader)
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        saved_time = time.monotonic()
         with self._requests.installed(), _garbage_collected_every(self.config.train.gc_every) as collect:
             while self.step < last:
-                result = self._train_one_step(batches, save_due=self._minutes_due(saved_time))
+                result = self._train_one_step(save_due=self._minutes_due(saved_time))
                 stop, save_asked, save_due = result.requests
                 every = self.config.validation.every
-                if every and (self.step % every == 0 or self.step == last):
+                if every and (self.step % every == 0 or self.step == steps):
                     self._validate()
                 every = self.config.checkpoint.every
-                if stop or save_asked or save_due or self.step == last or (every and self.step % every == 0):
+                if stop or save_asked or save_due or self.step == steps or (every and self.step % every == 0):
                     self.save()
-                    saved_at, saved_time = self.step, time.monotonic()
+                    saved_time = time.monotonic()
                 collect(self.step)
                 if stop:
                     self._event("stopped", step=self.step, reason="SIGTERM")
                     self._message(f"asked to stop: saved step {self.step}; run the same command to continue")
                     break
-        assert saved_at == self.step
-        self._checkpointer.wait()
 
     def save(self) -> None:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
@@ -165,10 +169,11 @@ class Trainer:
             self.mesh.close()
             self.mesh = None
 
-    def _train_one_step(self, batches: Iterator[Batch], *, save_due: bool) -> StepResult:
+    def _train_one_step(self, *, save_due: bool) -> StepResult:
+        assert self._batches is not None
         started = time.perf_counter()
         with Stopwatch() as waiting:
-            microbatches = list(itertools.islice(batches, self.batch_plan.accumulation))
+            microbatches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.save, save_due))
         self._requests.save = False
@@ -236,7 +241,7 @@ class Trainer:
         if self._progress is not None:
             self._progress.validation(record)
 
-    def _make_loader(self, dataset: object, dp_rank: int) -> DataLoader:
+    def _make_loader(self, dataset: PackedDataset, dp_rank: int) -> DataLoader:
         return DataLoader(
             dataset,
             global_batch=self.batch_plan.global_batch,
@@ -252,8 +257,7 @@ class Trainer:
             model=self.model,
             optim=self.optimizer,
             sched=self.scheduler,
-            data=self._loader,
-            rng=True,
+            data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
             extra={"step": self.step, "parameters": count_parameters(self.model)},
         )
 
@@ -290,6 +294,20 @@ class Trainer:
         log.info(text)
         if self._progress is not None:
             self._progress.message(text)
+
+
+class _DataPosition:
+    """The loader's few integers, the same on every rank, so that any number of ranks can continue from them."""
+
+    def __init__(self, loader: DataLoader, allow_change: bool) -> None:
+        self._loader = loader
+        self._allow_change = allow_change
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._loader.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._loader.load_state_dict(state, allow_data_change=self._allow_change)
 
 
 class _garbage_collected_every:

@@ -1,0 +1,200 @@
+"""`titan-train run` as a person uses it: started, killed, stopped, continued."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TITAN_TRAIN = [sys.executable, "-m", "titan_train"]
+TINY = """
+[model]
+name = "llama3_debug"
+seq_len = 32
+[tokenizer]
+kind = "bytes"
+[data]
+cache_dir = "cache"
+validation_fraction = 0.0
+[[data.sources]]
+name = "text"
+kind = "text"
+paths = ["text.txt"]
+[train]
+steps = 12
+global_batch = 4
+[checkpoint]
+every = 5
+[launch]
+device = "cpu"
+nproc = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return tmp_path
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def run(folder, *words, timeout=100):
+    return subprocess.run(
+        [*TITAN_TRAIN, *words], cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
+    )
+
+
+def start(folder, *words):
+    return subprocess.Popen(
+        [*TITAN_TRAIN, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def lines_of(folder, name="tiny"):
+    file = folder / "runs" / name / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def ranks_of(process):
+    """Process ids of the ranks that a launcher started: the grandchildren with the ranks' names do not exist, so by parent."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        pid, parent = int(text.split()[0]), int(text.rpartition(")")[2].split()[1])
+        children.setdefault(parent, []).append(pid)
+    servers = children.get(process.pid, [])
+    return sorted(pid for server in servers for pid in children.get(server, []))
+
+
+def test_a_run_leaves_checkpoint_report_and_metrics_and_says_what_to_do_next(folder):
+    done = run(folder, "run", "tiny.toml")
+    assert done.returncode == 0, done.stderr
+    run_dir = folder / "runs" / "tiny"
+    for name in ("config.toml", "run.json", "layout.txt", "metrics.jsonl", "report.html"):
+        assert (run_dir / name).is_file(), name
+    assert "titan-train generate runs/tiny --prompt" in done.stdout
+    assert len([line for line in done.stdout.splitlines() if re.match(r"step=\d+", line)]) == 12
+
+    again = run(folder, "run", "tiny.toml")
+    assert again.returncode == 0
+    assert "is complete: step 12 of 12" in again.stdout
+
+    longer = run(folder, "run", "tiny.toml", "--train.steps", "14")
+    assert longer.returncode == 0, longer.stderr
+    assert "changed  train.steps: 12 -> 14" in longer.stdout
+    assert "resumed from step 12" in longer.stdout
+
+
+def test_a_failing_ranks_error_is_shown_once_with_its_rank(folder):
+    (folder / "broken.py").write_text(
+        "import torch.distributed as dist\n"
+        "from titan_train.config import ModelConfig\n"
+        "from titan_train.models import build_model\n"
+        "def build(vocab_size):\n"
+        "    model = build_model(ModelConfig(), vocab_size=vocab_size)\n"
+        "    def fail(module, args):\n"
+        "        if dist.get_rank() == 1:\n"
+        "            raise KeyError('no such expert')\n"
+        "    model.register_forward_pre_hook(fail)\n"
+        "    return model\n"
+    )
+    done = run(folder, "run", "tiny.toml", "--model.name", "broken:build")
+    assert done.returncode == 1
+    text = done.stdout + done.stderr
+    assert text.count("rank 1 of 2 failed: KeyError: 'no such expert'") == 1
+    assert text.count("Traceback (most recent call last)") == 1
+
+
+def test_a_users_mistake_ends_before_any_rank_starts(folder):
+    done = run(folder, "run", "tiny.toml", "--train.global-batch", "3")
+    assert done.returncode == 2
+    assert "train.global_batch=3" in done.stderr
+    assert "nearest valid choice is 4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_killed_rank_ends_the_run_with_a_message_and_the_next_run_resumes(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 12)
+        victim = ranks_of(process)[1]
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        output, _ = process.communicate(timeout=30)
+        assert time.monotonic() - killed < 30
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert output.count("was ended by SIGKILL") == 1
+    saved = int(re.search(r"The last finished checkpoint is step (\d+)", output)[1])
+    assert saved >= 10
+
+    resumed = run(folder, "run", "tiny.toml", "--train.steps", str(saved + 2))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed from step {saved}" in resumed.stdout
+
+
+def test_sigterm_saves_and_exits_0_and_the_next_run_continues(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 5)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    step = int(re.search(r"asked to stop: saved step (\d+)", output)[1])
+    resumed = run(folder, "run", "tiny.toml", "--train.steps", str(step + 1))
+    assert f"resumed from step {step}" in resumed.stdout
+
+
+def test_sigusr1_saves_and_goes_on(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 5)
+        process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: list((folder / "runs" / "tiny" / "checkpoints").glob("step-*/MANIFEST.json")))
+        before = len(lines_of(folder))
+        wait_for(lambda: len(lines_of(folder)) > before + 3)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+
+
+def test_the_same_command_is_a_worker_under_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend"]
+    command += ["c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "titan_train", "run", "tiny.toml", "--launch.nproc", "0"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=170, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if re.match(r"step=\d+", line)]) == 12
+    assert (folder / "runs" / "tiny" / "report.html").is_file()
+
+
+def test_help_imports_neither_torch_nor_the_configuration():
+    code = "import sys; from titan_train.cli import main; main(['--help']); sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,127 @@
+import dataclasses
+
+import pytest
+from titan_train.config import Config, ConfigError, dump_config, list_configs, load_config, parse_config
+
+
+def write(tmp_path, text, name="run.toml"):
+    file = tmp_path / name
+    file.write_text(text)
+    return str(file)
+
+
+def test_the_shipped_configurations_load_and_survive_a_round_trip():
+    import tomllib
+
+    assert "quickstart" in list_configs()
+    for name in list_configs():
+        config = load_config(name)
+        assert parse_config(tomllib.loads(dump_config(config))) == config
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = write(tmp_path, "[train]\nsteps = 7\nglobal_batch = 4\n")
+    config = load_config(file, ["--train.steps", "9", "--run.seed", "3"])
+    assert (config.train.steps, config.train.global_batch, config.run.seed) == (9, 4, 3)
+    assert config.train.max_grad_norm == Config().train.max_grad_norm
+
+
+def test_a_run_is_named_for_its_file_unless_it_says_otherwise(tmp_path):
+    assert load_config(write(tmp_path, "", "mine.toml")).run.name == "mine"
+    assert load_config(write(tmp_path, '[run]\nname = "other"\n', "mine.toml")).run.name == "other"
+
+
+def test_extends_merges_tables_and_replaces_values(tmp_path):
+    write(tmp_path, "[train]\nsteps = 5\nglobal_batch = 4\n", "base.toml")
+    config = load_config(write(tmp_path, 'extends = "base.toml"\n[train]\nsteps = 6\n'))
+    assert (config.train.steps, config.train.global_batch) == (6, 4)
+
+
+def test_extends_finds_a_shipped_configuration(tmp_path):
+    config = load_config(write(tmp_path, 'extends = "quickstart"\n[train]\nsteps = 6\n'))
+    assert config.train.steps == 6
+    assert config.model == load_config("quickstart").model
+
+
+def test_a_circle_of_extends_is_an_error(tmp_path):
+    write(tmp_path, 'extends = "b.toml"\n', "a.toml")
+    with pytest.raises(ConfigError, match=r"circle: b.toml -> a.toml -> b.toml"):
+        load_config(write(tmp_path, 'extends = "a.toml"\n', "b.toml"))
+
+
+MALFORMED = {
+    "unknown section": ("[trian]\nsteps = 1\n", ["trian", "did you mean train?"]),
+    "unknown key": ("[train]\nstep = 1\n", ["train.step", "did you mean train.steps?"]),
+    "unknown key in a list": ('[[data.sources]]\nnam = "a"\n', ["data.sources.0.nam", "did you mean data.sources.0.name?"]),
+    "quoted integer": ('[train]\nsteps = "10"\n', ["train.steps", '"10"', "without quotes"]),
+    "fraction for an integer": ("[train]\nsteps = 10.6\n", ["train.steps", "10.6", "the nearest is 11"]),
+    "integer for a boolean": ("[train]\ncompile = 1\n", ["train.compile", "1", "true or false"]),
+    "misspelt choice": ('[parallel]\nmode = "fdsp"\n', ["parallel.mode", '"fdsp"', 'did you mean "fsdp"?']),
+    "unlike any choice": ('[train]\ndtype = "int8"\n', ["train.dtype", '"int8"', "fp32"]),
+    "string for a list": ('[parallel]\nkeep_fp32 = "norm"\n', ["parallel.keep_fp32", '"norm"', "a list"]),
+    "zero steps": ("[train]\nsteps = 0\n", ["train.steps", "0", "nearest valid choice is 1"]),
+    "negative seed": ("[run]\nseed = -1\n", ["run.seed", "-1", "use 0"]),
+    "a path as a name": ('[run]\nname = "a/b"\n', ["run.name", "a/b", "plain folder name"]),
+    "two degrees left over": ("[parallel]\ndp_replicate = -1\n", ["parallel.dp_replicate", "parallel.dp_shard", "Set one to 1"]),
+    "zero degree": ("[parallel]\ndp_shard = 0\n", ["parallel.dp_shard", "0", "-1 for what is left"]),
+    "micro-batch that does not divide": ("[train]\nglobal_batch = 12\nmicrobatch = 5\n", ["train.microbatch", "5", "is 4"]),
+    "negative clip": ("[train]\nmax_grad_norm = -1.0\n", ["train.max_grad_norm", "-1.0", "0 measures"]),
+    "negative interval": ("[checkpoint]\nevery = -5\n", ["checkpoint.every", "-5", "nearest valid choice is 0"]),
+    "a hook in the wrong mode": ('[parallel]\nmode = "fsdp"\ncompress = "powersgd"\n', ["parallel.compress", "powersgd", "'bf16'"]),
+    "zero reshard": ("[parallel]\nreshard = 0\n", ["parallel.reshard", "0", "default, always, never"]),
+    "no such reshard": ('[parallel]\nreshard = "alway"\n', ["parallel.reshard", "alway", "always"]),
+    "a number for a table": ("train = 5\n", ["train", "5", "a table"]),
+    "not TOML": ("[train\n", ["not TOML", "line 1"]),
+    "a date": ("[train]\nsteps = 2026-01-01\n", ["date", "strings, numbers, booleans"]),
+    "extends is not a string": ("extends = 3\n", ["extends = 3", "must be a string"]),
+    "unknown source kind": ('[[data.sources]]\nname = "a"\nkind = "json"\npaths = ["x"]\n', ["kind", '"json"', "jsonl"]),
+    "unknown model": ('[model]\nname = "llama3_9b"\n', ["model.name", "llama3_9b", "llama3_8b"]),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED, ids=str)
+def test_a_malformed_configuration_names_key_value_and_the_way_out(case, tmp_path):
+    text, expected = MALFORMED[case]
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    for part in expected:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_every_problem_is_told_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, '[train]\nsteps = "a"\ndtype = "fp8"\n[parallel]\nmode = "x"\n'))
+    assert len(caught.value.problems) == 3
+
+
+def test_a_missing_file_names_the_nearest_configuration():
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        load_config("quikstart")
+
+
+def test_a_bad_word_on_the_command_line_ends_with_its_name(capsys):
+    with pytest.raises(SystemExit):
+        load_config("quickstart", ["--train.stepz", "3"])
+    assert "train.step" in capsys.readouterr().err
+
+
+def test_a_bad_value_on_the_command_line_names_the_key(capsys):
+    with pytest.raises(SystemExit):
+        load_config("quickstart", ["--train.microbatch", "5"])
+    assert "train.microbatch=5" in capsys.readouterr().err
+
+
+def test_every_setting_has_a_help_text():
+    import inspect
+
+    from titan_train.config import schema
+
+    for section in dataclasses.fields(Config):
+        cls = section.default_factory().__class__
+        source = inspect.getsource(cls)
+        for setting in dataclasses.fields(cls):
+            at = source.index(f"    {setting.name}:")
+            after = source[at:].split("\n", 1)[1]
+            # skip the lines of a long default
+            assert '"""' in after[: after.find("\n\n") if "\n\n" in after else None], f"{cls.__name__}.{setting.name}"
+    assert schema.Config is Config

@@ -1,0 +1,35 @@
+import time
+
+from titan_train.launch.failure import clear_failures, describe_exit, describe_failure, first_failure, write_failure
+
+
+def test_the_earliest_failure_is_the_one_that_is_told(tmp_path):
+    write_failure(tmp_path, 3, KeyError("cause"))
+    time.sleep(0.01)
+    write_failure(tmp_path, 0, RuntimeError("Connection closed by peer"))
+    found = first_failure(tmp_path)
+    assert found is not None
+    assert found.rank == 3
+    assert "rank 3 of 4 failed: KeyError: 'cause'" in describe_failure(found, 4)
+    clear_failures(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
+def test_a_users_mistake_is_its_message_and_nothing_else(tmp_path):
+    mistake = write_failure(tmp_path, 1, ValueError("seq_len=3 is odd: use 4."))
+    assert describe_failure(mistake, 2) == "rank 1 of 2 failed: ValueError: seq_len=3 is odd: use 4."
+
+
+def test_another_error_keeps_its_traceback(tmp_path):
+    try:
+        raise RuntimeError("disk")
+    except RuntimeError as err:
+        failure = write_failure(tmp_path, 0, err)
+    text = describe_failure(failure, 2)
+    assert text.startswith("Traceback")
+    assert text.endswith("rank 0 of 2 failed: RuntimeError: disk")
+
+
+def test_an_exit_without_a_word_names_the_signal():
+    assert "rank 1 of 2 was ended by SIGKILL" in describe_exit(1, 2, -9)
+    assert "exited with code 7" in describe_exit(0, 2, 7)

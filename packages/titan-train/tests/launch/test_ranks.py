@@ -1,0 +1,42 @@
+import pytest
+from titan_train.config import LaunchConfig
+from titan_train.launch.ranks import count_gpus, device_type, local_world_size, ranks_from_torchrun, under_torchrun
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def test_torchruns_variables_are_read():
+    assert under_torchrun(TORCHRUN)
+    assert not under_torchrun({"RANK": "0"})
+    ranks = ranks_from_torchrun(LaunchConfig(device="cpu"), TORCHRUN)
+    assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size, ranks.store) == (3, 1, 4, 2, None)
+
+
+def test_a_number_of_ranks_other_than_torchruns_is_refused():
+    with pytest.raises(ValueError, match=r"launch.nproc=4, but torchrun started 2"):
+        ranks_from_torchrun(LaunchConfig(nproc=4, device="cpu"), TORCHRUN)
+
+
+def test_gpus_are_counted_without_torch(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+
+
+@pytest.mark.skipif(count_gpus() > 0, reason="this machine has a GPU")
+def test_without_a_gpu_ranks_are_cpu_ranks_and_cuda_is_refused():
+    assert device_type(LaunchConfig()) == "cpu"
+    assert local_world_size(LaunchConfig(nproc=3)) == 3
+    assert local_world_size(LaunchConfig()) in (1, 2)
+    with pytest.raises(ValueError, match="no NVIDIA GPU"):
+        device_type(LaunchConfig(device="cuda"))
+
+
+def test_more_machines_than_this_one_need_torchrun():
+    with pytest.raises(ValueError, match="torchrun --nnodes 2"):
+        local_world_size(LaunchConfig(nnodes=2))
