@@ -1,0 +1,164 @@
+"""The ``titan-pipeline`` command: gen, verify, sim, draw, trace.
+
+Example::
+
+    titan-pipeline gen zbv --ranks 4 --microbatches 8 -o zbv.json
+    titan-pipeline verify zbv.json --mem-limit 4
+    titan-pipeline sim zbv.json --latency 0.02
+    titan-pipeline draw zbv.json -o zbv.html
+
+Schedule files are JSON, the text form, or torch's CSV (by the ending ``.csv``). Exit code: 0 done, 1 the schedule is
+faulty, 2 the request is.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_pipeline._costs import Costs
+from titan_pipeline._csv import from_torch_csv, to_torch_csv
+from titan_pipeline._draw import draw_html, draw_svg
+from titan_pipeline._errors import ScheduleError
+from titan_pipeline._lower import lower
+from titan_pipeline._schedule import Schedule
+from titan_pipeline._simulate import simulate
+from titan_pipeline._trace import chrome_trace
+from titan_pipeline._verify import verify
+from titan_pipeline.families import FAMILIES, build_schedule
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ScheduleError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titan-pipeline", description="Pipeline schedules as plain data.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    gen = commands.add_parser("gen", help="generate a schedule by family name")
+    gen.add_argument("family", choices=list(FAMILIES), metavar="family", help=", ".join(FAMILIES))
+    gen.add_argument("--ranks", "-p", type=int, required=True)
+    gen.add_argument("--microbatches", "-m", type=int, required=True)
+    gen.add_argument("--chunks", "-v", type=int, help="stages a rank")
+    gen.add_argument("--mem-limit", type=float, help="zb_auto: microbatches of a rank, or the unit of --costs")
+    gen.add_argument("--costs", type=Path, help="zb_auto: costs file (JSON)")
+    gen.add_argument("--communication", action="store_true", help="write sends and receives out")
+    gen.add_argument("-o", "--output", type=Path, help="file (.json, .txt, .csv); standard output without")
+    gen.set_defaults(run=_gen)
+
+    check = commands.add_parser("verify", help="prove that a schedule runs, and print its peak memory")
+    _add_schedule(check)
+    check.add_argument("--transport", choices=("buffered", "rendezvous"), default="rendezvous")
+    check.add_argument("--mem-limit", type=float, help="largest memory of a rank")
+    check.set_defaults(run=_verify)
+
+    sim = commands.add_parser("sim", help="simulate: times, both bubbles, where idle time comes from")
+    _add_schedule(sim)
+    sim.add_argument("--json", action="store_true", help="print JSON")
+    sim.set_defaults(run=_sim)
+
+    draw = commands.add_parser("draw", help="draw a schedule as .svg or .html")
+    _add_schedule(draw)
+    draw.add_argument("-o", "--output", type=Path, required=True)
+    draw.add_argument("--width", type=int, default=1200)
+    draw.set_defaults(run=_draw)
+
+    trace = commands.add_parser("trace", help="write a Chrome/Perfetto trace of the simulated schedule")
+    _add_schedule(trace)
+    trace.add_argument("-o", "--output", type=Path, required=True)
+    trace.set_defaults(run=_trace)
+    return parser
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedule", type=Path, help="schedule file")
+    parser.add_argument("--costs", type=Path, help="costs file (JSON); equal stages of one time unit a rank without")
+    parser.add_argument("--latency", type=float, default=0.0, help="time of a hop between ranks, without --costs")
+
+
+def load_schedule(path: Path) -> Schedule:
+    """A schedule from any of the file formats."""
+    return from_torch_csv(path.read_text(), name=path.stem) if path.suffix == ".csv" else Schedule.load(path)
+
+
+def _costs(args: argparse.Namespace, schedule: Schedule) -> Costs:
+    if args.costs is not None:
+        return Costs.load(args.costs)
+    return Costs.uniform(schedule.num_stages, num_chunks=schedule.num_chunks, latency=args.latency)
+
+
+def _gen(args: argparse.Namespace) -> int:
+    costs = Costs.load(args.costs) if args.costs else None
+    schedule = build_schedule(
+        args.family, args.ranks, args.microbatches, num_chunks=args.chunks, costs=costs, mem_limit=args.mem_limit
+    )
+    if args.communication:
+        schedule = lower(schedule, costs)
+    if args.output is None:
+        sys.stdout.write(schedule.to_text())
+    elif args.output.suffix == ".csv":
+        args.output.write_text(to_torch_csv(schedule))
+    elif args.output.suffix == ".txt":
+        args.output.write_text(schedule.to_text())
+    else:
+        schedule.save(args.output)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    schedule = load_schedule(args.schedule)
+    proof = verify(schedule, transport=args.transport, mem_limit=args.mem_limit, costs=_costs(args, schedule))
+    print(f"{schedule.name}: runs ({proof.transport}); {proof.num_actions} actions, {proof.num_messages} messages")
+    print("peak memory a rank: " + " ".join(f"{x:.4g}" for x in proof.peak))
+    return 0
+
+
+def _sim(args: argparse.Namespace) -> int:
+    schedule = load_schedule(args.schedule)
+    result = simulate(schedule, _costs(args, schedule))
+    b = result.breakdown
+    numbers = {
+        "makespan": result.makespan,
+        "makespan_bubble": result.makespan_bubble,
+        "stage_bubble": result.stage_bubble,
+        "work": result.work,
+        "idle_warm_up": b.warm_up,
+        "idle_steady": b.steady,
+        "idle_drain": b.drain,
+        "idle_communication": b.communication,
+        "idle_imbalance": b.imbalance,
+        "peak_memory": max(result.peak_memory),
+    }
+    if args.json:
+        print(json.dumps(numbers))
+    else:
+        for name, value in numbers.items():
+            print(f"{name:20} {value:.6g}")
+    return 0
+
+
+def _draw(args: argparse.Namespace) -> int:
+    schedule = load_schedule(args.schedule)
+    if args.output.suffix not in (".svg", ".html"):
+        raise ValueError(f"--output {args.output}: the ending decides the format. Use .svg or .html.")
+    result = simulate(schedule, _costs(args, schedule))
+    text = (draw_svg if args.output.suffix == ".svg" else draw_html)(result, width=args.width)
+    args.output.write_text(text)
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    schedule = load_schedule(args.schedule)
+    args.output.write_text(chrome_trace((schedule.name, simulate(schedule, _costs(args, schedule)))))
+    return 0

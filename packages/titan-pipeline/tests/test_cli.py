@@ -1,0 +1,48 @@
+"""The command line does what its help says."""
+
+import json
+
+import pytest
+from titan_pipeline import Schedule, verify
+from titan_pipeline.cli import main
+
+
+@pytest.mark.parametrize("ending", ["json", "txt", "csv"])
+def test_a_generated_file_verifies_simulates_draws_and_traces(tmp_path, capsys, ending):
+    file = tmp_path / f"s.{ending}"
+    assert main(["gen", "zbv", "-p", "2", "-m", "4", "-o", str(file)]) == 0
+    assert main(["verify", str(file), "--mem-limit", "2"]) == 0
+    assert "peak memory a rank: 2 2" in capsys.readouterr().out
+    assert main(["sim", str(file), "--json", "--latency", "0.1"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle_communication"] > 0
+    for name in ("s.svg", "s.html"):
+        assert main(["draw", str(file), "-o", str(tmp_path / name)]) == 0
+        assert "<svg" in (tmp_path / name).read_text()
+    assert main(["trace", str(file), "-o", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "C", "s", "f"}
+
+
+def test_drawings_are_stable_text(tmp_path):
+    main(["gen", "1f1b", "-p", "2", "-m", "3", "-o", str(tmp_path / "a.json")])
+    for name in ("1.svg", "2.svg"):
+        main(["draw", str(tmp_path / "a.json"), "-o", str(tmp_path / name)])
+    assert (tmp_path / "1.svg").read_text() == (tmp_path / "2.svg").read_text()
+
+
+def test_gen_writes_communication_to_standard_output(capsys):
+    assert main(["gen", "1f1b", "-p", "2", "-m", "2", "--communication"]) == 0
+    schedule = Schedule.from_text(capsys.readouterr().out)
+    assert schedule.communicates
+    verify(schedule)
+
+
+def test_exit_codes_tell_a_faulty_schedule_from_a_faulty_request(tmp_path, capsys):
+    file = tmp_path / "s.json"
+    main(["gen", "gpipe", "-p", "2", "-m", "4", "-o", str(file)])
+    assert main(["verify", str(file), "--mem-limit", "3"]) == 1
+    assert "[memory]" in capsys.readouterr().err
+    assert main(["gen", "interleaved_1f1b", "-p", "2", "-m", "3"]) == 2
+    assert "microbatches in groups" in capsys.readouterr().err
+    assert main(["draw", str(file), "-o", str(tmp_path / "a.png")]) == 2
+    assert main(["verify", str(tmp_path / "none.json")]) == 2
