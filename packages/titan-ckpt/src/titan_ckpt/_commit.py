@@ -1,0 +1,145 @@
+"""The life of a step's folder: unfinished, committed, trash.
+
+Every rank writes into ``.tmp-<step>-<save id>`` and brings its files to disk. Rank 0 then writes the index, the
+manifest last, brings the folders to disk, and renames the folder to ``step-<step>``: the one instant at which the step
+begins to exist. A save id is random, so a leftover of a crashed save (of another world size, say) can neither be
+mistaken for this one nor be committed by it. Saving a step again commits it as the next revision, so that there is no
+moment without a valid copy. Deleting renames to ``.trash-*`` first: a half deleted step is not a step.
+"""
+
+import datetime as dt
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titan_ckpt._format import INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
+from titan_ckpt._index import FileRecord, Index
+from titan_ckpt._manifest import encode_manifest
+from titan_ckpt._write import fsync_folder, write_plain
+
+_OWNER_NAME = ".owner.json"
+# Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
+_FOREIGN_AGE_S = 86_400
+
+
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """Committed steps, oldest first; of a step saved more than once, the newest revision."""
+    newest: dict[int, tuple[int, Path]] = {}
+    for path in _children(root):
+        parsed = parse_step_name(path.name)
+        if parsed and (parsed[0] not in newest or newest[parsed[0]][0] < parsed[1]):
+            newest[parsed[0]] = (parsed[1], path)
+    return [(step, newest[step][1]) for step in sorted(newest)]
+
+
+def begin_save(root: Path, step: int) -> tuple[Path, str]:
+    """Make the folder of an unfinished save and return it with its save id."""
+    save_id = secrets.token_hex(8)
+    folder = root / f".tmp-{step:08d}-{save_id}"
+    folder.mkdir(parents=True)
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
+    (folder / _OWNER_NAME).write_text(json.dumps(owner))
+    return folder, save_id
+
+
+def commit_save(
+    folder: Path,
+    *,
+    step: int,
+    save_id: str,
+    world_size: int,
+    files: Sequence[FileRecord],
+    index: Index,
+    versions: Mapping[str, str],
+    metrics: Mapping[str, float],
+) -> Path:
+    """Turn an unfinished save whose files are on disk into a step.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        OSError: If the disk refuses; the step does not exist then, and earlier ones are untouched.
+    """
+    root = folder.parent
+    encoded = index.encode()
+    write_plain(folder / INDEX_NAME, encoded)
+    manifest = encode_manifest(
+        step=step,
+        save_id=save_id,
+        world_size=world_size,
+        saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        versions=dict(versions),
+        metrics=dict(metrics),
+        files=files,
+        index=encoded,
+    )
+    (folder / _OWNER_NAME).unlink(missing_ok=True)
+    write_plain(folder / (MANIFEST_NAME + ".part"), manifest)
+    (folder / (MANIFEST_NAME + ".part")).rename(folder / MANIFEST_NAME)
+    for parent in sorted({(folder / record.name).parent for record in files} | {folder}, reverse=True):
+        fsync_folder(parent)
+    taken = [parsed[1] for path in _children(root) if (parsed := parse_step_name(path.name)) and parsed[0] == step]
+    final = root / step_name(step, max(taken) + 1 if taken else 0)
+    folder.rename(final)
+    fsync_folder(root)
+    return final
+
+
+def discard(path: Path) -> None:
+    """Delete a step, or an unfinished save, so that a crash half way leaves nothing that looks like a step."""
+    trash = path.parent / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Delete what crashed saves and deletions left; return what was removed.
+
+    An unfinished save is left alone while the process that makes it may be alive: on this machine that is looked up,
+    on another it is assumed for a day.
+    """
+    removed: list[Path] = []
+    for path in _children(root):
+        if path.name.startswith(".trash-") or (path.name.startswith(".tmp-") and not _owner_alive(path)):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def _children(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+
+def _owner_alive(folder: Path) -> bool:
+    try:
+        owner = json.loads((folder / _OWNER_NAME).read_text())
+        age_s = dt.datetime.now().timestamp() - folder.stat().st_mtime
+    except (OSError, ValueError):
+        # Killed between making the folder and naming its owner, or between the owner's removal and the rename.
+        # Both last moments; give them a minute.
+        return _age_s(folder) < 60
+    if owner["host"] != socket.gethostname():
+        return age_s < _FOREIGN_AGE_S
+    return _process_start(owner["pid"]) == owner["started"]
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return dt.datetime.now().timestamp() - folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _process_start(pid: int) -> str | None:
+    """When a local process started, in the kernel's ticks; None if it is not there. Tells reused ids apart."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]

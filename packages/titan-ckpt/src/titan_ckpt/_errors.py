@@ -1,0 +1,40 @@
+"""The errors of this package, and the report of a damaged place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. The message says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One place of a step that is not what was written."""
+
+    file: str
+    """File, relative to the step's folder."""
+    what: str
+    """What is wrong, in words."""
+    tensors: tuple[str, ...] = ()
+    """Tensors with bytes in the damaged block; empty for headers and JSON files."""
+    block: int | None = None
+    """Number of the 4 MiB block, counted from 0; None where the whole file is at fault."""
+    offset: int | None = None
+    """Byte of the file at which the block starts."""
+
+    def __str__(self) -> str:
+        place = "" if self.block is None else f" block {self.block} (from byte {self.offset})"
+        names = ", ".join(self.tensors[:4]) + (f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else "")
+        return f"{self.file}{place}: {self.what}" + (f"; tensors {names}" if names else "")
+
+
+class DamageError(CheckpointError):
+    """A step is damaged; nothing was loaded from it."""
+
+    def __init__(self, step: str, damages: Sequence[Damage]) -> None:
+        self.step = step
+        self.damages = tuple(damages)
+        listed = "\n  ".join(str(damage) for damage in self.damages[:20])
+        more = f"\n  and {len(self.damages) - 20} more" if len(self.damages) > 20 else ""
+        super().__init__(f"{step} is damaged, nothing was loaded from it:\n  {listed}{more}")

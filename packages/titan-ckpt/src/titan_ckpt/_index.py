@@ -1,0 +1,157 @@
+"""The index of a step: which bytes of which file are which part of which tensor, and every block's digest.
+
+JSON compressed with zstd. A tensor's boxes are stored by column (file, start, offsets and sizes a dimension); a
+column whose entries are all equal is stored as that one number. At 256 ranks with 900 tensors each that is well under
+a megabyte and parses in a fraction of a second, where pickled metadata of the same takes 44 MB and 6 s.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zstandard
+
+from titan_ckpt._format import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES
+
+_MAX_INDEX_BYTES = 4 << 30  # a decompression bomb stops here
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a step, as its writer reported it."""
+
+    name: str
+    """Path relative to the step's folder, with forward slashes."""
+    size: int
+    """Bytes."""
+    blocks: tuple[str, ...]
+    """Digest of each 4 MiB block, 32 hex digits."""
+    data_start: int = 0
+    """Where tensor data begins; 0 for files that hold no tensors."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; the digests joined, since they are all of one length."""
+        return {"name": self.name, "size": self.size, "blocks": "".join(self.blocks), "data_start": self.data_start}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "FileRecord":
+        """Undo `to_json`."""
+        joined: str = value["blocks"]
+        blocks = tuple(joined[i : i + 32] for i in range(0, len(joined), 32))
+        return cls(value["name"], value["size"], blocks, value["data_start"])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a tensor and the bytes that hold it."""
+
+    file: int
+    """Index into `Index.files`."""
+    start: int
+    """First byte, from the start of the file's data."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the step holds it."""
+
+    dtype: str
+    """Safetensors dtype name."""
+    shape: tuple[int, ...]
+    columns: dict[str, Any] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def chunks(self) -> list[StoredChunk]:
+        """The boxes, unpacked from their columns."""
+        n = self.columns["count"]
+        files = _unpack(self.columns["file"], n)
+        starts = _unpack(self.columns["start"], n)
+        offsets = [_unpack(column, n) for column in self.columns["offsets"]]
+        sizes = [_unpack(column, n) for column in self.columns["sizes"]]
+        where = list(zip(*offsets, strict=True)) if offsets else [()] * n
+        shapes = list(zip(*sizes, strict=True)) if sizes else [()] * n
+        return [StoredChunk(*row) for row in zip(files, starts, where, shapes, strict=True)]
+
+
+def pack_tensor(dtype: str, shape: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredTensor:
+    """Store a tensor's boxes by column."""
+    columns = {
+        "count": len(chunks),
+        "file": _pack([c.file for c in chunks]),
+        "start": _pack([c.start for c in chunks]),
+        "offsets": [_pack([c.offsets[d] for c in chunks]) for d in range(len(shape))],
+        "sizes": [_pack([c.sizes[d] for c in chunks]) for d in range(len(shape))],
+    }
+    return StoredTensor(dtype, tuple(shape), columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything needed to find and check a tensor's bytes."""
+
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, dict[str, StoredTensor]]
+    """Section to key to tensor."""
+    tied: dict[str, str]
+    """Model key to the key it shares its tensor with, for weights saved once."""
+
+    def find(self, section: str, key: str) -> StoredTensor | None:
+        """The tensor of that name, through ties; None if there is none."""
+        tensors = self.tensors.get(section, {})
+        return tensors.get(key) or (tensors.get(self.tied.get(key, "")) if section == "model" else None)
+
+    def file(self, name: str) -> FileRecord | None:
+        """The record of a file, by name."""
+        return next((record for record in self.files if record.name == name), None)
+
+    def encode(self) -> bytes:
+        """As stored."""
+        value = {
+            "format": FORMAT_VERSION,
+            "block_bytes": BLOCK_BYTES,
+            "files": [record.to_json() for record in self.files],
+            "tensors": {
+                section: {key: {"dtype": t.dtype, "shape": t.shape, "chunks": t.columns} for key, t in tensors.items()}
+                for section, tensors in self.tensors.items()
+            },
+            "tied": self.tied,
+        }
+        text = json.dumps(value, separators=(",", ":")).encode()
+        return zstandard.ZstdCompressor(level=3).compress(text)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Index":
+        """Undo `encode`. The bytes must have been checked against the manifest's digest.
+
+        Raises:
+            ValueError: If they are not an index, or of a newer format.
+        """
+        try:
+            text = zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_INDEX_BYTES)
+            value = json.loads(text)
+        except (zstandard.ZstdError, ValueError) as err:
+            raise ValueError(f"the index is not zstd-compressed JSON: {err}") from err
+        if value["format"] > FORMAT_VERSION:
+            raise ValueError(f"format {value['format']} is newer than {FORMAT_VERSION}: update titan-ckpt to read it.")
+        tensors = {
+            section: {k: StoredTensor(t["dtype"], tuple(t["shape"]), t["chunks"]) for k, t in entries.items()}
+            for section, entries in value["tensors"].items()
+        }
+        return cls(tuple(FileRecord.from_json(f) for f in value["files"]), tensors, value["tied"])
+
+
+def _pack(column: list[int]) -> int | list[int]:
+    return column[0] if column and all(n == column[0] for n in column) else column
+
+
+def _unpack(column: int | list[int], count: int) -> list[int]:
+    return [column] * count if isinstance(column, int) else column

@@ -1,0 +1,195 @@
+"""Where a rank's part of a tensor lies in the whole: DTensor placements turned into boxes.
+
+A rank's part along one dimension is a list of runs of global indices. `Shard` cuts that list into equal parts
+(rounded up, as `torch.chunk`), and `_StridedShard` - what FSDP2 writes on top of tensor parallelism - stands for a
+cut that was made *after* the cuts to its right. Following the cuts in the order they were made gives contiguous
+runs, uneven sizes included; where a placement was made by hand and means the literal left-to-right reading, that is
+taken instead. The local shape decides, and a tensor that fits neither is refused rather than saved wrongly.
+
+`_StridedShard` is private to torch; this is the one module that knows it. Checked on torch 2.11 and 2.15 by
+`tests/test_layout.py`, against tensors that torch itself distributed.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Runs = list[tuple[int, int]]
+"""Consecutive global indices as (start, length), in local order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: where it starts in each dimension, and its size there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis' cut of one tensor dimension."""
+
+    parts: int
+    """Number of ranks along the axis."""
+    part: int
+    """This rank's place among them."""
+    stride: int = 0
+    """`_StridedShard`'s split factor; 0 for a plain `Shard`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """The part of a tensor that this rank holds."""
+
+    local: Tensor
+    """The plain local tensor, sharing memory with the original."""
+    shape: tuple[int, ...]
+    """The whole tensor's shape."""
+    boxes: tuple[tuple[Chunk, tuple[int, ...]], ...]
+    """Boxes of the whole, each with where it starts in ``local``. Empty if this rank holds nothing."""
+
+    def view(self, index: int) -> Tensor:
+        """The part of ``local`` that is box ``index``; a view."""
+        chunk, start = self.boxes[index]
+        view = self.local
+        for dim, (begin, size) in enumerate(zip(start, chunk.sizes, strict=True)):
+            if size != view.shape[dim]:
+                view = view.narrow(dim, begin, size)
+        return view
+
+
+def local_part(tensor: Tensor, path: str) -> LocalPart:
+    """Find what this rank holds of ``tensor``.
+
+    Args:
+        tensor: A plain tensor (the whole of it is here), a `DTensor`, or a subclass that wraps one tensor of its
+            own shape and dtype (as float8 all-gather weights do).
+        path: Name of the tensor, for errors.
+
+    Raises:
+        TypeError: If the tensor is of a subclass, or sparse or quantized, that safetensors cannot hold.
+        ValueError: If the tensor has partial (unreduced) placements, or its local shape fits no reading of them.
+    """
+    if not isinstance(tensor, DTensor):
+        local = _plain(tensor, path)
+        shape = tuple(local.shape)
+        return LocalPart(local, shape, ((Chunk((0,) * len(shape), shape), (0,) * len(shape)),))
+    local = _plain(tensor.to_local(), path)
+    shape = tuple(tensor.shape)
+    if not math.prod(shape):  # no rank holds an element, but the tensor exists
+        return LocalPart(local.new_empty(shape), shape, ((Chunk((0,) * len(shape), shape), (0,) * len(shape)),))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is outside the tensor's mesh
+        return LocalPart(local, shape, ())
+    cuts = _cuts(tensor, coordinate, path)
+    for in_order in (_in_order_made, lambda c: c):
+        runs = [shard_runs(size, in_order(cut)) for size, cut in zip(shape, cuts, strict=True)]
+        if tuple(sum(n for _, n in run) for run in runs) == tuple(local.shape):
+            return LocalPart(local, shape, _boxes(runs))
+    raise ValueError(
+        f"{path} of shape {list(shape)} has a local part of shape {list(local.shape)}, which its placements "
+        f"{tensor.placements} on mesh {tuple(tensor.device_mesh.shape)} do not explain at coordinate {coordinate}. "
+        "Make the dimension divisible by its mesh axes."
+    )
+
+
+def shard_runs(length: int, cuts: Sequence[Cut]) -> Runs:
+    """The runs of global indices left of ``range(length)`` after each cut in turn."""
+    runs: Runs = [(0, length)]
+    for cut in cuts:
+        if cut.stride:
+            pieces = [_part(runs, cut.stride, i) for i in range(cut.stride)]
+            runs = _merged([run for piece in pieces for run in _part(piece, cut.parts, cut.part)])
+        else:
+            runs = _part(runs, cut.parts, cut.part)
+    return [run for run in runs if run[1]]
+
+
+def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cut]]:
+    cuts: list[list[Cut]] = [[] for _ in tensor.shape]
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        dim: int | None = getattr(placement, "dim", None)
+        if placement.is_partial() or dim is None:
+            raise ValueError(f"{path} has placement {placement} on mesh axis {axis}; reduce it before saving.")
+        stride = int(getattr(placement, "split_factor", 0))
+        cuts[dim].append(Cut(tensor.device_mesh.size(axis), coordinate[axis], stride))
+    return cuts
+
+
+def _in_order_made(cuts: Sequence[Cut]) -> list[Cut]:
+    """A strided cut came after every cut to its right; a plain one before them."""
+    order: list[Cut] = []
+    for cut in reversed(cuts):
+        if cut.stride:
+            order.append(Cut(cut.parts, cut.part))
+        else:
+            order.insert(0, cut)
+    return order
+
+
+def _part(runs: Runs, parts: int, part: int) -> Runs:
+    """Part ``part`` of ``parts`` equal (rounded up) parts of the indices in ``runs``."""
+    total = sum(n for _, n in runs)
+    size = -(-total // parts)
+    begin, end = min(part * size, total), min((part + 1) * size, total)
+    kept: Runs = []
+    at = 0
+    for start, n in runs:
+        low, high = max(begin, at), min(end, at + n)
+        if low < high:
+            kept.append((start + low - at, high - low))
+        at += n
+    return kept
+
+
+def _merged(runs: Runs) -> Runs:
+    merged: Runs = []
+    for start, n in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + n)
+        else:
+            merged.append((start, n))
+    return merged
+
+
+def _boxes(runs: Sequence[Runs]) -> tuple[tuple[Chunk, tuple[int, ...]], ...]:
+    """Every combination of one run a dimension, with its place in the local tensor."""
+    placed: list[list[tuple[int, int, int]]] = []
+    for run in runs:
+        at = itertools.accumulate((n for _, n in run), initial=0)
+        placed.append([(start, n, local) for (start, n), local in zip(run, at, strict=False)])
+    return tuple(
+        (Chunk(tuple(s for s, _, _ in combo), tuple(n for _, n, _ in combo)), tuple(at for _, _, at in combo))
+        for combo in itertools.product(*placed)
+    )
+
+
+def _plain(tensor: Tensor, path: str) -> Tensor:
+    """The ordinary strided tensor behind ``tensor``."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    while flatten is not None:
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        if len(inner) != 1 or inner[0].shape != tensor.shape or inner[0].dtype != tensor.dtype:
+            raise TypeError(
+                f"{path} is a {type(tensor).__name__} made of {len(inner)} tensors, which safetensors cannot hold. "
+                "Convert it to a plain tensor before saving."
+            )
+        tensor = inner[0]
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"{path} is a {tensor.layout} tensor; safetensors holds dense ones. Call to_dense() first.")
+    return tensor.detach()

@@ -1,0 +1,143 @@
+"""Fill tensors of any layout from a step of any other layout.
+
+For each box a target holds, the stored boxes that overlap it are found; each overlap is one strided copy out of the
+mapped file. Two passes: first every touched block is checked on every rank, then - only if all is well everywhere -
+the targets are written. So a damaged step leaves model and optimizer as they were.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titan_ckpt._dtypes import DTYPES
+from titan_ckpt._errors import Damage, DamageError
+from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt._index import StoredChunk, StoredTensor
+from titan_ckpt._layout import local_part
+from titan_ckpt._plan import Box, intersect
+from titan_ckpt._read import StepReader
+
+Verify = Literal["touched", "all", "none"]
+"""Check the blocks that are read, every block of the step, or nothing but sizes, manifest and index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One overlap of a stored box and a target's box."""
+
+    into: Tensor
+    """View of the target."""
+    stored: StoredTensor
+    chunk: StoredChunk
+    box: Box
+    """The overlap, in the whole tensor's coordinates."""
+
+
+def plan_copies(stored: StoredTensor, target: Tensor, path: str, *, cast: bool) -> list[Copy]:
+    """The copies that fill this rank's part of ``target``.
+
+    Raises:
+        ValueError: If shapes differ, dtypes differ and ``cast`` is off, or the step does not hold every element.
+    """
+    part = local_part(target, path)
+    if part.shape != stored.shape:
+        raise ValueError(
+            f"{path} has shape {list(part.shape)}, but {list(stored.shape)} was saved. Build the same model."
+        )
+    if DTYPES[stored.dtype] != target.dtype and not cast:
+        raise ValueError(
+            f"{path} is {target.dtype}, but {DTYPES[stored.dtype]} was saved: a resume would not be exact. Build it "
+            "in that dtype, or pass strict=False to convert."
+        )
+    copies: list[Copy] = []
+    chunks = stored.chunks
+    for i, (wanted, _) in enumerate(part.boxes):
+        view = part.view(i)
+        covered = 0
+        for chunk in chunks:
+            common = intersect((wanted.offsets, wanted.sizes), (chunk.offsets, chunk.sizes))
+            if common is None:
+                continue
+            covered += math.prod(common[1])
+            copies.append(Copy(_narrow(view, wanted.offsets, common), stored, chunk, common))
+        if covered != wanted.numel:
+            raise ValueError(f"{path}: the step holds {covered} of the {wanted.numel} elements this rank needs.")
+    return copies
+
+
+def check_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
+    """Check every block the copies read."""
+    return [
+        damage
+        for listed in copies.values()
+        for copy in listed
+        for begin, end in _byte_runs(reader, copy)
+        for damage in reader.check(copy.chunk.file, begin, end)
+    ]
+
+
+@torch.no_grad()
+def run_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> None:
+    """Write the targets."""
+    for listed in copies.values():
+        for copy in listed:
+            copy.into.copy_(_narrow(_chunk_tensor(reader, copy.stored, copy.chunk), copy.chunk.offsets, copy.box))
+
+
+def read_tensor(reader: StepReader, section: str, key: str) -> Tensor:
+    """A whole tensor on the CPU, checked.
+
+    Raises:
+        ValueError: If the step has no such tensor.
+        DamageError: If its bytes were altered.
+    """
+    stored = reader.index.find(section, key)
+    if stored is None:
+        raise ValueError(f"{reader.manifest.path} has no {section} tensor {key!r}.")
+    tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    copies = {key: plan_copies(stored, tensor, key, cast=False)}
+    damages = check_copies(reader, copies)
+    if damages:
+        raise DamageError(str(reader.manifest.path), damages)
+    run_copies(reader, copies)
+    return tensor
+
+
+def _chunk_tensor(reader: StepReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
+    begin, end = reader.span(stored, chunk)
+    raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
+    if raw.data_ptr() % ITEM_BYTES[stored.dtype]:
+        raw = raw.clone()  # a file written by others may not be aligned
+    return raw.view(DTYPES[stored.dtype]).view(chunk.sizes)
+
+
+def _narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
+    for dim, (at, begin, size) in enumerate(zip(origin, box[0], box[1], strict=True)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, begin - at, size)
+    return view
+
+
+def _byte_runs(reader: StepReader, copy: Copy) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the file that a copy touches; gaps shorter than a block are included."""
+    base, _ = reader.span(copy.stored, copy.chunk)
+    item = ITEM_BYTES[copy.stored.dtype]
+    sizes = copy.chunk.sizes
+    if not sizes:
+        yield base, base + item
+        return
+    row = math.prod(sizes[1:]) * item
+    low = [b - o for b, o in zip(copy.box[0], copy.chunk.offsets, strict=True)]
+    strides = [math.prod(sizes[d + 1 :]) * item for d in range(len(sizes))]
+    inner_begin = sum(at * stride for at, stride in zip(low[1:], strides[1:], strict=True))
+    last = [at + n - 1 for at, n in zip(low, copy.box[1], strict=True)]
+    inner_end = sum(at * stride for at, stride in zip(last[1:], strides[1:], strict=True)) + item
+    if row < BLOCK_BYTES:
+        yield base + low[0] * row + inner_begin, base + last[0] * row + inner_end
+        return
+    for index in range(low[0], last[0] + 1):
+        yield base + index * row + inner_begin, base + index * row + inner_end

@@ -1,0 +1,105 @@
+"""Read a committed step: map its files, check the blocks that are touched, hand out bytes. No torch.
+
+A file is mapped copy-on-write after its size was checked against the manifest (a page past the end of a short file is
+a bus error, not an exception). A block is checked the first time any of its bytes is asked for.
+"""
+
+import mmap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from titan_ckpt._digest import block_digests
+from titan_ckpt._errors import Damage, DamageError
+from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor
+from titan_ckpt._manifest import Manifest
+
+
+class StepReader:
+    """A committed step, open for reading.
+
+    Args:
+        path: The step's folder.
+
+    Raises:
+        DamageError: If the manifest or index is damaged, or a file is missing or of another size.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.manifest = Manifest.open(path)
+        self.index = self.manifest.read_index()
+        self._maps: dict[int, memoryview] = {}
+        self._checked: dict[int, set[int]] = {}
+        self._owners: dict[int, list[tuple[int, int, str]]] | None = None
+
+    def bytes_of(self, file: int) -> memoryview:
+        """All bytes of a file, mapped; writable without effect on the file. Not checked."""
+        if file not in self._maps:
+            record = self.index.files[file]
+            with (self.manifest.path / record.name).open("rb") as opened:
+                self._maps[file] = (
+                    memoryview(mmap.mmap(opened.fileno(), record.size, access=mmap.ACCESS_COPY))
+                    if record.size
+                    else memoryview(bytearray())
+                )
+        return self._maps[file]
+
+    def check(self, file: int, begin: int, end: int) -> list[Damage]:
+        """Check the blocks that hold bytes ``begin`` to ``end`` of a file; each block once.
+
+        Returns:
+            The damaged blocks, empty if all is well.
+        """
+        damages: list[Damage] = []
+        record = self.index.files[file]
+        checked = self._checked.setdefault(file, set())
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            if block in checked:
+                continue
+            at = block * BLOCK_BYTES
+            if block_digests(self.bytes_of(file)[at : at + BLOCK_BYTES]) != [record.blocks[block]]:
+                damages.append(self._damage(file, record, block))
+            checked.add(block)
+        return damages
+
+    def check_all(self, files: Iterable[int] | None = None) -> Iterator[tuple[int, list[Damage]]]:
+        """Check every block of ``files`` (all by default); yields the bytes read and damages after each block."""
+        for file in range(len(self.index.files)) if files is None else files:
+            for at in range(0, self.index.files[file].size, BLOCK_BYTES):
+                end = min(at + BLOCK_BYTES, self.index.files[file].size)
+                yield end - at, self.check(file, at, end)
+
+    def read_state(self, name: str) -> bytes:
+        """A JSON state file, checked.
+
+        Raises:
+            DamageError: If it was altered.
+            ValueError: If the step has no such file.
+        """
+        for file, record in enumerate(self.index.files):
+            if record.name == name:
+                damages = self.check(file, 0, record.size)
+                if damages:
+                    raise DamageError(str(self.manifest.path), damages)
+                return bytes(self.bytes_of(file))
+        raise ValueError(f"{self.manifest.path} has no {name}.")
+
+    def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
+        """First byte of a chunk in its file, and the byte after its last."""
+        begin = self.index.files[chunk.file].data_start + chunk.start
+        count = 1
+        for size in chunk.sizes:
+            count *= size
+        return begin, begin + count * ITEM_BYTES[tensor.dtype]
+
+    def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
+        at = block * BLOCK_BYTES
+        if self._owners is None:
+            self._owners = {}
+            for tensors in self.index.tensors.values():
+                for key, tensor in tensors.items():
+                    for chunk in tensor.chunks:
+                        self._owners.setdefault(chunk.file, []).append((*self.span(tensor, chunk), key))
+        names = [key for begin, end, key in self._owners.get(file, []) if begin < at + BLOCK_BYTES and end > at]
+        what = "does not match its digest" + (" (file header)" if at < record.data_start and not names else "")
+        return Damage(record.name, what, tuple(sorted(set(names))), block, at)

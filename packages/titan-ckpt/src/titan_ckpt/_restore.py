@@ -1,0 +1,231 @@
+"""One restore, as seen by each rank: find the step, match names, check the bytes, fill the state.
+
+Nothing of the state is touched before every rank has matched all names and checked all blocks it reads.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_ckpt import _leaves
+from titan_ckpt._errors import CheckpointError, DamageError
+from titan_ckpt._format import STATE_NAME, rank_state_name
+from titan_ckpt._load import Copy, Verify, check_copies, plan_copies, read_tensor, run_copies
+from titan_ckpt._model import ModelState, as_modules, model_state
+from titan_ckpt._optim import OptimRestore, as_optims
+from titan_ckpt._ranks import Ranks
+from titan_ckpt._read import StepReader
+from titan_ckpt._rng import reseed, set_rng_state
+from titan_ckpt._state import Stateful, TrainState, as_stateful
+
+_log = logging.getLogger("titan_ckpt")
+
+
+def restore_step(path: Path, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
+    """Fill ``state`` from the step in ``path`` and return its number. Collective."""
+    doing = f"restore of {path.name}"
+    restore: _Restore | None = None
+    error: Exception | None = None
+    try:
+        restore = _Restore(path, state, ranks, strict)
+    except (DamageError, ValueError, TypeError) as err:
+        error = err
+    except OSError as err:
+        error = CheckpointError(f"{path} cannot be read: {err}")
+    ranks.agree(error, doing)
+    assert restore is not None
+    ranks.agree(restore.unexpected_names(), doing)
+    ranks.agree(restore.damage(verify), doing)
+    restore.apply()
+    return restore.reader.manifest.step
+
+
+class _Restore:
+    """A matched restore: every check that needs no other rank is made at construction."""
+
+    def __init__(self, path: Path, state: TrainState, ranks: Ranks, strict: bool) -> None:
+        self.state, self.ranks, self.strict = state, ranks, strict
+        self.reader = StepReader(path)
+        shared = json.loads(self.reader.read_state(STATE_NAME))
+        self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
+        self.model: ModelState = model_state(as_modules(state.model))
+        self.copies: dict[str, list[Copy]] = {}
+        self.apply_steps: list[Callable[[], None]] = []
+        self._require_parts()
+        self._match_model()
+        self._match_optim()
+        self._match_plain()
+        self._match_data()
+        self._match_rng()
+
+    def apply(self) -> None:
+        """Fill the state; random generators last."""
+        run_copies(self.reader, self.copies)
+        for step in self.apply_steps:
+            step()
+
+    def damage(self, verify: Verify) -> Exception | None:
+        """Check blocks; the error to raise if any is damaged."""
+        damages = [] if verify == "none" else check_copies(self.reader, self.copies)
+        if verify == "all":
+            mine = range(self.ranks.rank, len(self.reader.index.files), self.ranks.size)
+            damages += [damage for _, found in self.reader.check_all(mine) for damage in found]
+        return DamageError(str(self.reader.manifest.path), damages) if damages else None
+
+    def unexpected_names(self) -> Exception | None:
+        """Names of the step that no rank's model has. Collective."""
+        mine = sorted([*self.model.tensors, *self.model.tied, *self.model.leaves])
+        if self.state.model is None or not self.strict:
+            return None
+        replies = set(self.ranks.all_gather(json.dumps(mine).encode()))
+        known = {name for reply in replies for name in json.loads(reply)}
+        saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
+        extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
+        if not extra:
+            return None
+        return ValueError(
+            f"the step holds {len(extra)} model entries that the model does not have: {extra[:6]}. Build the model "
+            "it was saved from, or pass strict=False to leave them out."
+        )
+
+    def _alias_known(self, name: str, known: set[str]) -> str | None:
+        tied = self.reader.index.tied
+        return next((alias for alias, first in tied.items() if first == name and alias in known), None)
+
+    def _require_parts(self) -> None:
+        asked = [name for name in ("model", "optim", "sched", "data") if getattr(self.state, name) is not None]
+        missing = [name for name in asked if name not in self.shared["has"]]
+        if missing and self.strict:
+            raise ValueError(
+                f"{self.reader.manifest.path} was saved without {', '.join(missing)}. Leave it out of TrainState, or "
+                "pass strict=False to load the rest."
+            )
+
+    def _match_model(self) -> None:
+        index = self.reader.index
+        names: dict[str, list[str]] = {name: [name] for name in self.model.tensors}
+        for alias, first in self.model.tied.items():
+            names[first].append(alias)
+        missing = [name for name in self.model.leaves if name not in self.shared["model"]]
+        for name, tensor in self.model.tensors.items():
+            stored = next((found for alias in names[name] if (found := index.find("model", alias))), None)
+            if stored is None:
+                missing.append(name)
+            else:
+                self._check_tied_equal([alias for alias in names[name] if alias in index.tensors["model"]])
+                self.copies[f"model.{name}"] = plan_copies(stored, tensor, f"model.{name}", cast=not self.strict)
+        if missing and self.strict:
+            raise ValueError(
+                f"{len(missing)} entries of the model are not in {self.reader.manifest.path}: {missing[:6]}. Build the "
+                "model it was saved from, or pass strict=False to keep their current values."
+            )
+        if missing:
+            _log.warning("%s: left as they are, not in the step: %s", self.reader.manifest.path, missing)
+        for name in self.model.leaves:
+            if name in self.shared["model"]:
+                self.apply_steps.append(lambda name=name: self._load_leaf(name))
+
+    def _check_tied_equal(self, names: list[str]) -> None:
+        """A weight that this model shares under several names must not have been saved as different ones."""
+        if len(names) > 1:
+            first, *others = (read_tensor(self.reader, "model", name) for name in names)
+            if not all(torch.equal(first, other) for other in others):
+                raise ValueError(
+                    f"{names} are one tied weight in this model, but different weights in {self.reader.manifest.path}. "
+                    "Build the model untied."
+                )
+
+    def _load_leaf(self, name: str) -> None:
+        module, raw = self.model.raw[name]
+        module.load_state_dict({raw: self.shared["model"][name]}, strict=False)
+
+    def _match_optim(self) -> None:
+        optims = as_optims(self.state.optim)
+        if not optims or "optim" not in self.shared["has"]:
+            return
+        restore = OptimRestore(optims, self.model.owners, self.reader.index, self.shared["optim"])
+        for key, target in restore.targets.items():
+            stored = self.reader.index.tensors["optim"][key]
+            self.copies[f"optim.{key}"] = plan_copies(stored, target, f"optim.{key}", cast=False)
+        self.apply_steps.append(restore.finish)
+
+    def _match_plain(self) -> None:
+        scheds, saved = as_stateful(self.state.sched), self.shared["sched"]
+        if len(scheds) != len(saved) and scheds and self.strict:
+            raise ValueError(f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.")
+        for sched, value in zip(scheds, saved, strict=False):
+            self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
+        absent = [key for key in self.state.extra if key not in self.shared["extra"]]
+        if absent and self.strict:
+            raise ValueError(f"extra values {absent} were not saved; pass strict=False to keep their current values.")
+        self.apply_steps.append(self._load_extra)
+
+    def _load_extra(self) -> None:
+        for key, value in self.shared["extra"].items():
+            current = self.state.extra.get(key)
+            if isinstance(current, Stateful):
+                current.load_state_dict(value)
+            elif isinstance(current, Tensor):
+                with torch.no_grad():
+                    current.copy_(value)
+            else:
+                self.state.extra[key] = value
+
+    def _match_data(self) -> None:
+        data = self.state.data
+        if data is None or "data" not in self.shared["has"]:
+            return
+        place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
+        saved: list[list[int]] = self.shared["dp"]
+        if saved[0][1] == size:
+            rank = next(i for i, (saved_place, _) in enumerate(saved) if saved_place == place)
+            position = self._rank_state(rank)["data"]
+            self.apply_steps.append(lambda: data.load_state_dict(position))
+            return
+        first = {saved_place: i for i, (saved_place, _) in reversed(list(enumerate(saved)))}
+        states = [self._rank_state(first[p], raw=True)["data"] for p in sorted(first)]
+        decoded = [self._decode(value) for value in states]
+        if all(value == states[0] for value in states):
+            self.apply_steps.append(lambda: data.load_state_dict(decoded[0]))
+        elif hasattr(data, "reshard"):
+            self.apply_steps.append(lambda: data.reshard(decoded))  # type: ignore[attr-defined]
+        else:
+            raise ValueError(
+                f"the data position was saved by {saved[0][1]} data-parallel ranks and differs between them; it cannot "
+                f"be given to {size}. Give {type(data).__name__} a reshard(states) method, or count globally."
+            )
+
+    def _match_rng(self) -> None:
+        if not self.state.rng:
+            return
+        manifest = self.reader.manifest
+        if manifest.world_size == self.ranks.size:
+            own = self._rank_state(self.ranks.rank).get("rng")
+            if own is not None:
+                self.apply_steps.append(lambda: set_rng_state(own))
+            elif self.strict:
+                raise ValueError(f"{manifest.path} was saved without random generators; pass TrainState(rng=False).")
+            return
+        first = self._rank_state(0).get("rng")
+        seed = 0 if first is None else first["seed"]
+        _log.warning(
+            "%s was saved by %d ranks and is loaded by %d: random generators are seeded anew from (seed %d, step %d, "
+            "rank), so dropout and shuffling differ from an uninterrupted run",
+            manifest.path, manifest.world_size, self.ranks.size, seed, manifest.step,
+        )  # fmt: skip
+        self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.ranks.rank), None)[1])
+
+    def _rank_state(self, rank: int, *, raw: bool = False) -> dict[str, Any]:
+        name = rank_state_name(rank)
+        if self.reader.index.file(name) is None:
+            return {}
+        value = json.loads(self.reader.read_state(name))
+        return value if raw else self._decode(value)
+
+    def _decode(self, value: Any) -> Any:
+        return _leaves.decode(value, lambda key: read_tensor(self.reader, "extra", key))

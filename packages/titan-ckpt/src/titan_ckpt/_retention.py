@@ -1,0 +1,48 @@
+"""Which steps to keep. Purely a choice on a list of valid steps; deletion follows each commit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What survives the commit of a newer step; a step is kept if any rule keeps it.
+
+    With no rule everything is kept. The newest step is always kept, and only valid, committed steps are counted.
+    """
+
+    last: int | None = None
+    """Keep this many newest steps (1 is allowed: the old one goes after the new one is committed)."""
+    every: int | None = None
+    """Keep steps divisible by this number."""
+    best: str | None = None
+    """Keep the best step by this metric, of those saved with it (``save(..., metrics={...})``)."""
+    best_is: str = "min"
+    """Whether the lowest ("min") or the highest ("max") metric is best."""
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"keep_{name}={value} would keep nothing. Use 1 or more, or None for no such rule.")
+        if self.best_is not in ("min", "max"):
+            raise ValueError(f"best_is={self.best_is!r} is neither 'min' nor 'max'.")
+
+    def surplus(self, steps: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps to delete, given every valid step with its metrics."""
+        if not steps or (self.last is None and self.every is None and self.best is None):
+            return []
+        ordered = sorted(steps)
+        keep = {ordered[-1], *ordered[-(self.last or 1) :]}
+        keep.update(step for step in ordered if self.every and step % self.every == 0)
+        keep.update(self._best(ordered, steps))
+        return [step for step in ordered if step not in keep]
+
+    def _best(self, ordered: Sequence[int], steps: Mapping[int, Mapping[str, float]]) -> list[int]:
+        rated = [
+            (steps[step][self.best], step) for step in ordered if self.best is not None and self.best in steps[step]
+        ]
+        if not rated:
+            return []
+        pick = min(rated) if self.best_is == "min" else max(rated)
+        return [pick[1]]

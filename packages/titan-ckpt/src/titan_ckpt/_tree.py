@@ -1,0 +1,103 @@
+"""Plain Python state as tagged JSON, and back: what replaces pickle for everything that is not a tensor.
+
+JSON has no tuples, bytes, sets, non-string keys, NaN or complex numbers, and state dicts of schedulers and data
+loaders hold all of them. Each becomes an object with one key that starts with ``$``. Floats are JSON numbers: Python
+writes the shortest text that reads back to the same bits. What is not in the table is a TypeError that names its
+path *when it is saved*; nothing that is read can name code to run.
+"""
+
+import base64
+import collections
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+Encoder = Callable[[Any, str], Any]
+"""Encodes a leaf this module does not know, given the leaf and its path; returns `UNKNOWN` to refuse it."""
+
+Decoder = Callable[[str, Any], Any]
+"""Decodes an object with an unknown tag, given the tag and its value."""
+
+UNKNOWN: Any = object()
+
+
+def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
+    """Turn ``value`` into what `json.dumps` accepts.
+
+    Args:
+        value: Nested None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
+            Counter, range.
+        path: Name of the value, for errors.
+        leaf: Encodes further types (tensors); its result must be JSON already.
+
+    Raises:
+        TypeError: If something of another type is found. The message gives its path and what to do.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is list:
+        return [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)]
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}.{key}", leaf) for key, item in value.items()}
+    if kind in (dict, collections.OrderedDict, collections.Counter):
+        tag = {dict: "$dict", collections.OrderedDict: "$ordered", collections.Counter: "$counter"}[kind]
+        return {tag: [[encode(k, f"{path} key", leaf), encode(v, f"{path}[{k!r}]", leaf)] for k, v in value.items()]}
+    if kind in (tuple, set, frozenset):
+        items = sorted(value, key=repr) if kind is not tuple else value
+        return {f"${kind.__name__}": [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(items)]}
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {"$complex": [encode(value.real, path), encode(value.imag, path)]}
+    if kind is range:
+        return {"$range": [value.start, value.stop, value.step]}
+    encoded = leaf(value, path) if leaf else UNKNOWN
+    if encoded is UNKNOWN:
+        raise TypeError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: only plain data and "
+            "tensors can be saved, so that loading never runs code. Save its fields instead, or give the object "
+            "state_dict() and load_state_dict() that use plain data."
+        )
+    return encoded
+
+
+def decode(value: Any, leaf: Decoder | None = None) -> Any:
+    """Undo `encode`.
+
+    Raises:
+        ValueError: If a tag is unknown: the file was written by a newer version, or is not this format.
+    """
+    if isinstance(value, list):
+        return [decode(item, leaf) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(item, leaf) for key, item in value.items()}
+    tag, body = next(iter(value.items()))
+    plain: dict[str, Callable[[Any], Any]] = {
+        "$float": float,
+        "$dict": lambda pairs: {decode(k, leaf): decode(v, leaf) for k, v in pairs},
+        "$ordered": lambda pairs: collections.OrderedDict((decode(k, leaf), decode(v, leaf)) for k, v in pairs),
+        "$counter": lambda pairs: collections.Counter({decode(k, leaf): decode(v, leaf) for k, v in pairs}),
+        "$tuple": lambda items: tuple(decode(item, leaf) for item in items),
+        "$set": lambda items: {decode(item, leaf) for item in items},
+        "$frozenset": lambda items: frozenset(decode(item, leaf) for item in items),
+        "$bytes": base64.b64decode,
+        "$bytearray": lambda text: bytearray(base64.b64decode(text)),
+        "$complex": lambda parts: complex(decode(parts[0]), decode(parts[1])),
+        "$range": lambda parts: range(*parts),
+    }
+    if tag in plain:
+        return plain[tag](body)
+    if leaf is None:
+        raise ValueError(f"unknown tag {tag!r} in a state file: it was written by a newer version, or is damaged.")
+    return leaf(tag, body)
+
+
+def dump_json(value: Any) -> bytes:
+    """Compact, deterministic JSON; refuses NaN, which `encode` has already tagged."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,167 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from ckpt_loop import Data, build, full_state, train
+from titan_ckpt import Checkpointer, TrainState
+from titan_testing import run_ranks
+from torch import nn
+
+
+def assert_bitwise(got, want):
+    assert got.keys() == want.keys()
+    different = [name for name in want if not torch.equal(got[name], want[name])]
+    assert not different, different
+
+
+def test_twenty_steps_resume_and_twenty_more_equal_forty_straight_bitwise(tmp_path):
+    straight = build()
+    losses = train(straight, 40)
+
+    first = build()
+    assert train(first, 20) == losses[:20]
+    Checkpointer(tmp_path).save(20, first)
+
+    second = build(seed=7)
+    random.seed(99)
+    assert Checkpointer(tmp_path).restore(second) == 20
+    assert second.extra == {"tokens": 20 * 24}
+    assert train(second, 20) == losses[20:]
+    assert_bitwise(full_state(second), full_state(straight))
+
+
+def test_restore_returns_zero_and_touches_nothing_where_there_is_no_step(tmp_path):
+    state = build()
+    before = full_state(state)
+    assert Checkpointer(tmp_path / "new").restore(state) == 0
+    assert_bitwise(full_state(state), before)
+
+
+def test_restore_clears_optimizer_state_that_was_not_there_when_saved(tmp_path):
+    ck = Checkpointer(tmp_path)
+    ck.save(0, build())
+    state = build()
+    train(state, 2)
+    ck.restore(state)
+    assert all(not values for values in state.optim.state.values())
+
+
+def test_restore_keeps_the_optimizers_parameter_order_apart_from_the_saved_one(tmp_path):
+    state = build()
+    train(state, 3)
+    Checkpointer(tmp_path).save(3, state)
+    other = build(seed=5)
+    params = list(other.model.parameters())
+    other.optim = torch.optim.AdamW([{"params": params[3:], "lr": 1.0}, {"params": params[:3]}], lr=2.0)
+    Checkpointer(tmp_path).restore(TrainState(model=other.model, optim=other.optim, rng=False), strict=False)
+    assert_bitwise(full_state(other), full_state(state))
+    assert all(group["lr"] == state.optim.param_groups[0]["lr"] for group in other.optim.param_groups)
+
+
+def test_restore_refuses_a_group_that_joins_parameters_saved_with_other_settings(tmp_path):
+    state = build()
+    params = list(state.model.parameters())
+    state.optim = torch.optim.AdamW([{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 2.0}])
+    state.sched = None
+    Checkpointer(tmp_path).save(1, state)
+    other = build()
+    other.sched = None
+    with pytest.raises(ValueError, match="had different settings when saved"):
+        Checkpointer(tmp_path).restore(other)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adagrad", "adamw-amsgrad", "lbfgs", "adafactor"])
+def test_every_kind_of_optimizer_state_comes_back_bitwise(tmp_path, optim):
+    def make(params):
+        return {
+            "sgd": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+            "adagrad": lambda: torch.optim.Adagrad(params, lr=0.1),
+            "adamw-amsgrad": lambda: torch.optim.AdamW(params, lr=torch.tensor(0.1), amsgrad=True),
+            "lbfgs": lambda: torch.optim.LBFGS(params, lr=0.1, history_size=3),
+            "adafactor": lambda: torch.optim.Adafactor(params),
+        }[optim]()
+
+    def step(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(torch.ones(2, 6)) - 1).square().sum()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        return model, make(model.parameters())
+
+    model, optimizer = fresh()
+    for _ in range(3):
+        step(model, optimizer)
+    Checkpointer(tmp_path).save(3, TrainState(model=model, optim=optimizer))
+    want = [step(model, optimizer) for _ in range(3)]
+    model, optimizer = fresh()
+    assert Checkpointer(tmp_path).restore(TrainState(model=model, optim=optimizer)) == 3
+    assert [step(model, optimizer) for _ in range(3)] == want
+
+
+class Reshardable(Data):
+    def reshard(self, states):
+        self.position = max(state["position"] for state in states)
+
+
+def data_ranks(root: str, action: str, same: bool, kind: str) -> int:
+    rank = torch.distributed.get_rank()
+    data = (Reshardable if kind == "reshard" else Data)(0 if same else rank)
+    state = TrainState(data=data)
+    ck = Checkpointer(root)
+    if action == "save":
+        ck.save(5, state)
+    else:
+        data.position = -1
+        ck.restore(state)
+    return data.position
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["global-counters", "per-rank"])
+def test_data_position_follows_the_same_number_of_ranks(tmp_path, same):
+    run_ranks(data_ranks, 2, str(tmp_path), "save", same, "plain")
+    assert run_ranks(data_ranks, 2, str(tmp_path), "load", same, "plain") == ([0, 0] if same else [0, 100])
+
+
+def test_data_position_of_global_counters_goes_to_any_number_of_ranks(tmp_path):
+    run_ranks(data_ranks, 2, str(tmp_path), "save", True, "plain")
+    assert run_ranks(data_ranks, 4, str(tmp_path), "load", True, "plain") == [0] * 4
+
+
+def test_data_position_per_rank_is_handed_to_reshard(tmp_path):
+    run_ranks(data_ranks, 2, str(tmp_path), "save", False, "plain")
+    assert run_ranks(data_ranks, 3, str(tmp_path), "load", False, "reshard") == [100] * 3
+
+
+def test_data_position_per_rank_without_reshard_is_refused_on_another_number_of_ranks(tmp_path):
+    run_ranks(data_ranks, 2, str(tmp_path), "save", False, "plain")
+    with pytest.raises(AssertionError, match=r"cannot be given to 3\. Give Data a reshard"):
+        run_ranks(data_ranks, 3, str(tmp_path), "load", False, "plain")
+
+
+def test_state_lists_what_strict_restore_misses(tmp_path):
+    ck = Checkpointer(tmp_path)
+    ck.save(1, TrainState(model=nn.Linear(2, 2), rng=False))
+    state = TrainState(model=nn.Linear(2, 2), data=Data(), rng=False)
+    with pytest.raises(ValueError, match="was saved without data"):
+        ck.restore(state)
+    assert ck.restore(state, strict=False) == 1
+    with pytest.raises(ValueError, match="random generators"):
+        ck.restore(TrainState(model=nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"extra values \['tokens'\]"):
+        ck.restore(TrainState(model=nn.Linear(2, 2), rng=False, extra={"tokens": 1}))
+
+
+def test_anything_but_data_is_a_type_error_with_its_path_at_save_time(tmp_path):
+    ck = Checkpointer(tmp_path)
+    with pytest.raises(TypeError, match=r"extra\.a\[1\]\.b is a pathlib\.\w*Path"):
+        ck.save(1, TrainState(extra={"a": [1, {"b": Path()}]}))
+    assert ck.steps() == []
+    assert not list(tmp_path.iterdir())
