@@ -1,0 +1,304 @@
+"""From a model, group sizes and a policy to a plan; nothing is changed, no rank is needed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_fsdp._apply import apply_plan, check_not_wrapped
+from titan_fsdp._collectives import Collectives, Keep, planned_collectives
+from titan_fsdp._explain import explain_plan
+from titan_fsdp._names import expand, matches, named_modules, named_parameters, unwrap
+from titan_fsdp._planned import PlanData, PlannedParam, PlannedUnit, Sizes
+from titan_fsdp._policy import Policy, Reshard, Unit
+from titan_fsdp._units import Group, find_groups, is_container, owner
+
+MeshOrSizes = DeviceMesh | Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(PlanData):
+    """What `plan` decided. A value: explain it, estimate with it, apply it to the model it was made from."""
+
+    mesh: DeviceMesh | None = field(default=None, compare=False)
+    meshes: Mapping[str, DeviceMesh] = field(default_factory=dict[str, DeviceMesh], compare=False)
+
+    def explain(self) -> str:
+        """A table of the units: parameters, bytes, dtypes, what happens after forward, collectives; then warnings."""
+        return explain_plan(self)
+
+    def collectives(self, microbatches: int = 1, keep: Keep = "sharded") -> Collectives | None:
+        """Collectives of one step, by closed form; None in ddp mode with a hook, whose buckets are torch's choice."""
+        return planned_collectives(self, microbatches, keep)
+
+    def apply(
+        self, model: nn.Module, mesh: DeviceMesh | None = None, meshes: Mapping[str, DeviceMesh] | None = None
+    ) -> nn.Module:
+        """Wrap ``model`` as planned, in place, and return it.
+
+        Args:
+            model: The model the plan was made from, or one of the same structure. Meta parameters are fine: call
+                `materialize` afterwards.
+            mesh: The data-parallel mesh, where the plan was made from sizes: 1-D, or 2-D (replicate, shard) for hsdp.
+            meshes: Meshes of units that name their own.
+
+        Returns:
+            ``model``; with ``Comm(ddp_hook=…)`` the DistributedDataParallel module around it.
+
+        Raises:
+            ValueError: The model differs from the plan, is already wrapped, or the mesh has other sizes.
+        """
+        return apply_plan(self, model, mesh or self.mesh, {**self.meshes, **(meshes or {})})
+
+
+def plan(
+    model: nn.Module,
+    mesh_or_sizes: MeshOrSizes,
+    policy: Policy | None = None,
+    *,
+    meshes: Mapping[str, MeshOrSizes] | None = None,
+) -> Plan:
+    """Decide units, resharding, dtypes and groups for ``model``. Pure: no collective, no process group, no change.
+
+    Args:
+        model: The model; parameters may be on the meta device, or DTensors of a tensor-parallel mesh.
+        mesh_or_sizes: A DeviceMesh, 1-D (shard, or replicate in ddp mode) or 2-D (replicate, shard); or sizes such as
+            ``{"shard": 8, "replicate": 2}``.
+        policy: The policy; the default shards everything in float32.
+        meshes: Meshes or sizes of units that name their own (``Unit(…, mesh="experts")``).
+
+    Raises:
+        ValueError: The policy does not fit the model or the sizes; the message says how to change it.
+    """
+    policy = policy or Policy()
+    check_not_wrapped(model)
+    sizes = sizes_of(mesh_or_sizes, policy.mode)
+    own_sizes = {name: sizes_of(m, "fsdp" if policy.mode == "fsdp" else None) for name, m in (meshes or {}).items()}
+    _check_tensor_parallel(model, mesh_or_sizes)
+    groups = _split_fp32(model, find_groups(model, policy.units), policy)
+    units, ignored = _planned_units(model, groups, policy, sizes, own_sizes)
+    warnings = _warnings(policy, units, sizes)
+    return Plan(
+        policy=policy,
+        sizes=sizes,
+        units=units,
+        ignored=ignored,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in unwrap(model).buffers()),
+        warnings=warnings,
+        mesh=mesh_or_sizes if isinstance(mesh_or_sizes, DeviceMesh) else None,
+        meshes={n: m for n, m in (meshes or {}).items() if isinstance(m, DeviceMesh)},
+    )
+
+
+def sizes_of(mesh: MeshOrSizes, mode: str | None) -> Sizes:
+    """Shard and replicate sizes of a mesh or mapping, checked against the mode (None: any)."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim == 1:
+            sizes = Sizes(replicate=mesh.size()) if mode == "ddp" else Sizes(shard=mesh.size())
+        elif mesh.ndim == 2:
+            sizes = Sizes(replicate=mesh.size(0), shard=mesh.size(1))
+        else:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} axes; give the 1-D data-parallel one or 2-D (replicate, shard)."
+            )
+        if mode == "hsdp" and mesh.ndim != 2:
+            raise ValueError(
+                "mode='hsdp' needs a 2-D mesh (replicate, shard), got a 1-D one. Use mode='fsdp' or slice two."
+            )
+        if mode in ("fsdp", "ddp") and mesh.ndim != 1:
+            raise ValueError(
+                f"mode={mode!r} needs a 1-D mesh, got 2-D {tuple(mesh.shape)}. Use mode='hsdp' or slice one axis."
+            )
+        return sizes
+    unknown = set(mesh) - {"shard", "replicate"}
+    if unknown:
+        raise ValueError(
+            f"sizes name {', '.join(sorted(unknown))}; only 'shard' and 'replicate' are data-parallel sizes."
+        )
+    sizes = Sizes(**mesh)
+    for name, size in mesh.items():
+        if size < 1:
+            raise ValueError(f"sizes[{name!r}]={size} is no number of ranks. Use 1 or more.")
+    if mode == "ddp" and sizes.shard > 1:
+        raise ValueError(f"mode='ddp' with shard={sizes.shard}: ddp replicates. Use {{'replicate': …}} or mode='hsdp'.")
+    if mode == "fsdp" and sizes.replicate > 1:
+        raise ValueError(f"mode='fsdp' with replicate={sizes.replicate}: use mode='hsdp' to shard and replicate.")
+    return sizes
+
+
+def _check_tensor_parallel(model: nn.Module, mesh: MeshOrSizes) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        return
+    axes = set(mesh.mesh_dim_names or ())
+    for name, parameter in named_parameters(model):
+        if isinstance(parameter, DTensor) and axes & set(parameter.device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"parameter {name!r} is already a DTensor over {parameter.device_mesh.mesh_dim_names}, which shares an "
+                f"axis with the data-parallel mesh {tuple(axes)}. Tensor parallelism must use another axis."
+            )
+
+
+def _split_fp32(model: nn.Module, groups: list[Group], policy: Policy) -> list[Group]:
+    """Take the modules kept in float32 out of each unit into a nested unit of their own."""
+    if policy.mp.param == "fp32" or not policy.mp.keep_fp32:
+        return groups
+    taken: list[str] = []
+    for name, module in named_modules(model).items():
+        direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+        hit = [fqn for fqn in direct if matches(fqn, policy.mp.keep_fp32)]
+        whole = bool(name) and matches(name, policy.mp.keep_fp32) and next(module.parameters(), None) is not None
+        if owner(name, taken) is not None or is_container(module) or not (whole or hit):
+            continue
+        if not whole and (len(hit) < len(direct) or not name):
+            raise ValueError(
+                f"mp.keep_fp32 matches {hit} but not {sorted(set(direct) - set(hit))} of the same module: dtypes are per "
+                "module. Match the module, or move the parameter into a module of its own."
+            )
+        if any(name in g.fqns for g in groups):
+            raise ValueError(f"mp.keep_fp32 matches {name!r}, which is a whole unit. Match modules inside it.")
+        taken.append(name)
+    nested: dict[str | None, list[str]] = {}
+    everything = [fqn for g in groups for fqn in g.fqns]
+    for name in taken:
+        nested.setdefault(owner(name, everything), []).append(name)
+    result: list[Group] = []
+    for group in groups:
+        for fqn in group.fqns:
+            result += [_fp32_group(nested[fqn], group.unit)] if fqn in nested else []
+        result.append(group)
+    return result + ([_fp32_group(nested[None], Unit("*"))] if None in nested else [])
+
+
+def _fp32_group(names: list[str], unit: Unit) -> Group:
+    return Group(tuple(names), Unit(tuple(names), unit.reshard, unit.mesh, unit.shard_dim), fp32=True)
+
+
+def _planned_units(
+    model: nn.Module, groups: list[Group], policy: Policy, sizes: Sizes, own: dict[str, Sizes]
+) -> tuple[tuple[PlannedUnit, ...], tuple[str, ...]]:
+    everything = [fqn for g in groups for fqn in g.fqns]
+    members: dict[str | None, list[PlannedParam]] = {}
+    ignored: list[str] = []
+    dims = {fqn: (g.unit.shard_dim, _group_sizes(g.unit, sizes, own)) for g in groups for fqn in g.fqns}
+    for name, parameter in named_parameters(model):
+        if matches(name, policy.ignore):
+            ignored.append(name)
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.ndim == 0:
+            raise ValueError(f"parameter {name!r} is a scalar, which cannot be sharded. Make it 1-D: torch.zeros(1).")
+        key = owner(name.rpartition(".")[0], everything)
+        shard_dim, unit_sizes = dims.get(key or "", (0, sizes))
+        dim = _shard_dim(name, tuple(local.shape), shard_dim, unit_sizes.shard)
+        members.setdefault(key, []).append(
+            PlannedParam(name, tuple(local.shape), local.dtype, parameter.requires_grad, dim)
+        )
+    last = next((g for g in reversed(groups) if not g.fp32), None)
+    units: list[PlannedUnit] = []
+    for i, group in enumerate(groups):
+        params = tuple(p for fqn in group.fqns for p in members.get(fqn, []))
+        if not params:
+            continue
+        # A nested float32 unit stands before the unit it was taken from and does as that one does.
+        host = next((g for g in groups[i:] if not g.fp32), group)
+        reshard = _reshard(group.unit.reshard, host.fqns, group.fqns, policy, last=host is last)
+        units.append(_unit(group, params, reshard, policy, _group_sizes(group.unit, sizes, own)))
+    root = Group(("",), Unit("*"))
+    reshard = _reshard(None, ("root",), ("root",), policy, last=True)
+    units.append(_unit(root, tuple(members.get(None, [])), reshard, policy, sizes))
+    for unit in units:
+        _check_reshard_size(unit)
+    _check_overrides(policy, units)
+    return tuple(units), tuple(ignored)
+
+
+def _group_sizes(unit: Unit, sizes: Sizes, own: dict[str, Sizes]) -> Sizes:
+    if unit.mesh is None:
+        return sizes
+    if unit.mesh not in own:
+        raise ValueError(
+            f"Unit({unit.match!r}, mesh={unit.mesh!r}) names a mesh that was not given. Pass meshes={{{unit.mesh!r}: …}}."
+        )
+    return own[unit.mesh]
+
+
+def _unit(
+    group: Group, params: tuple[PlannedParam, ...], reshard: bool | int, policy: Policy, sizes: Sizes
+) -> PlannedUnit:
+    name = "+".join(group.fqns) or "root"
+    dtype = torch.float32 if group.fp32 else policy.mp.param_dtype
+    return PlannedUnit(name, group.fqns, params, reshard, dtype, policy.mp.reduce_dtype, sizes, group.unit.mesh)
+
+
+def _shard_dim(name: str, shape: tuple[int, ...], wanted: int | str, shards: int) -> int:
+    if wanted == "auto":
+        if shape[0] >= shards:
+            return 0
+        return next((d for d, n in enumerate(shape) if n % shards == 0 and n), 0)
+    dim = int(wanted)
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"shard_dim={dim} does not exist in parameter {name!r} of shape {shape}. Use 'auto'.")
+    dim %= len(shape)
+    if dim > 0 and shape[dim] % shards:
+        raise ValueError(
+            f"shard_dim={dim} of parameter {name!r}, shape {shape}, is not divisible by {shards} ranks. Use 0."
+        )
+    return dim
+
+
+def _reshard(
+    own: Reshard | None, names: tuple[str, ...], group: tuple[str, ...], policy: Policy, *, last: bool
+) -> bool | int:
+    value: Reshard = policy.reshard if own is None else own
+    for pattern, override in policy.reshard_overrides.items():
+        if any(expand(pattern, [*names, *group])):
+            value = override
+    if value == "default":
+        return False if policy.mode == "ddp" else not (policy.pp or last)
+    if policy.mode == "ddp":
+        return False
+    return {"always": True, "never": False}.get(value, value) if isinstance(value, str) else value  # pyright: ignore[reportReturnType]
+
+
+def _check_reshard_size(unit: PlannedUnit) -> None:
+    if isinstance(unit.reshard, bool):
+        return
+    shards = unit.sizes.shard
+    choices = [k for k in range(2, shards) if shards % k == 0]
+    if unit.reshard not in choices:
+        raise ValueError(
+            f"reshard={unit.reshard} of unit {unit.name!r} must divide its {shards} shards, and be neither 1 nor {shards}. "
+            f"Use {'one of ' + str(choices) if choices else 'always or never: this group has no such divisor'}."
+        )
+
+
+def _check_overrides(policy: Policy, units: list[PlannedUnit]) -> None:
+    names = [fqn or "root" for unit in units for fqn in unit.fqns]
+    for pattern in policy.reshard_overrides:
+        if not expand(pattern, names):
+            raise ValueError(
+                f"reshard_overrides[{pattern!r}] matches no unit. The units are {', '.join(names[:8])}, …."
+            )
+
+
+def _warnings(policy: Policy, units: tuple[PlannedUnit, ...], sizes: Sizes) -> tuple[str, ...]:
+    notes: list[str] = []
+    total = sum(u.numel for u in units)
+    if len(units) == 1 and sizes.total > 1:
+        notes.append("no repeated block was found: the whole model is gathered at once. Name units to save memory.")
+    root = units[-1]
+    if len(units) > 1 and root.numel * 4 > total:
+        notes.append(f"the root keeps {root.numel / total:.0%} of the parameters gathered throughout. Name more units.")
+    for unit in units:
+        for p in unit.params:
+            if 0 < p.shape[p.shard_dim] < unit.sizes.shard and p.numel > 1024:
+                notes.append(
+                    f"{p.fqn} has {p.shape[p.shard_dim]} rows for {unit.sizes.shard} ranks: some hold nothing, all pad. "
+                    "Use Unit(…, shard_dim='auto')."
+                )
+    if policy.mode == "hsdp" and sizes.replicate == 1:
+        notes.append("hsdp with one replica: mode='fsdp' does the same without the all-reduce.")
+    return tuple(notes)

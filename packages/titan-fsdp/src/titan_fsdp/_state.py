@@ -1,0 +1,53 @@
+"""State in and out of a wrapped model, under the names of the plain one; and evaluation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fsdp._names import clean_fqn, unwrap
+from titan_fsdp._torch import fsdp_modules
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every unit's gathered parameters, so that the registered ones are the shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Tensor]:
+    """The model's full state on the CPU, keyed as the plain model's, gathered one tensor at a time.
+
+    Args:
+        model: Wrapped or plain. All ranks that hold part of it must call.
+        rank0: Only global rank 0 gets the tensors, the others an empty dict; False gives them to every rank.
+    """
+    reshard(model)
+    wanted = not rank0 or not dist.is_initialized() or dist.get_rank() == 0
+    result: dict[str, Tensor] = {}
+    for name, tensor in unwrap(model).state_dict().items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if wanted:
+            result[clean_fqn(name)] = full.detach().to("cpu", copy=True)
+    return result
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluate inside: dropout off, no gradients, and on leaving, gathered parameters freed and training as before.
+
+    Units that keep their parameters after forward would keep them gathered after an evaluation, with no backward to
+    free them.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        reshard(model)
+        model.train(was_training)
