@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_documents_rebuilt_from_packed_windows_equal_the_originals(documents_dat
         batch = build_batch(dataset, np.array([sample]), ignore_index=-100, samples_consumed=0)
         assert batch.cu_seqlens is not None
         bounds = np.unique(batch.cu_seqlens[0])
-        pieces += [batch.tokens[0, a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        pieces += [batch.tokens[0, a:b] for a, b in pairwise(bounds)]
     rebuilt, current = [], []
     for piece in pieces:
         current.append(piece)
@@ -124,7 +126,7 @@ def test_attention_inside_the_boundaries_equals_attention_of_separate_documents(
     document = document.cumsum(0)
     mask = (document[:, None] == document[None, :]) & torch.ones(64, 64, dtype=torch.bool).tril()
     packed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+    for a, b in pairwise(bounds):
         alone = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True
         )

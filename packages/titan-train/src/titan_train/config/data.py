@@ -190,13 +190,12 @@ class DataConfig:
             raise ValueError(
                 'data.sources is empty: there is nothing to train on. The smallest is {name="a", kind="stdlib"}.'
             )
-        for key, sources in (("sources", self.sources), ("validation_sources", self.validation_sources)):
-            names = [source.name for source in sources]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(
-                    f"data.{key} holds the name {twice[0]!r} twice: a source's order is drawn from its name. "
-                    f"Rename one, for example to {twice[0] + '-2'!r}."
-                )
+        names = [source.name for source in (*self.sources, *self.validation_sources)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"data.sources and data.validation_sources hold the name {twice[0]!r} twice: a source's order is drawn "
+                f"from its name. Rename one, for example to {twice[0] + '-2'!r}."
+            )
         if not 0.0 <= self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} is not in [0, 1): "

@@ -8,7 +8,6 @@ here communicates.
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
@@ -57,8 +56,7 @@ def build_tokenizer(
     if (folder / SAVED_NAME).is_file():
         return load_tokenizer(folder)
     texts = training_texts(data.sources, data, max_bytes=config.train_max_bytes, progress=progress)
-    threads = data.num_threads or os.cpu_count() or 1
-    return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type, num_threads=threads)
+    return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
 
 
 def prepare(
@@ -98,20 +96,18 @@ def open_datasets(
         ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
     """
     cache = _cache(config, cache_dir)
-    train = {source.name: _open_source(source, config, tokenizer, cache, TRAIN) for source in config.sources}
+    train: dict[str, TokenSource] = {}
     held_out: dict[str, TokenSource] = {}
-    weights: dict[str, float] = {}
     for source in config.sources:
-        if source.kind != "megatron":
-            held_out[source.name] = _open_source(source, config, tokenizer, cache, VALIDATION)
-            weights[source.name] = source.weight
+        train[source.name], part = _open_source(source, config, tokenizer, cache)
+        if part is not None:
+            held_out[source.name] = part
     for source in config.validation_sources:
-        name = source.name if source.name not in held_out else f"{source.name}-validation"
-        held_out[name] = _open_source(source, config, tokenizer, cache, TRAIN)
-        weights[name] = source.weight
+        held_out[source.name], _ = _open_source(source, config, tokenizer, cache)
+    weights = {source.name: source.weight for source in (*config.sources, *config.validation_sources)}
     enough = {name: source for name, source in held_out.items() if source.num_tokens > seq_len}
     for name in held_out.keys() - enough.keys():
-        if held_out[name].num_tokens:
+        if config.validation_fraction > 0:
             _logger.warning(
                 "held-out part of source %r: %d tokens are less than one sample of %d; it is not validated on. "
                 "Raise data.validation_fraction.",
@@ -133,7 +129,7 @@ def open_datasets(
         )
 
     limits = {source.name: source.max_epochs for source in config.sources}
-    training = packed(train, {source.name: source.weight for source in config.sources}, limits)
+    training = packed(train, {name: weights[name] for name in train}, limits)
     validation = packed(enough, {name: weights[name] for name in enough}, {}) if enough else None
     return training, validation
 
@@ -189,26 +185,29 @@ def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> P
 
 
 def _open_source(
-    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache: Path, split: str
-) -> TokenSource:
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache: Path
+) -> tuple[TokenSource, TokenSource | None]:
+    """The part of a source to train on, and the held-out part if its kind has one."""
     if source.kind == "megatron":
-        return _open_megatron(source, tokenizer)
+        return _open_megatron(source, tokenizer), None
     if source.kind == "tokens":
         folders = [Path(path).expanduser() for path in source.paths]
     else:
         folders = [source_folder(source, config, tokenizer, cache)]
     manifests = [_checked_manifest(folder, tokenizer) for folder in folders]
-    pairs = [
-        (f, info) for f, manifest in zip(folders, manifests, strict=True) for info in manifest.splits.get(split, ())
-    ]
-    prints = [manifest.fingerprint for manifest in manifests]
-    return ShardedTokens(
-        [folder for folder, _ in pairs],
-        [info for _, info in pairs],
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        fingerprint=hashlib.sha256(json.dumps([split, prints]).encode()).hexdigest(),
-        verify=config.verify,
-    )
+
+    def opened(split: str) -> ShardedTokens:
+        pairs = [(f, info) for f, m in zip(folders, manifests, strict=True) for info in m.splits.get(split, ())]
+        content = json.dumps([split, [manifest.fingerprint for manifest in manifests]])
+        return ShardedTokens(
+            [folder for folder, _ in pairs],
+            [info for _, info in pairs],
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+            verify=config.verify,
+        )
+
+    return opened(TRAIN), opened(VALIDATION)
 
 
 def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> Manifest:

@@ -1,6 +1,5 @@
 """What `titan-train tokenizer train` and `titan-train prepare` do, as functions that a command line calls."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ def train_tokenizer_command(
     model_type: Literal["bpe", "unigram"] = "bpe",
     max_bytes: int = 32 * 2**20,
     held_out_fraction: float = 0.05,
-    num_threads: int = 0,
     console: Console | None = None,
 ) -> TokenizerReport:
     """Train a SentencePiece tokenizer, judge it on held-out documents, and print the result.
@@ -59,19 +57,17 @@ def train_tokenizer_command(
         model_type: bpe or unigram.
         max_bytes: Text to train on, at most.
         held_out_fraction: Share of the documents kept for judging it.
-        num_threads: Threads of the trainer; 0 takes every core. The result is the same.
         console: Where the result is printed; None takes standard output.
 
     Raises:
         ValueError: If nothing can be read, or the text cannot give the vocabulary.
     """
     console = console or Console()
-    data = DataConfig(sources=tuple(sources), validation_fraction=held_out_fraction, num_threads=num_threads)
+    data = DataConfig(sources=tuple(sources), validation_fraction=held_out_fraction)
     started = time.monotonic()
     with show_progress() as progress:
         texts = training_texts(data.sources, data, max_bytes=max_bytes, progress=progress)
-        threads = num_threads or os.cpu_count() or 1
-        tokenizer = train_sentencepiece(texts, vocab_size, output_dir, model_type=model_type, num_threads=threads)
+        tokenizer = train_sentencepiece(texts, vocab_size, output_dir, model_type=model_type)
     train_s = time.monotonic() - started
     judged = list(held_out_texts(data.sources, data, max_bytes=int(_JUDGED_BYTES / max(held_out_fraction, 1e-6))))
     report = _judge(tokenizer, judged, folder=str(output_dir), train_s=train_s)

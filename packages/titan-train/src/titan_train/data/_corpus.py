@@ -6,6 +6,7 @@ of documents is the same on every machine that holds the same files.
 
 import difflib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,10 +80,14 @@ def read_documents(
 
 def _stdlib_files() -> list[CorpusFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (path for path in root.rglob("*.py") if not _STDLIB_EXCLUDED.intersection(path.relative_to(root).parts))
-    # Empty package markers are no documents.
-    kept = (CorpusFile(path, path.relative_to(root).as_posix()) for path in found if path.stat().st_size)
-    files = sorted(kept, key=lambda file: file.name)
+    files: list[CorpusFile] = []
+    for folder, subfolders, names in os.walk(root):
+        # site-packages may be larger than everything else: it is not even walked
+        subfolders[:] = [name for name in subfolders if name not in _STDLIB_EXCLUDED]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            if path.stat().st_size:  # an empty package marker is no document
+                files.append(CorpusFile(path, path.relative_to(root).as_posix()))
+    files.sort(key=lambda file: file.name)
     if not files:
         raise ValueError(
             f'kind="stdlib": {root} holds no .py files (this Python ships its library in another form). '

@@ -67,8 +67,7 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
 
 def source_folder(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path) -> Path:
     """Where a text source's shards lie: one folder for each set of files, tokenizer and options that decide tokens."""
-    files = list_files(source)
-    return cache_dir / f"{source.name}-{_cache_key(source, config, tokenizer, files)}"
+    return _folder(source, config, tokenizer, cache_dir, list_files(source))
 
 
 def prepare_source(
@@ -87,7 +86,7 @@ def prepare_source(
         ValueError: If a path does not exist, or as `MalformedInputError` for malformed documents.
     """
     files = list_files(source)
-    folder = cache_dir / f"{source.name}-{_cache_key(source, config, tokenizer, files)}"
+    folder = _folder(source, config, tokenizer, cache_dir, files)
     if _is_prepared(folder, source, config):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -300,14 +299,17 @@ def _options(source: SourceConfig, config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _cache_key(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, files: Sequence[CorpusFile]) -> str:
+def _folder(
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, files: Sequence[CorpusFile]
+) -> Path:
     content: Mapping[str, Any] = {
         "format": _FORMAT,
         "tokenizer": tokenizer.fingerprint,
         "options": _options(source, config),
         "files": [file.stamp() for file in files],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir / f"{source.name}-{key}"
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import IO, Any
 
 import zstandard
 
-_CHUNK_BYTES = 256 * 1024
+# What a damaged archive loses before the damage is at most what one of these decompresses to.
+_CHUNK_BYTES = 64 * 1024
 
 
 class DamagedFileError(Exception):

@@ -27,7 +27,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
+        values = np.fromiter(ids, dtype=np.int64)
+        if values.size:
+            check_ids(self.vocab_size, int(values.min()))
+            check_ids(self.vocab_size, int(values.max()))
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         check_ids(self.vocab_size, token_id)

@@ -25,6 +25,8 @@ from titan_train.tokenizers._saved import MODEL_NAME, save_tokenizer
 _SPACE = "\u2581"
 # The trainer drops sentences over 4192 bytes; a piece of 1000 characters is at most 4000.
 _MAX_SENTENCE_CHARS = 1000
+# The pieces do not depend on it, but it is written into the model: a machine's own number would change the fingerprint.
+_TRAINER_THREADS = 8
 
 
 class SentencePieceTokenizer:
@@ -135,20 +137,18 @@ def train_sentencepiece(
     out_dir: str | Path | None = None,
     *,
     model_type: Literal["bpe", "unigram"] = "bpe",
-    num_threads: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> SentencePieceTokenizer:
     """Train a lossless SentencePiece model.
 
-    The result does not depend on ``num_threads``. A unigram vocabulary may come out smaller than ``vocab_size`` when
-    the text does not hold as many pieces.
+    The same text gives the same model, byte for byte, on every machine. A unigram vocabulary may come out smaller
+    than ``vocab_size`` when the text does not hold as many pieces.
 
     Args:
         texts: Documents; read once.
         vocab_size: Pieces to have, 300 or more: 256 bytes, 4 control tokens and the newline are among them.
         out_dir: Folder to save the tokenizer in; None saves nothing.
         model_type: bpe or unigram.
-        num_threads: Threads of the trainer.
         progress: Called as ``progress(bytes_read)`` while the text is read; the library trains silently after that.
 
     Raises:
@@ -180,7 +180,7 @@ def train_sentencepiece(
             bos_id=1,
             eos_id=2,
             pad_id=3,
-            num_threads=num_threads,
+            num_threads=_TRAINER_THREADS,
             minloglevel=2,
         )
     except RuntimeError as err:

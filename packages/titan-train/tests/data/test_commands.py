@@ -1,0 +1,53 @@
+import io
+
+import pytest
+from rich.console import Console
+from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.data import Progress, prepare_command, show_progress, train_tokenizer_command
+from titan_train.tokenizers import load_tokenizer
+
+
+@pytest.fixture
+def corpus(tmp_path, write_jsonl):
+    write_jsonl(tmp_path / "a.jsonl", 300)
+    return SourceConfig(name="web", kind="jsonl", paths=(str(tmp_path / "a.jsonl"),))
+
+
+def test_trained_tokenizer_is_saved_and_judged_on_held_out_text(tmp_path, corpus, capsys):
+    out = io.StringIO()
+    report = train_tokenizer_command(
+        (corpus,),
+        output_dir=tmp_path / "tok",
+        vocab_size=300,
+        held_out_fraction=0.2,
+        console=Console(file=out, width=200),
+    )
+    assert load_tokenizer(tmp_path / "tok").vocab_size == report.vocab_size == 300
+    assert 30 < report.documents < 100
+    assert report.round_trips == report.documents
+    assert 0.5 < report.bytes_per_token < 4
+    assert f"{report.documents} of {report.documents} documents come back unchanged" in out.getvalue()
+    assert f"{report.bytes_per_token:.2f} bytes/token" in out.getvalue()
+    assert "read text for the tokenizer: 1/1 files" in capsys.readouterr().err
+
+
+def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
+    out = io.StringIO()
+    data = DataConfig(sources=(corpus,), validation_fraction=0.2)
+    (result,) = prepare_command(
+        data, TokenizerConfig(kind="bytes"), cache_dir=tmp_path / "cache", console=Console(file=out, width=200)
+    )
+    assert result.documents == 300
+    assert result.train_tokens > result.validation_tokens > 0
+    assert f"{result.train_tokens:,}" in out.getvalue()
+    assert "tokenize web: 1/1 files" in capsys.readouterr().err
+
+
+def test_progress_is_a_bar_on_a_terminal():
+    out = io.StringIO()
+    with show_progress(Console(file=out, force_terminal=True, width=120)) as update:
+        update(Progress(stage="tokenize web", files_done=1, files_total=2, bytes_done=5, bytes_total=10, elapsed_s=1.0))
+        update(Progress(stage="tokenize web", files_done=2, files_total=2, tokens=3_000_000, finished=True))
+    assert "tokenize web" in out.getvalue()
+    assert "2/2 files" in out.getvalue()
+    assert "3.00 M tokens" in out.getvalue()

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+from titan_train.data._shards import BLOCK_BYTES, Shard, ShardWriter
+from titan_train.data._token_source import ShardedTokens, verify_shard
+
+FINGERPRINT = "ab" * 32
+
+
+def _write(folder, documents, *, vocab_size=300, name="train-00000"):
+    writer = ShardWriter(folder, name, vocab_size=vocab_size, tokenizer_fingerprint=FINGERPRINT)
+    for document in documents:
+        writer.append([np.asarray(document, dtype=np.int32)])
+    return writer.close()
+
+
+def _flip(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def three_blocks(tmp_path):
+    """One shard of a little over two blocks of u16 tokens."""
+    info = _write(tmp_path, [np.arange(BLOCK_BYTES // 2) % 300, np.arange(BLOCK_BYTES // 2) % 300, [1, 2, 3]])
+    return tmp_path, info
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
+def test_tokens_take_two_bytes_up_to_65536_ids_and_four_beyond(tmp_path, vocab_size, width):
+    document = [0, vocab_size - 1, 5]
+    info = _write(tmp_path, [document], vocab_size=vocab_size)
+    shard = Shard(tmp_path, info, FINGERPRINT)
+    assert shard.tokens.itemsize == width
+    assert shard.tokens.tolist() == document
+    assert (tmp_path / "train-00000.tok").stat().st_size == 64 + 3 * width
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_flipped_byte_is_found_with_its_shard_and_block(three_blocks, block):
+    folder, info = three_blocks
+    verify_shard(Shard(folder, info, FINGERPRINT), "full")
+    _flip(folder / "train-00000.tok", 64 + block * BLOCK_BYTES + 3)
+    with pytest.raises(ValueError, match=rf"train-00000.tok: block {block} \(bytes {64 + block * BLOCK_BYTES} to "):
+        verify_shard(Shard(folder, info, FINGERPRINT), "full")
+    # fewer blocks than are sampled: the sample is all of them
+    with pytest.raises(ValueError, match=f"block {block} "):
+        verify_shard(Shard(folder, info, FINGERPRINT), "sample")
+    verify_shard(Shard(folder, info, FINGERPRINT), "header")
+
+
+def test_a_flipped_byte_in_the_index_is_found(three_blocks):
+    folder, info = three_blocks
+    _flip(folder / "train-00000.idx", 70)
+    with pytest.raises(ValueError, match=r"train-00000.idx does not match its checksum"):
+        verify_shard(Shard(folder, info, FINGERPRINT), "full")
+
+
+@pytest.mark.parametrize("suffix", ["tok", "idx"])
+def test_cut_missing_and_altered_files_are_refused_on_opening(three_blocks, suffix):
+    folder, info = three_blocks
+    path = folder / f"train-00000.{suffix}"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=rf"{suffix} has {len(content) - 1} bytes and should have {len(content)}"):
+        Shard(folder, info, FINGERPRINT)
+    path.write_bytes(content)
+    _flip(path, 12)
+    with pytest.raises(ValueError, match="does not begin with an intact header"):
+        Shard(folder, info, FINGERPRINT)
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"train-00000.{suffix} is missing, though the manifest names it"):
+        Shard(folder, info, FINGERPRINT)
+
+
+def test_a_shard_of_another_tokenizer_is_refused(three_blocks):
+    folder, info = three_blocks
+    with pytest.raises(ValueError, match="was written with tokenizer abab"):
+        Shard(folder, info, "cd" * 32)
+
+
+def test_an_id_outside_the_vocabulary_is_not_written(tmp_path):
+    writer = ShardWriter(tmp_path, "a", vocab_size=10, tokenizer_fingerprint=FINGERPRINT)
+    with pytest.raises(ValueError, match="token id 10 is outside the vocabulary of 10"):
+        writer.append([np.array([3, 10], dtype=np.int32)])
+    writer.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_windows_and_document_starts_across_shards_equal_the_joined_tokens(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 300, size=rng.integers(1, 30)) for _ in range(40)]
+    infos = [
+        _write(tmp_path, documents[start : start + 7], name=f"train-{start:05d}")
+        for start in range(0, len(documents), 7)
+    ]
+    source = ShardedTokens([tmp_path] * len(infos), infos, tokenizer_fingerprint=FINGERPRINT, fingerprint="x")
+    joined = np.concatenate(documents)
+    ends = np.cumsum([d.size for d in documents])
+    assert source.num_tokens == joined.size
+    for start in range(joined.size - 1):
+        for n in (1, 2, 50, joined.size - start):
+            n = min(n, joined.size - start)
+            assert np.array_equal(source.window(start, n), joined[start : start + n])
+            expected = ends[(ends > start) & (ends < start + n)] - start
+            assert np.array_equal(source.document_starts(start, n), expected)
