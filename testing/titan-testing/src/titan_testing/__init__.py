@@ -5,7 +5,7 @@ torch. See `titan_testing._ranks` for how, and why not torchrun.
 """
 
 from titan_testing._compare import assert_close, max_abs_error, tolerance
-from titan_testing._ranks import RankFailure, RankTimeout, run_ranks
+from titan_testing._ranks import RankFailure, RankTimeout, preload, run_ranks
 from titan_testing._seeds import seed_everything
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RankTimeout",
     "assert_close",
     "max_abs_error",
+    "preload",
     "run_ranks",
     "seed_everything",
     "tolerance",

@@ -36,7 +36,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ["pytest", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"]
+# torch._dynamo is what the first optimizer imports, in every rank again if the server does not.
+_PRELOAD = ["pytest", "numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
+
+def preload(*modules: str) -> None:
+    """Have the server import more modules, once for all ranks. Call it in ``conftest.py``, before the first ranks.
+
+    They must not run kernels, start threads or touch CUDA when they are imported.
+    """
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
 
 
 class RankFailure(AssertionError):

@@ -6,6 +6,7 @@ it; the server between them must live on, or the ranks' exit codes are lost.
 
 import signal
 
+import torch._dynamo  # noqa: F401  # what the first optimizer imports, seconds in every rank otherwise
 import torch.distributed.fsdp  # noqa: F401
 import torch.distributed.tensor  # noqa: F401
 

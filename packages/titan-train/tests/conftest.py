@@ -1,0 +1,3 @@
+from titan_testing import preload
+
+preload("titan_train.train")
