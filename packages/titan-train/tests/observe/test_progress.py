@@ -1,5 +1,8 @@
 import io
+import logging
+import re
 import statistics
+import sys
 import threading
 import time
 
@@ -81,6 +84,24 @@ def test_the_bar_shows_the_last_state_when_it_closes_and_leaves_the_cursor_visib
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
 
 
+def test_prints_and_log_lines_go_above_the_bar_and_streams_are_given_back(step_record, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with Progress(MetricsConfig(progress="bar"), total_steps=2, stream=stream) as progress:
+        progress.update(step_record(1))
+        while handler.stream is stream:  # until the display has taken over
+            time.sleep(0.01)
+        print("a print")
+        logging.getLogger().warning("a log line")
+    assert sys.stdout is sys.stderr is handler.stream is stream
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", stream.getvalue()).splitlines()]
+    assert "a print" in lines
+    assert "a log line" in lines
+
+
 def test_eta_follows_the_last_steps_and_forgets_a_slow_first_one(step_record):
     now = [0.0]
     stream = io.StringIO()
@@ -122,10 +143,10 @@ class StoppedTerminal(Terminal):
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_a_terminal_that_does_not_take_output_never_blocks_the_training_loop(step_record, mode):
     stream = StoppedTerminal()
-    progress = Progress(MetricsConfig(progress=mode), total_steps=20_000, stream=stream)
+    progress = Progress(MetricsConfig(progress=mode), total_steps=5_000, stream=stream)
     started = time.perf_counter()
     record = step_record(1)
-    for _ in range(20_000):
+    for _ in range(5_000):
         progress.update(record)
     progress.message("still here")
     assert time.perf_counter() - started < 10

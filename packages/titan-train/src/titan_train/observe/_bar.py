@@ -42,7 +42,8 @@ class LossTrail:
 
     def sparkline(self, width: int = 10) -> str:
         """The course of the loss in ``width`` characters; empty while there is not enough of it."""
-        finite = [v for v in self.values if v - v == 0]
+        # Without the first tenth: the fall from random weights would flatten all that follows.
+        finite = [v for v in self.values[len(self.values) // 10 :] if v - v == 0]
         if len(finite) < width:
             return ""
         picked = [finite[i * (len(finite) - 1) // (width - 1)] for i in range(width)]

@@ -5,11 +5,14 @@ they come. A terminal that is stopped (Ctrl-S), slow or gone then holds up this 
 """
 
 import atexit
+import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -78,7 +81,9 @@ class Screen:
         from rich.live import Live
 
         console = Console(file=self._stream, force_terminal=True, highlight=False)
-        with Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True) as live:
+        before = (sys.stdout, sys.stderr)
+        live = Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True)
+        with live, _log_follows(before):
             # Live hides the cursor; if the process is killed, nobody would bring it back.
             console.show_cursor(True)
             while True:
@@ -92,3 +97,20 @@ class Screen:
                 if self._wake.is_set() and not self._closing:
                     self._wake.clear()
                     time.sleep(_REFRESH_S / 4)  # a burst of messages is drawn together
+
+
+@contextmanager
+def _log_follows(before: tuple[TextIO, TextIO]) -> Generator[None]:
+    """Log lines go above the live line, as prints do: handlers made earlier hold the streams that Live has replaced."""
+    after = (sys.stdout, sys.stderr)
+    moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+            handler = cast("logging.StreamHandler[Any]", handler)
+            moved.append((handler, handler.stream))
+            handler.setStream(after[before.index(handler.stream)])
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
