@@ -61,40 +61,34 @@ def build_batch(
         samples_consumed: Passed on.
     """
     size, length = samples.size, dataset.seq_len
-    both = dataset.tokens(samples)
+    both, starts = dataset.read(samples)
     # Copies, also of a single row, whose two slices would share memory: labels are masked in place.
     tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
-    positions = np.tile(np.arange(length, dtype=np.int64), (size, 1))
-    cu_seqlens: npt.NDArray[np.int32] | None = None
-    max_seqlen = length
-    if dataset.document_mask or dataset.mask_boundary_labels:
-        starts = dataset.document_starts(samples)
-        if dataset.mask_boundary_labels:
-            for row, start in enumerate(starts):
-                labels[row, start - 1] = ignore_index
-        if dataset.document_mask:
-            bounds = [_bounds(start, length) for start in starts]
-            for row, bound in enumerate(bounds):
-                if bound.size > 2:
-                    positions[row] -= np.repeat(bound[:-1], np.diff(bound))
-            max_seqlen = max(int(np.diff(bound).max()) for bound in bounds)
-            cu_seqlens = _padded(bounds, length)
-    return HostBatch(tokens, labels, positions, cu_seqlens, max_seqlen, samples_consumed)
+    positions = np.empty((size, length), dtype=np.int64)
+    positions[:] = np.arange(length)
+    if dataset.mask_boundary_labels:
+        for row, start in enumerate(starts):
+            labels[row, start - 1] = ignore_index
+    if not dataset.document_mask:
+        return HostBatch(tokens, labels, positions, None, length, samples_consumed)
+    boundaries = _boundaries(starts, length)
+    for row, start in enumerate(starts):
+        if start.size:
+            bounds = boundaries[row, : start.size + 2]
+            positions[row] -= np.repeat(bounds[:-1], np.diff(bounds))
+    return HostBatch(tokens, labels, positions, boundaries, int(np.diff(boundaries).max()), samples_consumed)
 
 
-def _bounds(starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-    inside = starts[starts < length]
-    return np.concatenate([[0], inside, [length]])
-
-
-def _padded(bounds: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray[np.int32]:
+def _boundaries(starts: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray[np.int32]:
+    """`Batch.cu_seqlens` of rows whose documents begin at ``starts``; a start at ``length`` reads as padding."""
     columns = _MIN_BOUNDARIES
-    while columns < max(bound.size for bound in bounds):
+    while columns < max(start.size for start in starts) + 2:
         columns *= 2
-    padded = np.full((len(bounds), columns), length, dtype=np.int32)
-    for row, bound in enumerate(bounds):
-        padded[row, : bound.size] = bound
-    return padded
+    boundaries = np.full((len(starts), columns), length, dtype=np.int32)
+    boundaries[:, 0] = 0
+    for row, start in enumerate(starts):
+        boundaries[row, 1 : start.size + 1] = start
+    return boundaries
 
 
 def as_tensors(batch: HostBatch) -> tuple[Any, Any, Any, Any]:

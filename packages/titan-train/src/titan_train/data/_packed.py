@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ import numpy.typing as npt
 from titan_train.data._mixing import Mixture
 from titan_train.data._order import IndexArray, permute
 from titan_train.data._token_source import TokenSource
+
+# Samples of a source that are located together, 64 KiB of numbers.
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class PackedDataset:
         self._windows = [(source.num_tokens - 1) // seq_len for source in self._sources]
         self._mixture = Mixture(self.source_names, [given[name] for name in self.source_names], seed)
         self._max_epochs = dict(max_epochs or {})
+        self._chunk = lru_cache(maxsize=4 * len(self._sources))(self._make_chunk)
 
     @property
     def num_tokens(self) -> int:
@@ -135,18 +140,28 @@ class PackedDataset:
         if numbers.size and int(numbers.min()) < 0:
             raise ValueError(f"sample {int(numbers.min())} does not exist: samples are numbered from 0.")
         source, local = self._mixture.locate(numbers)
-        total = np.asarray(self._windows, dtype=np.int64)[source]
-        epoch = local // total
-        window = np.empty_like(local)
+        epoch, window = np.empty_like(local), np.empty_like(local)
         for number in np.unique(source).tolist():
-            mine = source == number
+            mine = np.flatnonzero(source == number)
+            chunks = local[mine] // _CHUNK
+            for chunk in np.unique(chunks).tolist():
+                chosen = mine[chunks == chunk]
+                epochs, windows = self._chunk(number, chunk)
+                place = local[chosen] - chunk * _CHUNK
+                epoch[chosen], window[chosen] = epochs[place], windows[place]
             self._check_epochs(number, int(epoch[mine].max()))
-            for pass_number in np.unique(epoch[mine]).tolist():
-                chosen = mine & (epoch == pass_number)
-                windows = self._windows[number]
-                key = (self.seed, self.source_names[number], pass_number)
-                window[chosen] = permute(local[chosen] - pass_number * windows, windows, *key)
         return SampleLocation(source, epoch, window)
+
+    def _make_chunk(self, number: int, chunk: int) -> tuple[IndexArray, IndexArray]:
+        """Epoch and window of a run of one source's samples: a few samples cost as much to permute as thousands."""
+        local = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, dtype=np.int64)
+        total = self._windows[number]
+        epoch, rest = np.divmod(local, total)
+        window = np.empty_like(local)
+        for pass_number in np.unique(epoch).tolist():
+            chosen = epoch == pass_number
+            window[chosen] = permute(rest[chosen], total, self.seed, self.source_names[number], pass_number)
+        return epoch, window
 
     def tokens(self, samples: npt.ArrayLike, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Tokens of samples, inputs and labels in one.
@@ -158,19 +173,28 @@ class PackedDataset:
         Returns:
             ``[N, seq_len + 1]``: columns ``:-1`` are the inputs, ``1:`` the next tokens.
         """
-        where = self.locate(samples)
-        if out is None:
-            out = np.empty((where.window.size, self.seq_len + 1), dtype=np.int64)
-        for row, (source, window) in enumerate(zip(where.source.tolist(), where.window.tolist(), strict=True)):
-            out[row] = self._sources[source].window(window * self.seq_len, self.seq_len + 1)
-        return out
+        return self._tokens(self.locate(samples), out)
 
     def document_starts(self, samples: npt.ArrayLike) -> list[npt.NDArray[np.int64]]:
         """Where documents begin inside each sample: places in ``[1, seq_len]``, rising.
 
         A start at ``seq_len`` lies just behind the inputs: the last label belongs to another document.
         """
+        return self._document_starts(self.locate(samples))
+
+    def read(self, samples: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+        """`tokens` and `document_starts` of samples, located once."""
         where = self.locate(samples)
+        return self._tokens(where, None), self._document_starts(where)
+
+    def _tokens(self, where: SampleLocation, out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        if out is None:
+            out = np.empty((where.window.size, self.seq_len + 1), dtype=np.int64)
+        for row, (source, window) in enumerate(zip(where.source.tolist(), where.window.tolist(), strict=True)):
+            out[row] = self._sources[source].window(window * self.seq_len, self.seq_len + 1)
+        return out
+
+    def _document_starts(self, where: SampleLocation) -> list[npt.NDArray[np.int64]]:
         return [
             self._sources[source].document_starts(window * self.seq_len, self.seq_len + 1)
             for source, window in zip(where.source.tolist(), where.window.tolist(), strict=True)
