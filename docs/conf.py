@@ -20,8 +20,9 @@ myst_heading_anchors = 3
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_class_signature = "separated"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
+autoclass_content = "both"  # arguments are documented on __init__, or on the fields of a dataclass
+python_maximum_signature_line_length = 96
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_include_init_with_doc = False
@@ -46,4 +47,17 @@ def escape_bars(app, what, name, obj, options, lines):
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", escape_bars)
+    fields: dict[str, list[str]] = {}
+
+    def keep(app, what, name, obj, options, lines):
+        if what == "attribute":
+            fields[name] = list(lines)
+
+    def restore(app, what, name, obj, options, lines):
+        # napoleon reads "What to train on: tables of …" under a field as "type: description"
+        if name in fields:
+            lines[:] = fields.pop(name)
+
+    app.connect("autodoc-process-docstring", escape_bars, priority=300)
+    app.connect("autodoc-process-docstring", keep, priority=400)  # napoleon's own is 500
+    app.connect("autodoc-process-docstring", restore, priority=600)
