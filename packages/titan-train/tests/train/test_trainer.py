@@ -41,7 +41,7 @@ def configure(folder, **sections):
         },
         "train": {"steps": 20, "global_batch": 8},
         "optimizer": {"lr": 1e-3},
-        "schedule": {"warmup_steps": 4},
+        "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 0},
         "metrics": {"progress": "off"},
         "launch": {"device": "cpu", "timeout_s": 60.0},

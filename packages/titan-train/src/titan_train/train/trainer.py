@@ -25,7 +25,7 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
-from titan_train.models import count_parameters, flops_per_token
+from titan_train.models import flops_per_token
 from titan_train.observe import (
     Progress,
     StepRecord,
@@ -258,7 +258,6 @@ class Trainer:
             optim=self.optimizer,
             sched=self.scheduler,
             data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
-            extra={"step": self.step, "parameters": count_parameters(self.model)},
         )
 
     def _restore(self) -> int:
