@@ -155,6 +155,16 @@ def test_the_report_can_be_written_elsewhere(make_run, tmp_path):
     assert out.exists()
 
 
+def test_every_setting_is_shown_under_its_section(make_run):
+    run_dir = make_run(1)
+    (run_dir / "config.toml").write_text(
+        "top = 1\n[data]\nseed = 2\n[data.mix]\na = 0.25\n"
+        '[[data.sources]]\nname = "web"\n[[data.sources]]\nname = "code"\n'
+    )
+    text = " ".join(report_of(run_dir).text.split())
+    assert "top level top 1 data seed 2 mix.a 0.25 data.sources[0] name web data.sources[1] name code" in text
+
+
 def test_mfu_appears_when_the_device_is_known(make_run):
     run_dir = make_run(5, mfu=0.4123, tflops_per_gpu=407.9)
     text = " ".join(report_of(run_dir).text.split())

@@ -225,6 +225,6 @@ def _tick_label(value: float, step: float) -> str:
     size = max(abs(value), step)
     if size >= 1000:
         return _trimmed(value)
-    if step < 1e-3:
+    if step < 1e-4:
         return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:.{max(0, -math.floor(math.log10(step)))}f}"

@@ -173,23 +173,28 @@ def _marks(events: Sequence[EventRecord], scale: Scale) -> list[EventMarks]:
 
 
 def _flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
-    """Sections of the configuration with their keys; deeper tables get dotted keys."""
-    top = [(key, value) for key, value in config.items() if not isinstance(value, dict)]
-    sections: list[tuple[str, list[tuple[str, object]]]] = [("", top)] if top else []
+    """Sections of the configuration with their keys; deeper tables get dotted keys, each of a list its own section."""
+    sections: list[tuple[str, list[tuple[str, object]]]] = []
 
-    def walk(prefix: str, table: dict[str, Any]) -> list[tuple[str, object]]:
-        rows: list[tuple[str, object]] = []
+    def walk(section: str, prefix: str, table: dict[str, Any], rows: list[tuple[str, object]]) -> None:
         for key, value in table.items():
-            if isinstance(value, dict):
-                rows += walk(f"{prefix}{key}.", cast("dict[str, Any]", value))
+            if isinstance(value, dict) and not section:
+                inner: list[tuple[str, object]] = []
+                sections.append((key, inner))
+                walk(key, "", cast("dict[str, Any]", value), inner)
+            elif isinstance(value, dict):
+                walk(section, f"{prefix}{key}.", cast("dict[str, Any]", value), rows)
+            elif isinstance(value, list) and value and all(isinstance(item, dict) for item in cast("list[Any]", value)):
+                for i, item in enumerate(cast("list[dict[str, Any]]", value)):
+                    inner = []
+                    sections.append((f"{section}{'.' if section else ''}{prefix}{key}[{i}]", inner))
+                    walk(key, "", item, inner)
             else:
-                rows.append((prefix + key, value))
-        return rows
+                rows.append((prefix + key, cast("object", value)))
 
-    for key, value in config.items():
-        if isinstance(value, dict):
-            sections.append((key, walk("", cast("dict[str, Any]", value))))
-    return sections
+    top: list[tuple[str, object]] = []
+    walk("", "", config, top)
+    return [("", top), *sections] if top else sections
 
 
 def _environment(folder: RunFolder) -> list[tuple[str, str]]:
