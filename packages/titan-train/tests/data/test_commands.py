@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.data import Progress, prepare_command, show_progress, train_tokenizer_command
+from titan_train.data import Progress, prepare, prepare_command, show_progress, train_tokenizer_command
 from titan_train.tokenizers import load_tokenizer
 
 
@@ -41,6 +41,22 @@ def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
     assert result.train_tokens > result.validation_tokens > 0
     assert f"{result.train_tokens:,}" in out.getvalue()
     assert "tokenize web: 1/1 files" in capsys.readouterr().err
+
+
+def test_preparation_of_one_large_file_reports_as_it_goes(tmp_path, write_jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr("titan_train.data._encoding._BATCH_ITEMS", 10)
+    monkeypatch.setattr("titan_train.data._prepare._REPORT_EVERY_S", 0.0)
+    write_jsonl(tmp_path / "a.jsonl", 3000)
+    source = SourceConfig(name="web", kind="jsonl", paths=(str(tmp_path / "a.jsonl"),))
+    seen = []
+    prepare(DataConfig(sources=(source,), num_threads=1), tokenizer, cache_dir=tmp_path, progress=seen.append)
+    assert len(seen) > 100
+    for field in ("bytes_done", "tokens"):
+        values = [getattr(progress, field) for progress in seen]
+        assert values == sorted(values)
+        assert len(set(values)) > 3
+    assert seen[-1].finished
+    assert seen[-1].bytes_done == seen[-1].bytes_total == (tmp_path / "a.jsonl").stat().st_size
 
 
 def test_progress_is_a_bar_on_a_terminal():

@@ -142,6 +142,9 @@ def test_a_source_shorter_than_a_sample_is_refused_with_the_longest_that_fits(ar
 def test_more_epochs_than_allowed_are_refused(counting_dataset):
     dataset = counting_dataset(10, max_epochs={"a": 2})
     dataset.tokens(np.arange(20))
+    dataset.check_samples(20)
+    with pytest.raises(ValueError, match=r"source 'a' was read 2 times"):
+        dataset.check_samples(21)
     with pytest.raises(ValueError, match=r"source 'a' was read 2 times.*max_epochs=2"):
         dataset.tokens([20])
 

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -256,3 +257,17 @@ def test_standard_library_trains_a_tokenizer_and_gives_batches(tmp_path):
     with DataLoader(train, global_batch=4, microbatch=2) as loader:
         batch = next(loader)
     assert 0 <= int(batch.tokens.min()) < int(batch.tokens.max()) < tokenizer.vocab_size
+
+
+def test_two_preparations_at_once_do_the_work_once(tmp_path, write_jsonl, tokenizer, monkeypatch):
+    texts = write_jsonl(tmp_path / "a.jsonl", 100)
+    read = []
+    monkeypatch.setattr(ByteTokenizer, "encode", _noting(ByteTokenizer.encode, read))
+    with ThreadPoolExecutor(3) as pool:
+        runs = [
+            pool.submit(prepare, _config(tmp_path / "a.jsonl"), tokenizer, cache_dir=tmp_path / "cache")
+            for _ in range(3)
+        ]
+        folders = {folder for run in runs for folder in run.result()}
+    assert len(folders) == 1
+    assert sorted(read) == sorted(texts)

@@ -110,6 +110,11 @@ class TokenizerConfig:
     eos_token: str = ""
     """tiktoken only: special token that ends a document; empty takes the usual one of the pattern."""
 
+    @property
+    def trains_here(self) -> bool:
+        """Whether a vocabulary of `vocab_size` is trained for the run, rather than loaded or made of bytes."""
+        return self.kind == "sentencepiece" and not self.path and self.train
+
     def __post_init__(self) -> None:
         _check_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
         _check_choice("tokenizer.model_type", self.model_type, ("bpe", "unigram"))

@@ -130,6 +130,16 @@ class PackedDataset:
         consumed = self._mixture.consumed(samples).tolist()
         return {n: used / total for n, used, total in zip(self.source_names, consumed, self._windows, strict=True)}
 
+    def check_samples(self, samples: int) -> None:
+        """Check before a run that ``samples`` samples stay within every source's allowed passes.
+
+        Raises:
+            ValueError: If a source would be read more often than its `max_epochs`.
+        """
+        for number, used in enumerate(self._mixture.consumed(samples).tolist()):
+            if used:
+                self._check_epochs(number, (used - 1) // self._windows[number])
+
     def locate(self, samples: npt.ArrayLike) -> SampleLocation:
         """Source, epoch and window of each global sample number.
 

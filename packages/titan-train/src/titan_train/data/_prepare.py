@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _SPLITS = (TRAIN, VALIDATION)
 _PROGRESS_NAME = "progress.json"
 _QUARANTINE_NAME = "quarantine.jsonl"
 _FORMAT = 1
+_REPORT_EVERY_S = 0.1
 
 _logger = logging.getLogger(__name__)
 
@@ -118,11 +120,12 @@ class _Preparation:
         self._next = _Position()
         self._bos = _bos(config, tokenizer)
         self._eos = np.array([tokenizer.eos_id], dtype=np.int32)
-        self._bytes_total = sum(file.path.stat().st_size for file in files)
+        self._sizes = [file.path.stat().st_size for file in files]
+        self._ends = list(accumulate(self._sizes))
         self._started = time.monotonic()
         self._reported = 0.0
-        self._tokens_before = 0
-        self._read: FileReader | None = None
+        self._reader: FileReader | None = None
+        self._bytes_before = 0  # of the files before the one being read
         self._writers: dict[str, ShardWriter] = {}
 
     def run(self) -> None:
@@ -145,7 +148,8 @@ class _Preparation:
         start = self._next
         for number in range(start.file, len(self._files)):
             file = self._files[number]
-            self._read = reader = FileReader(file.path)
+            self._bytes_before = self._ends[number] - self._sizes[number]
+            self._reader = reader = FileReader(file.path)
             yield from read_documents(file, self._source, reader, start.line if number == start.file else 1)
             yield _FileEnd(number, file.name, reader.bytes_read, reader.sha256)
 
@@ -163,6 +167,7 @@ class _Preparation:
             self._writers[split].append([*self._bos, ids, self._eos])
             self._text_bytes[split] += len(item.utf8)
         self._next = _Position(self._next.file, item.line + 1)
+        self._report()
         if sum(writer.tokens for writer in self._writers.values()) >= self._config.shard_tokens:
             self._cut()
 
@@ -204,7 +209,6 @@ class _Preparation:
         _logger.info("%s: continuing at file %d, line %d", self._folder, self._next.file, self._next.line)
 
     def _open_writers(self) -> dict[str, ShardWriter]:
-        self._tokens_before = sum(info.tokens for shards in self._shards.values() for info in shards)
         return {
             split: ShardWriter(
                 self._folder,
@@ -231,17 +235,18 @@ class _Preparation:
 
     def _report(self, finished: bool = False) -> None:
         now = time.monotonic()
-        if self._progress is None or (now - self._reported < 0.1 and not finished):
+        if self._progress is None or (now - self._reported < _REPORT_EVERY_S and not finished):
             return
         self._reported = now
+        finished_tokens = sum(info.tokens for shards in self._shards.values() for info in shards)
         self._progress(
             Progress(
                 stage=f"tokenize {self._source.name}",
                 files_done=len(self._done_files),
                 files_total=len(self._files),
-                bytes_done=sum(file["size"] for file in self._done_files),
-                bytes_total=self._bytes_total,
-                tokens=self._tokens_before + sum(writer.tokens for writer in self._writers.values()),
+                bytes_done=self._bytes_before + (self._reader.bytes_read if self._reader else 0),
+                bytes_total=self._ends[-1],
+                tokens=finished_tokens + sum(writer.tokens for writer in self._writers.values()),
                 elapsed_s=now - self._started,
                 finished=finished,
             )
@@ -320,4 +325,6 @@ def _only_process(folder: Path) -> Generator[None]:
         except BlockingIOError:
             _logger.info("waiting for another process that prepares %s", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as err:  # some network file systems have no locks
+            _logger.warning("%s cannot be locked (%s): prepare it from one process only", folder, err)
         yield  # closing the file releases the lock
