@@ -115,7 +115,8 @@ def _stream(
             restore.enter_context(kv_cache(model, total))
         for step in range(max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
-                logits = next_logits(model, tokens, lengths, step)
+                with torch.compiler.set_stance("force_eager"):  # sequences grow: compiled blocks would recompile
+                    logits = next_logits(model, tokens, lengths, step)
                 seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
                 chosen = choose_tokens(logits, seen, sampling, generators)
                 tokens.scatter_(1, lengths[:, None], chosen[:, None])

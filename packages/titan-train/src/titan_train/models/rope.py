@@ -87,7 +87,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: Same.
 
     Returns:
-        Same shape and dtype as ``x``; computed in float32.
+        Same shape and dtype as ``x``; computed in float32 or better.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

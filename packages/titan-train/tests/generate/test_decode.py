@@ -1,0 +1,138 @@
+"""Cached generation equals full recomputation; streams, stops and ragged prompts."""
+
+import pytest
+import torch
+from titan_train.config.model import ModelConfig
+from titan_train.generate import CachedAttention, Sampling, generate, kv_cache, stream, supports_cache
+from titan_train.models import CausalAttention, build_model, init_for
+from torch import Tensor, nn
+
+FAMILIES = ["llama3_debug", "gpt_debug"]
+PROMPTS = [[5, 17, 3], [40], [9, 9, 9, 2, 60, 11, 7]]
+
+
+def make(name: str) -> nn.Module:
+    model = build_model(ModelConfig(name=name), vocab_size=97, device="cpu")
+    init = init_for(model)
+    for i, (fqn, parameter) in enumerate(model.named_parameters()):
+        init(fqn, parameter.data, torch.Generator().manual_seed(i))
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)  # attention that looks somewhere, logits of order one
+    return model
+
+
+class NoCache(nn.Module):
+    """A user's model: causal (a running mean), tokens only, no cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 16)
+        self.head = nn.Linear(16, 97)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        steps = torch.arange(1, x.shape[1] + 1).view(1, -1, 1)
+        return self.head(x.cumsum(1) / steps)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cached_logits_equal_full_recompute(name: str) -> None:
+    model = make(name).requires_grad_(False)
+    tokens = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(0))
+    want = model(tokens)
+    with kv_cache(model, 40):
+        parts = [model(tokens[:, :20], positions=torch.arange(20).expand(3, -1))]  # prefill
+        parts.append(model(tokens[:, 20:27], positions=torch.arange(20, 27).expand(3, -1)))  # several at once
+        parts += [model(tokens[:, i : i + 1], positions=torch.full((3, 1), i)) for i in range(27, 40)]
+    # float32, logits of order one, another order of summation
+    assert float((torch.cat(parts, dim=1) - want).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_64_tokens_of_ragged_prompts_equal_full_recompute(name: str) -> None:
+    model = make(name)
+    cached = generate(model, PROMPTS, max_new_tokens=64)
+    assert [len(row) for row in cached] == [64, 64, 64]
+    assert cached == generate(model, PROMPTS, max_new_tokens=64, use_cache=False)
+    for row, prompt in zip(cached, PROMPTS, strict=True):  # and each row alone, without padding
+        assert row == generate(model, [prompt], max_new_tokens=64)[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sampled_row_does_not_depend_on_the_rest_of_the_batch(name: str) -> None:
+    model = make(name)
+    sampling = Sampling(temperature=1.0, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
+    together = generate(model, PROMPTS, max_new_tokens=20, sampling=sampling, seeds=[7, 8, 9])
+    alone = generate(model, PROMPTS[2:], max_new_tokens=20, sampling=sampling, seeds=[9])
+    assert together[2] == alone[0]
+    other_seed = generate(model, PROMPTS[2:], max_new_tokens=20, sampling=sampling, seeds=[10])
+    assert other_seed != alone
+
+
+def test_rows_stop_at_their_own_stop_token() -> None:
+    model = make("llama3_debug")
+    free = generate(model, PROMPTS, max_new_tokens=24)
+    stop = free[0][5]
+    stopped = generate(model, PROMPTS, max_new_tokens=24, stop_ids=[stop])
+    assert stopped == [row[: row.index(stop)] if stop in row else row for row in free]
+    assert len(stopped[0]) <= 5
+    alone = list(stream(model, PROMPTS[:1], max_new_tokens=24, stop_ids=[stop]))
+    assert [step[0] for step in alone] == stopped[0]  # and the stream itself ends there
+
+
+def test_stream_yields_each_token_as_it_is_chosen() -> None:
+    model = make("llama3_debug")
+    want = generate(model, PROMPTS, max_new_tokens=8)
+    steps = stream(model, PROMPTS, max_new_tokens=8)
+    assert [next(steps) for _ in range(3)] == [[row[i] for row in want] for i in range(3)]
+    assert torch.is_grad_enabled()  # between tokens the caller's gradients are on
+    assert any(isinstance(module, CachedAttention) for module in model.modules())
+    steps.close()  # type: ignore[attr-defined]
+    assert not any(isinstance(module, CachedAttention) for module in model.modules())
+    assert sum(isinstance(module, CausalAttention) for module in model.modules()) == 2
+    assert model.training
+
+
+def test_a_model_without_cache_support_runs_in_full() -> None:
+    torch.manual_seed(0)
+    model = NoCache()
+    assert not supports_cache(model)
+    rows = generate(model, PROMPTS, max_new_tokens=10)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        sequence = list(prompt)
+        for token in row:
+            assert token == int(model(torch.tensor([sequence]))[0, -1].argmax())
+            sequence.append(token)
+
+
+def test_generating_leaves_training_as_it_was() -> None:
+    model = make("llama3_debug")
+    tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+    before = model(tokens).detach()
+    generate(model, PROMPTS, max_new_tokens=4)
+    after = model(tokens)
+    assert torch.equal(before, after.detach())
+    after.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "options", "words"),
+    [
+        ("llama3_debug", [], {}, "there is no prompt"),
+        ("llama3_debug", [[1], []], {}, "prompt 1 is empty"),
+        ("llama3_debug", [[1]], {"seeds": [1, 2]}, "2 seeds for 1 prompts"),
+        ("llama3_debug", [[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ("gpt_debug", [[1] * 510], {"max_new_tokens": 3}, "has learned 512: the most it can add is 2"),
+    ],
+)
+def test_requests_that_cannot_work_are_refused_at_once(
+    name: str, prompts: list[list[int]], options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        stream(make(name), prompts, **{"max_new_tokens": 2, **options})  # type: ignore[arg-type]
+
+
+def test_a_cache_that_the_model_does_not_support_is_refused() -> None:
+    with pytest.raises(ValueError, match="NoCache does not support the key-value cache"):
+        generate(NoCache(), PROMPTS, max_new_tokens=2, use_cache=True)

@@ -1,0 +1,140 @@
+"""Models by name and by dotted path, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model
+from torch import nn
+
+OWN_MODULE = """
+import torch
+from torch import nn
+
+class Tiny(nn.Module):
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+def build(width: int = 8) -> nn.Module:
+    return Tiny(width, 50)
+
+def anything(**kwargs):
+    return Tiny(**kwargs)
+
+def not_a_model():
+    return 3
+
+a_number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working directory, which is not on the Python path."""
+    name = "own_" + tmp_path.name.replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(OWN_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def test_arguments_change_the_shipped_shape() -> None:
+    model = build_model(ModelConfig(name="llama3_8b", args={"num_layers": 3, "rope_theta": 10_000}), vocab_size=1000)
+    assert len(model.layers) == 3  # type: ignore[arg-type]
+    assert model.args.rope_theta == 10_000.0
+    assert model.tok_embeddings.weight.shape == (1000, 4096)  # type: ignore[union-attr]
+
+
+def test_the_vocabulary_may_be_padded_but_not_cut() -> None:
+    padded = build_model(ModelConfig(args={"vocab_size": 320}), vocab_size=300)
+    assert padded.lm_head.weight.shape[0] == 320  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"model.args.vocab_size=256 is less than the tokenizer's 300"):
+        build_model(ModelConfig(args={"vocab_size": 256}), vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"args": {"num_layer": 3}}, ["model.args.num_layer=3", "'num_layers'"]),
+        ({"args": {"num_layers": "3"}}, ["model.args.num_layers='3'", "int", "llama3_debug has 2"]),
+        ({"args": {"num_layers": True}}, ["model.args.num_layers=True", "int"]),
+        ({"args": {"tied_embeddings": 1}}, ["model.args.tied_embeddings=1", "bool"]),
+        ({"args": {"num_kv_heads": 3}}, ["model.args.num_kv_heads=3", "nearest valid choice is 2"]),
+        ({"name": "gpt_debug", "seq_len": 513}, ["model.seq_len=513", "512", "model.args.max_seq_len=513"]),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(config: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="model") as caught:
+        build_model(ModelConfig(**config), vocab_size=300)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"name": "llama3-8b"}, ["model.name='llama3-8b'", "'llama3_8b'", "package.module:callable"]),
+        ({"name": "my module:build"}, ["model.name='my module:build'", "my_package.my_model:build"]),
+        ({"seq_len": 0}, ["model.seq_len=0", "1"]),
+    ],
+)
+def test_config_names_key_value_and_nearest_choice(config: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="model") as caught:
+        ModelConfig(**config)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_config_reads_from_strict_json() -> None:
+    text = json.dumps({"name": "llama3_1b", "args": {"num_layers": 4, "norm_eps": 1e-6, "tied_embeddings": False}})
+    config = TypeAdapter(ModelConfig).validate_json(text, strict=True)
+    assert config.args == {"num_layers": 4, "norm_eps": 1e-6, "tied_embeddings": False}
+    assert [type(value) for value in config.args.values()] == [int, float, bool]
+
+
+def test_own_module_is_found_in_the_working_directory(own_module: str) -> None:
+    model = build_model(ModelConfig(name=f"{own_module}:Tiny", args={"width": 4}), vocab_size=30)
+    assert isinstance(model, nn.Module)
+    assert model.embed.weight.shape == (30, 4)  # type: ignore[union-attr]
+    assert model.embed.weight.is_meta  # type: ignore[union-attr]
+
+
+def test_own_function_without_vocab_size_is_called_without_it(own_module: str) -> None:
+    model = build_model(ModelConfig(name=f"{own_module}:build"), vocab_size=30, device="cpu")
+    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 50)
+    takes_anything = build_model(ModelConfig(name=f"{own_module}:anything", args={"width": 4}), vocab_size=30)
+    assert takes_anything.embed.weight.shape == (30, 4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "words"),
+    [
+        ("{}:Tinny", {}, ["no 'Tinny'", "'Tiny'"]),
+        ("{}:a_number", {}, ["is a int", "function that returns a module"]),
+        ("{}:not_a_model", {}, ["returned a int", "torch.nn.Module"]),
+        ("{}:Tiny", {"widht": 4}, ["model.args.widht=4", "'width'"]),
+        ("{}:Tiny", {}, ["missing", "'width'", "[model.args]"]),
+        ("no_such_module_here.models:build", {}, ["no module 'no_such_module_here'"]),
+    ],
+)
+def test_a_dotted_path_that_cannot_work_is_refused(
+    own_module: str, path: str, args: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="model") as caught:
+        build_model(ModelConfig(name=path.format(own_module), args=args), vocab_size=30)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_import_error_inside_the_users_module_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_broken_model.py").write_text("import a_library_that_is_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_installed"):
+        build_model(ModelConfig(name="own_broken_model:build"), vocab_size=30)
