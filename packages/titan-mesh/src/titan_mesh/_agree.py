@@ -16,9 +16,7 @@ import time
 from collections import defaultdict
 from datetime import timedelta
 
-from torch.distributed import PrefixStore
-
-from titan_mesh._c10d import Store
+from titan_mesh._c10d import PrefixStore, Store
 from titan_mesh._explain import show_ranks
 
 # Ranks that fail wait this long for the others to have read the texts too: rank 0 usually serves the store, and

@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore as PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 from torch.distributed import ProcessGroup
-from torch.distributed import Store as Store  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
+from torch.distributed import Store as Store  # pyright: ignore[reportPrivateImportUsage] - documented
 from torch.distributed import distributed_c10d as c10d
 
 

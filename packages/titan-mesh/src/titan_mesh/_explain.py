@@ -64,11 +64,11 @@ def rows(layout: "Layout") -> list[AxisRow]:
 def explain_layout(layout: "Layout") -> str:
     """The text of `Layout.explain` without a rank."""
     table = rows(layout)
-    cells = [("axis", "size", "stride", "groups", "nodes/group", "slowest link", "ranks of the first group")]
+    cells = [("axis", "size", "stride", "groups", "crosses nodes", "slowest link", "ranks of the first group")]
     for row in table:
         note = f"  (= {row.same_as})" if row.same_as else ""
         stride = "mixed" if row.stride is None else str(row.stride)
-        nodes = str(row.nodes_per_group) if row.nodes_per_group == 1 else f"{row.nodes_per_group} crosses"
+        nodes = "no" if row.nodes_per_group == 1 else f"yes, {row.nodes_per_group}"
         ranks = show_ranks(row.example) + note
         cells.append((row.name, str(row.size), stride, str(row.num_groups), nodes, row.link, ranks))
     off = [name for name in (*layout.spec.axes, "ep") if getattr(layout.spec, name) == 1]

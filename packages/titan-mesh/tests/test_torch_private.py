@@ -1,0 +1,23 @@
+"""The private corners of torch that `titan_mesh._c10d` wraps. Checked on torch 2.11 and 2.15.
+
+If this fails on a newer torch, `_c10d.py` is the only module to mend.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from titan_mesh._c10d import default_group, default_store, timeout_of
+
+
+def test_default_store_and_a_groups_timeout_can_be_read():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=33))
+    try:
+        store = default_store()
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert store.add("count", 2) == 2
+        assert timeout_of(default_group()) == timedelta(seconds=33)
+        group = dist.new_group([0], timeout=timedelta(seconds=21))
+        assert timeout_of(group) == timedelta(seconds=21)
+    finally:
+        dist.destroy_process_group()
