@@ -171,6 +171,17 @@ def test_mfu_appears_when_the_device_is_known(make_run):
     assert "MFU 41.2% median; 408 TFLOP/s a GPU" in text
 
 
+def test_time_adds_up_over_attempts_whether_or_not_the_clock_begins_again(make_run):
+    run_dir = make_run(40)  # half a second a step
+    assert "Time               20s" in summarize(run_dir)
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    again = [re.sub(r'"elapsed_s":([\d.]+)', lambda m: f'"elapsed_s":{float(m[1]) - 12.0}', line) for line in lines]
+    cut = next(i for i, line in enumerate(lines) if '"kind":"step","step":25,' in line)
+    path.write_text("".join(lines[:cut] + again[cut:]))  # a second attempt from step 24, its clock from 0
+    assert "Time               20s" in summarize(run_dir)
+
+
 def test_tokens_between_two_logged_steps_count(make_run, tmp_path):
     run_dir = make_run(40)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)

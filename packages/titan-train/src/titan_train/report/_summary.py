@@ -57,7 +57,7 @@ def headlines(folder: RunFolder) -> list[Headline]:
         note = f"median; {statistics.median(tflops):.0f} TFLOP/s a GPU" if tflops else "median"
         found.append(Headline("MFU", f"{statistics.median(mfus):.1%}", note))
     found.append(Headline("Peak memory", short_gib(max(record.peak_mem_gib for record in steps)), "a rank"))
-    found.append(Headline("Time", short_duration(last.elapsed_s), _waiting(folder)))
+    found.append(Headline("Time", short_duration(trained_seconds(folder)), _waiting(folder)))
     return found
 
 
@@ -73,6 +73,15 @@ def trained_tokens(folder: RunFolder) -> int:
     for record in folder.metrics.steps:
         total += record.tokens * (record.step - previous)
         previous = record.step
+    return total
+
+
+def trained_seconds(folder: RunFolder) -> float:
+    """Seconds of training over all attempts, whether a resumed attempt's clock went on or began at 0."""
+    total, previous = 0.0, 0.0
+    for record in folder.metrics.steps:
+        total += record.elapsed_s - previous if record.elapsed_s >= previous else record.elapsed_s
+        previous = record.elapsed_s
     return total
 
 
