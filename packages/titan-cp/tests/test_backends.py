@@ -1,0 +1,149 @@
+import pytest
+import torch
+from titan_cp import backends, reference_attention
+from titan_cp._tiles import Tile, plan_tiles
+from titan_cp.backends import BACKENDS, Backend, Grads, Saved
+from titan_testing import assert_close
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+MASKS = {
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "causal-window": {"causal": True, "window": 5},
+    "window": {"causal": False, "window": 5},
+    "packed": {"causal": True, "cu_seqlens": [0, 1, 9, 30, 48]},
+    "window-over-many-rows": {"causal": True, "window": 300},
+}
+# Against float64, values of order one: the sum over 48 to 700 keys rounds in the tensor's own precision.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 6e-2}
+
+
+def run_backend(backend, q, k, v, grad_out, tiles):
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = q.shape[-1] ** -0.5
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    backend.forward(q, k, v, tiles, scale, out, lse)
+    grads = Grads(*(torch.zeros(t.shape, dtype=wide, device=q.device) for t in (q, k, v)))
+    backend.backward(Saved(grad_out, q, k, v, out.to(q.dtype), lse), tiles, scale, grads)
+    return out, lse, grads
+
+
+def compare_with_reference(backend, mask, dtype, device, *, seq_len, head_dim=8):
+    torch.manual_seed(0)
+    q, k, v, grad_out = (torch.randn(2, h, seq_len, head_dim, dtype=dtype, device=device) for h in (4, 2, 2, 4))
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    want, want_lse = reference_attention(*wide, **mask)
+    want_grads = torch.autograd.grad(want, wide, grad_out.double())
+    bounds = mask.get("cu_seqlens", [0, seq_len])
+    tiles = plan_tiles(((0, seq_len),), ((0, seq_len),), bounds, causal=mask["causal"], window=mask.get("window"))
+    out, lse, grads = run_backend(backend, q, k, v, grad_out, tiles)
+    got = {"out": out, "lse": lse, "dq": grads.q, "dk": grads.k, "dv": grads.v}
+    expected = dict(zip(got, (want.detach(), want_lse.detach(), *want_grads), strict=True))
+    assert_close(got, expected, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["cpu_flash", "naive"])
+def test_backend_matches_the_float64_reference(name, dtype, mask):
+    seq_len = 700 if mask == "window-over-many-rows" else 48
+    compare_with_reference(BACKENDS[name], MASKS[mask], dtype, "cpu", seq_len=seq_len)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["cuda_varlen", "cuda_flash", "cudnn", "efficient", "naive"])
+def test_cuda_backend_matches_the_float64_reference(name, mask):
+    request = backends.Request(torch.device("cuda"), torch.bfloat16, 64, True, "window" in MASKS[mask])
+    if (problem := BACKENDS[name].why_not(request)) is not None:
+        pytest.skip(problem)
+    seq_len = 700 if mask == "window-over-many-rows" else 48
+    compare_with_reference(BACKENDS[name], MASKS[mask], torch.bfloat16, "cuda", seq_len=seq_len, head_dim=64)
+
+
+def test_cpu_flash_gives_lse_zero_for_a_fully_masked_row():
+    """The trap itself, in torch's operator: merged as it is, such a row would count as weight exp(0)."""
+    q = torch.randn(1, 1, 2, 8)
+    mask = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, attn_mask=mask)
+    assert lse[0, 0, 1] == 0
+    assert torch.equal(out[0, 0, 1], torch.zeros(8))
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "naive"])
+def test_rows_without_keys_keep_lse_minus_infinity_and_zero_gradients(name):
+    q = torch.randn(1, 2, 6, 8)
+    tiles = (Tile(2, 4, 0, 3),)
+    out, lse, grads = run_backend(BACKENDS[name], q, q, q, torch.randn_like(q), tiles)
+    empty = torch.tensor([0, 1, 4, 5])
+    assert lse[:, :, empty].isneginf().all()
+    assert lse[:, :, 2:4].isfinite().all()
+    assert torch.count_nonzero(out[:, :, empty]) == 0
+    assert torch.count_nonzero(grads.q[:, :, empty]) == 0
+    assert torch.count_nonzero(grads.k[:, :, 3:]) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["cuda_varlen", "cuda_flash", "cudnn", "efficient"])
+def test_cuda_backend_calls_its_operators_with_fitting_signatures_and_shapes(name, batch):
+    """Without a GPU: fake tensors run every operator's own shape function, not its kernel."""
+    tiles = [Tile(0, 10, 0, 12, causal=True), Tile(10, 20, 12, 40), Tile(24, 40, 8, 40)]
+    if name == "cuda_varlen":
+        tiles.append(Tile(20, 24, 3, 12, causal=True, sliding=True))
+    with FakeTensorMode():
+        q, grad_out = (torch.empty(batch, 8, 40, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        k = torch.empty(batch, 2, 40, 64, dtype=torch.bfloat16, device="cuda")
+        out, lse, grads = run_backend(BACKENDS[name], q, k, k, grad_out, tiles)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert grads.k.shape == k.shape
+
+
+def test_explain_names_the_used_backend_and_why_the_others_are_not():
+    text = str(backends.explain("cpu", torch.float32))
+    assert "cpu_flash    used" in text
+    assert "cuda_flash   passed over: needs CUDA tensors, got cpu" in text
+    assert "naive        would do" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({"dtype": torch.bfloat16}, "cuda_flash"),
+        ({"dtype": torch.bfloat16, "packed": True}, "cuda_varlen"),
+        ({"dtype": torch.bfloat16, "window": True}, "cuda_varlen"),
+        ({"dtype": torch.float32}, "efficient"),
+        ({"dtype": torch.float32, "window": True}, "naive"),
+        ({"dtype": torch.float64}, "naive"),
+        ({"dtype": torch.bfloat16, "head_dim": 100}, "naive"),
+    ],
+)
+def test_auto_takes_the_first_cuda_backend_that_serves(options, used):
+    assert backends.explain("cuda", **options).used.name == used
+
+
+def test_a_named_backend_that_cannot_run_is_refused_with_the_one_that_can():
+    request = backends.Request(torch.device("cpu"), torch.float32, 64, False, False)
+    with pytest.raises(ValueError, match=r"'cuda_flash' cannot run here: needs CUDA tensors.*takes 'cpu_flash'"):
+        backends.select("cuda_flash", request)
+    with pytest.raises(ValueError, match="'flash3' does not exist"):
+        backends.select("flash3", request)
+
+
+def test_a_backend_of_ones_own_is_used_as_given():
+    class Mine(Backend):
+        name = "mine"
+        summary = "mine"
+
+        def why_not(self, request):
+            return None
+
+        def forward(self, q, k, v, tiles, scale, out, lse):
+            out.fill_(7)
+
+        def backward(self, saved, tiles, scale, grads):
+            pass
+
+    mine = Mine()
+    assert backends.select(mine, backends.Request(torch.device("cpu"), torch.float32, 64, False, False)) is mine
