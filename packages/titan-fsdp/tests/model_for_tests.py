@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-VOCAB, DIM, LAYERS, TOKENS = 11, 6, 3, 5
+VOCAB, DIM, LAYERS, TOKENS = 11, 6, 2, 5
 
 
 class Norm(nn.Module):

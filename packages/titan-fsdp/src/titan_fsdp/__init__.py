@@ -5,6 +5,7 @@ from titan_fsdp._apply import applied_plan
 from titan_fsdp._checks import check_optimizer, check_wrapping
 from titan_fsdp._clip import clip_grad_norm_
 from titan_fsdp._collectives import Collectives, Keep
+from titan_fsdp._estimate import Estimate
 from titan_fsdp._materialize import Init, materialize
 from titan_fsdp._names import clean_fqn, named_parameters, unwrap
 from titan_fsdp._plan import Plan, plan
@@ -17,6 +18,7 @@ __all__ = [
     "CollectiveCounter",
     "Collectives",
     "Comm",
+    "Estimate",
     "Init",
     "Keep",
     "MixedPrecision",

@@ -10,7 +10,7 @@
 The gradients are equal up to rounding in all four. Divide the loss by the number of microbatches yourself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,14 +26,15 @@ from titan_fsdp._torch import fsdp_modules
 
 
 @contextmanager
-def accumulate(model: nn.Module, index: int, total: int, keep: Keep = "sharded") -> Iterator[None]:
+def accumulate(model: nn.Module, index: int, total: int, keep: Keep = "sharded") -> Generator[None]:
     """Run forward and backward of microbatch ``index`` of ``total`` inside this context.
 
     Args:
         model: A model from `Plan.apply`, or a plain one, for which nothing happens.
         index: Microbatch, from 0.
         total: Microbatches in the step.
-        keep: See the table above. In ddp mode ``sharded`` reduces every microbatch and the others only the last.
+        keep: See the table above. In ddp mode ``sharded`` reduces every microbatch and the others
+            only the last; with a communication hook it is always only the last.
 
     Raises:
         ValueError: ``index`` is out of range, or ``keep="hsdp-ar"`` without replicas.
@@ -43,7 +44,7 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Keep = "sharded")
         raise ValueError(f"microbatch index={index} is not in 0 … total-1={total - 1}.")
     last = index == total - 1
     if isinstance(model, DistributedDataParallel):
-        with _ddp(model, sync=last or keep == "sharded"):
+        with _ddp(model, sync=last):
             yield
         return
     modules = fsdp_modules(model)
@@ -84,7 +85,8 @@ def _set(model: nn.Module, plan: PlanData, modules: list[FSDPModule], keep: Keep
 
 
 @contextmanager
-def _ddp(model: DistributedDataParallel, *, sync: bool) -> Iterator[None]:
+def _ddp(model: DistributedDataParallel, *, sync: bool) -> Generator[None]:
+    """Reduce only the last: DistributedDataParallel would reduce again what it reduced before."""
     if sync:
         yield
         return

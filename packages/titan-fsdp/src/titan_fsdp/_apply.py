@@ -145,9 +145,7 @@ def _check_same_model(plan: PlanData, model: nn.Module) -> None:
 
 def _check_alone(plan: PlanData) -> None:
     if plan.sizes.total > 1 or dist.is_initialized():
-        raise ValueError(
-            f"the plan was made from sizes {plan.sizes}, so apply needs the mesh to work on. Pass plan.apply(model, mesh)."
-        )
+        raise ValueError(f"the plan was made from sizes {plan.sizes}, so apply needs a mesh: plan.apply(model, mesh).")
     mp = plan.policy.mp
     if mp.param != "fp32" or mp.output is not None or plan.policy.offload is not None:
         raise ValueError(

@@ -21,7 +21,7 @@ def check_not_wrapped(model: nn.Module) -> None:
         if isinstance(module, (FSDPModule, DistributedDataParallel)):
             what = "FSDP2" if isinstance(module, FSDPModule) else "DistributedDataParallel"
             raise ValueError(
-                f"module {clean_fqn(name) or 'root'!r} is already wrapped by {what}: its parameters would be sharded twice. "
+                f"module {clean_fqn(name) or 'root'!r} is already wrapped by {what}: it would be sharded twice. "
                 "Plan and apply once, on the plain model; name inner modules as units of the policy instead."
             )
 
@@ -45,8 +45,8 @@ def check_optimizer(model: nn.Module | Iterable[nn.Module], optimizer: torch.opt
     stale = [p for p in held if id(p) not in names]
     if stale:
         raise ValueError(
-            f"{len(stale)} of the optimizer's {len(held)} parameters are not the model's: it was built before the model was "
-            "wrapped or materialized, and would train nothing. Build it afterwards, from model.parameters()."
+            f"{len(stale)} of the optimizer's {len(held)} parameters are not the model's: it was built before wrapping "
+            "or materializing, and would train nothing. Build it afterwards, from model.parameters()."
         )
     trainable = {id(p) for m in models for _, p in named_parameters(m) if p.requires_grad}
     if trainable and not trainable.intersection(map(id, held)):
@@ -74,13 +74,14 @@ def check_wrapping(model: nn.Module) -> None:
     for name in now.layouts.keys() | wrapped.layouts.keys():
         if now.layouts.get(name) != wrapped.layouts.get(name):
             raise ValueError(
-                f"parameter {name!r} changed after FSDP was applied: it was {wrapped.layouts.get(name, 'absent')} and is "
+                f"parameter {name!r} changed after FSDP was applied: it was "
+                f"{wrapped.layouts.get(name, 'absent')} and is "
                 f"{now.layouts.get(name, 'absent')}. Tensor parallelism and module surgery come before plan.apply."
             )
     extra = sorted(now.modules - wrapped.modules)
     if extra:
         raise ValueError(
-            f"module {extra[0]!r} was wrapped after the modules around it (top-down), so they hold its parameters already. "
+            f"module {extra[0]!r} was wrapped after the modules around it (top-down), so they hold its parameters. "
             "Name it as a unit of the policy: plan.apply wraps inner modules first."
         )
 

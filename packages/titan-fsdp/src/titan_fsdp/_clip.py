@@ -81,7 +81,7 @@ def clip_grad_norm_(
     if local and not math.isinf(max_norm):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for dtype_grads in _by_device_and_dtype(local):
-            torch._foreach_mul_(dtype_grads, factor.to(dtype_grads[0].device))
+            torch._foreach_mul_(dtype_grads, factor.to(dtype_grads[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
@@ -116,7 +116,8 @@ def _power(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Sum of p-th powers of magnitudes (or their maximum), float32."""
     result = torch.zeros((), dtype=torch.float32, device=device)
     for group in _by_device_and_dtype([g for g in grads if g.numel()]):
-        norms = torch.stack(torch._foreach_norm(group, p, dtype=torch.float32)).to(device)
+        each = torch._foreach_norm(group, p, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch.stack(each).to(device)
         result = torch.maximum(result, norms.max()) if math.isinf(p) else result + norms.pow(p).sum()
     return result
 

@@ -10,8 +10,8 @@ With G units, R of them freed after forward, m microbatches (shard group larger 
 | hsdp-ar     | m (G + R)              | m G             | G                  |
 
 Rk of the R are resharded to a number of ranks, which torch cannot suspend at run time: zero1 gathers them in every
-backward. In ddp mode nothing is gathered or scattered; the all-reduces are the reduce-scatter column. A unit without trainable
-parameters is never reduced. ``Comm(reduce_scatter="bf16")`` replaces each reduce-scatter by one all-to-all.
+backward. In ddp mode nothing is gathered or scattered; the all-reduces are the reduce-scatter column. A unit without
+trainable parameters is never reduced. ``Comm(reduce_scatter="bf16")`` replaces each reduce-scatter by one all-to-all.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,8 @@ def planned_collectives(plan: PlanData, microbatches: int = 1, keep: Keep = "sha
         return None
     total = Collectives()
     for i, unit in enumerate(plan.units):
-        before = plan.units[: i + 1]
+        # A unit whose next one has a gradient is prefetched for backward, even if it has none itself.
+        before = plan.units[: i + 2]
         regathered = bool(unit.reshard) and (unit.name == "root" or any(u.trainable for u in before))
         total += _gathers(unit, microbatches, keep, regathered) + _reductions(plan, unit, microbatches, keep)
     return total

@@ -45,8 +45,8 @@ def _row(plan: PlanData, unit: PlannedUnit) -> tuple[str, ...]:
     elif plan.policy.mode == "ddp":
         after = "replicated"
     else:
-        after = {True: "freed", False: "kept"}.get(unit.reshard, f"kept over {unit.reshard} ranks")
-        if unit.reshard is not True and unit.reshard is not False:
+        after = "freed" if unit.reshard else "kept"
+        if not isinstance(unit.reshard, bool):
             after = f"kept over {unit.reshard} ranks"
     name = unit.name if len(unit.name) <= 48 else unit.name[:45] + "…"
     return (

@@ -10,6 +10,7 @@ Limits: the CPU and CUDA generators draw different numbers, so weights are the s
 import copy
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -173,8 +174,8 @@ def _join(name: str, leaf: str) -> str:
 
 def _stand_in(
     module: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor], device: torch.device
-) -> nn.Module:
-    stand_in = object.__new__(original_class(module))
+) -> Any:
+    stand_in: Any = object.__new__(original_class(module))
     stand_in.__dict__.update(copy.copy(module.__dict__))
     stand_in._parameters = dict(module._parameters)
     stand_in._buffers = dict(module._buffers)

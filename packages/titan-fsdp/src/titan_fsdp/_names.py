@@ -15,7 +15,7 @@ _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp
 
 
 def clean_fqn(name: str) -> str:
-    """``name`` without the segments that checkpoint and compile wrappers add: ``layers.0._orig_mod.w`` → ``layers.0.w``."""
+    """``name`` without what checkpoint and compile wrappers add: ``layers.0._orig_mod.w`` → ``layers.0.w``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 
 

@@ -1,20 +1,23 @@
 """From a model, group sizes and a policy to a plan; nothing is changed, no rank is needed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_fsdp._apply import apply_plan, check_not_wrapped
 from titan_fsdp._collectives import Collectives, Keep, planned_collectives
+from titan_fsdp._estimate import Estimate, estimate_step
 from titan_fsdp._explain import explain_plan
-from titan_fsdp._names import expand, matches, named_modules, named_parameters, unwrap
+from titan_fsdp._fp32 import split_fp32
+from titan_fsdp._names import expand, matches, named_parameters, unwrap
 from titan_fsdp._planned import PlanData, PlannedParam, PlannedUnit, Sizes
 from titan_fsdp._policy import Policy, Reshard, Unit
-from titan_fsdp._units import Group, find_groups, is_container, owner
+from titan_fsdp._units import Group, find_groups, owner
 
 MeshOrSizes = DeviceMesh | Mapping[str, int]
 
@@ -33,6 +36,28 @@ class Plan(PlanData):
     def collectives(self, microbatches: int = 1, keep: Keep = "sharded") -> Collectives | None:
         """Collectives of one step, by closed form; None in ddp mode with a hook, whose buckets are torch's choice."""
         return planned_collectives(self, microbatches, keep)
+
+    def estimate(
+        self,
+        model: nn.Module | None = None,
+        inputs: Sequence[Any] = (),
+        *,
+        loss: Callable[[Any], Tensor] | None = None,
+        optimizer_states: int = 2,
+        microbatches: int = 1,
+        keep: Keep = "sharded",
+    ) -> Estimate:
+        """Memory of one rank and the collectives of a step. No ranks, no allocation.
+
+        Args:
+            model: The plain model (before `apply`), for the activations; a copy of it runs on the meta device.
+            inputs: Example arguments of one microbatch; tensors on any device.
+            loss: From the model's output to the loss, whose saved tensors count too.
+            optimizer_states: Tensors of the gradient's size and dtype that the optimizer keeps; 2 for AdamW.
+            microbatches: Forward-backward passes in the step.
+            keep: What `accumulate` keeps between them.
+        """
+        return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep)
 
     def apply(
         self, model: nn.Module, mesh: DeviceMesh | None = None, meshes: Mapping[str, DeviceMesh] | None = None
@@ -78,7 +103,7 @@ def plan(
     sizes = sizes_of(mesh_or_sizes, policy.mode)
     own_sizes = {name: sizes_of(m, "fsdp" if policy.mode == "fsdp" else None) for name, m in (meshes or {}).items()}
     _check_tensor_parallel(model, mesh_or_sizes)
-    groups = _split_fp32(model, find_groups(model, policy.units), policy)
+    groups = split_fp32(model, find_groups(model, policy.units), policy.mp)
     units, ignored = _planned_units(model, groups, policy, sizes, own_sizes)
     warnings = _warnings(policy, units, sizes)
     return Plan(
@@ -141,41 +166,6 @@ def _check_tensor_parallel(model: nn.Module, mesh: MeshOrSizes) -> None:
             )
 
 
-def _split_fp32(model: nn.Module, groups: list[Group], policy: Policy) -> list[Group]:
-    """Take the modules kept in float32 out of each unit into a nested unit of their own."""
-    if policy.mp.param == "fp32" or not policy.mp.keep_fp32:
-        return groups
-    taken: list[str] = []
-    for name, module in named_modules(model).items():
-        direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
-        hit = [fqn for fqn in direct if matches(fqn, policy.mp.keep_fp32)]
-        whole = bool(name) and matches(name, policy.mp.keep_fp32) and next(module.parameters(), None) is not None
-        if owner(name, taken) is not None or is_container(module) or not (whole or hit):
-            continue
-        if not whole and (len(hit) < len(direct) or not name):
-            raise ValueError(
-                f"mp.keep_fp32 matches {hit} but not {sorted(set(direct) - set(hit))} of the same module: dtypes are per "
-                "module. Match the module, or move the parameter into a module of its own."
-            )
-        if any(name in g.fqns for g in groups):
-            raise ValueError(f"mp.keep_fp32 matches {name!r}, which is a whole unit. Match modules inside it.")
-        taken.append(name)
-    nested: dict[str | None, list[str]] = {}
-    everything = [fqn for g in groups for fqn in g.fqns]
-    for name in taken:
-        nested.setdefault(owner(name, everything), []).append(name)
-    result: list[Group] = []
-    for group in groups:
-        for fqn in group.fqns:
-            result += [_fp32_group(nested[fqn], group.unit)] if fqn in nested else []
-        result.append(group)
-    return result + ([_fp32_group(nested[None], Unit("*"))] if None in nested else [])
-
-
-def _fp32_group(names: list[str], unit: Unit) -> Group:
-    return Group(tuple(names), Unit(tuple(names), unit.reshard, unit.mesh, unit.shard_dim), fp32=True)
-
-
 def _planned_units(
     model: nn.Module, groups: list[Group], policy: Policy, sizes: Sizes, own: dict[str, Sizes]
 ) -> tuple[tuple[PlannedUnit, ...], tuple[str, ...]]:
@@ -196,15 +186,16 @@ def _planned_units(
         members.setdefault(key, []).append(
             PlannedParam(name, tuple(local.shape), local.dtype, parameter.requires_grad, dim)
         )
-    last = next((g for g in reversed(groups) if not g.fp32), None)
+    last = next((g for g in reversed(groups) if g.host is None), None)
     units: list[PlannedUnit] = []
-    for i, group in enumerate(groups):
+    for group in groups:
         params = tuple(p for fqn in group.fqns for p in members.get(fqn, []))
         if not params:
             continue
-        # A nested float32 unit stands before the unit it was taken from and does as that one does.
-        host = next((g for g in groups[i:] if not g.fp32), group)
-        reshard = _reshard(group.unit.reshard, host.fqns, group.fqns, policy, last=host is last)
+        # A nested float32 unit does as the unit it was taken from.
+        host = group.host or group.fqns
+        at_end = host == ("root",) or (last is not None and host == last.fqns)
+        reshard = _reshard(group.unit.reshard, host, group.fqns, policy, last=at_end)
         units.append(_unit(group, params, reshard, policy, _group_sizes(group.unit, sizes, own)))
     root = Group(("",), Unit("*"))
     reshard = _reshard(None, ("root",), ("root",), policy, last=True)
@@ -220,7 +211,7 @@ def _group_sizes(unit: Unit, sizes: Sizes, own: dict[str, Sizes]) -> Sizes:
         return sizes
     if unit.mesh not in own:
         raise ValueError(
-            f"Unit({unit.match!r}, mesh={unit.mesh!r}) names a mesh that was not given. Pass meshes={{{unit.mesh!r}: …}}."
+            f"Unit({unit.match!r}, mesh={unit.mesh!r}) names a mesh not given. Pass meshes={{{unit.mesh!r}: …}}."
         )
     return own[unit.mesh]
 
@@ -270,7 +261,7 @@ def _check_reshard_size(unit: PlannedUnit) -> None:
     choices = [k for k in range(2, shards) if shards % k == 0]
     if unit.reshard not in choices:
         raise ValueError(
-            f"reshard={unit.reshard} of unit {unit.name!r} must divide its {shards} shards, and be neither 1 nor {shards}. "
+            f"reshard={unit.reshard} of unit {unit.name!r} must divide its {shards} shards and be neither 1 nor all. "
             f"Use {'one of ' + str(choices) if choices else 'always or never: this group has no such divisor'}."
         )
 
@@ -296,7 +287,7 @@ def _warnings(policy: Policy, units: tuple[PlannedUnit, ...], sizes: Sizes) -> t
         for p in unit.params:
             if 0 < p.shape[p.shard_dim] < unit.sizes.shard and p.numel > 1024:
                 notes.append(
-                    f"{p.fqn} has {p.shape[p.shard_dim]} rows for {unit.sizes.shard} ranks: some hold nothing, all pad. "
+                    f"{p.fqn} has {p.shape[p.shard_dim]} rows for {unit.sizes.shard} ranks: some hold nothing. "
                     "Use Unit(…, shard_dim='auto')."
                 )
     if policy.mode == "hsdp" and sizes.replicate == 1:

@@ -31,7 +31,7 @@ class MixedPrecision:
     output: Literal["bf16", "fp32"] | None = None
     """Dtype the model's output is cast to; None leaves it as computed."""
     keep_fp32: Sequence[str] = ()
-    """FQN patterns of modules or parameters that compute in float32 and hand on ``param``; one more gather each unit."""
+    """FQN patterns of modules or parameters computed in float32; costs one more gather in each unit."""
 
     def __post_init__(self) -> None:
         _one_of("mp.param", self.param, tuple(_DTYPES))
@@ -80,7 +80,7 @@ class Unit:
             _patterns("Unit.match", self.match)
             if not self.match:
                 raise ValueError("Unit.match is an empty list: it names no module. Give FQNs, a pattern or a class.")
-        if isinstance(self.match, type) and not issubclass(self.match, nn.Module):
+        if isinstance(self.match, type) and not issubclass(self.match, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"Unit.match={self.match.__name__} is not a torch.nn.Module subclass, so no module can match."
             )
@@ -109,7 +109,7 @@ class Comm:
     """How gradients travel."""
 
     reduce_scatter: Literal["native", "bf16"] = "native"
-    """``bf16`` sends gradients in bfloat16 but sums them in float32: half the bytes, one rounding whatever the ranks."""
+    """``bf16`` sends gradients in bfloat16 but sums them in float32: half the bytes, one rounding."""
     ddp_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     """Gradient compression in ``ddp`` mode; uses torch's DistributedDataParallel and its communication hooks."""
     powersgd_rank: int = 1
@@ -124,7 +124,7 @@ class Comm:
             raise ValueError(f"comm.powersgd_rank={self.powersgd_rank} is no matrix rank. Use 1 or more.")
         if self.powersgd_start_step < 2:
             raise ValueError(
-                f"comm.powersgd_start_step={self.powersgd_start_step}: PowerSGD with error feedback and warm start must "
+                f"comm.powersgd_start_step={self.powersgd_start_step}: PowerSGD with error feedback must "
                 "begin after DistributedDataParallel has rebuilt its buckets. Use 2 or more."
             )
 
@@ -180,13 +180,13 @@ class Policy:
         if self.comm.ddp_hook is not None:
             if self.mode != "ddp":
                 raise ValueError(
-                    f"comm.ddp_hook={self.comm.ddp_hook!r} with mode={self.mode!r}: hooks belong to DistributedDataParallel. "
+                    f"comm.ddp_hook={self.comm.ddp_hook!r} with mode={self.mode!r}: hooks are for ddp. "
                     "Use mode='ddp', or comm.reduce_scatter='bf16'."
                 )
             if self.mp.param != "fp32" or self.mp.reduce != "fp32" or self.mp.keep_fp32 or self.mp.output is not None:
                 raise ValueError(
                     "comm.ddp_hook compresses float32 gradients of a float32 model, but mp asks for other dtypes. "
-                    "Use mp=MixedPrecision() with torch.autocast, or drop the hook: mp.reduce='bf16' halves the bytes too."
+                    "Use mp=MixedPrecision() with torch.autocast, or mp.reduce='bf16' without the hook."
                 )
             if self.offload is not None:
                 raise ValueError(
@@ -199,7 +199,7 @@ class Policy:
             )
         if self.comm.reduce_scatter == "bf16" and self.mp.reduce != "fp32":
             raise ValueError(
-                "comm.reduce_scatter='bf16' compresses float32 gradients on the way, but mp.reduce='bf16' already makes "
+                "comm.reduce_scatter='bf16' compresses float32 gradients on the way, but mp.reduce='bf16' makes "
                 "them bfloat16. Use mp.reduce='fp32' with it."
             )
 

@@ -1,6 +1,6 @@
 """State in and out of a wrapped model, under the names of the plain one; and evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -37,11 +37,11 @@ def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Tensor]:
 
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Generator[None]:
     """Evaluate inside: dropout off, no gradients, and on leaving, gathered parameters freed and training as before.
 
     Units that keep their parameters after forward would keep them gathered after an evaluation, with no backward to
-    free them.
+    free them. Use it between steps: gradients accumulated with ``keep="unsharded"`` and not yet reduced are lost.
     """
     was_training = model.training
     model.eval()
@@ -50,4 +50,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         reshard(model)
+        forget_forward_order(model)
         model.train(was_training)
+
+
+def forget_forward_order(model: nn.Module) -> None:
+    """Drop the order of units that FSDP2 recorded in forwards without backward.
+
+    It is what backward prefetches by; left over, the next backward gathers a unit of the evaluation for nothing.
+    torch 2.11 cannot drop it, and pays that gather once.
+    """
+    reset: Callable[[], None] | None = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        grads = [(p, p.grad) for p in model.parameters()]  # which resetting also drops
+        reset()
+        for parameter, grad in grads:
+            parameter.grad = grad

@@ -25,7 +25,9 @@ class Group:
     fqns: tuple[str, ...]
     unit: Unit
     fp32: bool = False
-    """Kept in float32, nested in the unit it was taken from."""
+    """Kept in float32."""
+    host: tuple[str, ...] | None = None
+    """FQNs of the unit this one was taken out of; None for a unit of its own."""
 
 
 def find_groups(model: nn.Module, units: str | Sequence[Unit | type[nn.Module] | str]) -> list[Group]:
@@ -160,7 +162,7 @@ def _check_tied(model: nn.Module, groups: list[Group]) -> None:
         if len(set(holder.values())) > 1:
             first = sorted({owner(name, g.fqns) or name.rpartition(".")[0] for name in names for g in groups})
             raise ValueError(
-                f"{' and '.join(map(repr, names))} are one tied parameter in different units: each unit would shard and "
+                f"{' and '.join(map(repr, names))} are one tied parameter in different units: each would shard and "
                 f"update its own copy. Put their modules in one unit, for example Unit({first!r})."
             )
 

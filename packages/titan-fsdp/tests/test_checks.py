@@ -1,0 +1,183 @@
+"""Misuse that torch lets pass, or reports far from the cause, is an error before step 1."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_for_tests import TinyLM, batches, fill, loss_of
+from titan_fsdp import (
+    Comm,
+    Policy,
+    accumulate,
+    check_optimizer,
+    eval_mode,
+    materialize,
+    named_parameters,
+    plan,
+    verify,
+)
+from titan_testing import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def misuses() -> None:
+    line = mesh()
+    tokens, _ = batches(1, 1)
+
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = plan(model, line).apply(model)
+    with pytest.raises(ValueError, match="built before wrapping"):
+        check_optimizer(model, optimizer)
+    check_optimizer(model, torch.optim.AdamW(model.parameters()))
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="1 of the optimizer's 1 parameters"):
+        check_optimizer([model], other)
+
+    with pytest.raises(ValueError, match="already wrapped by FSDP2"):
+        plan(model, line)
+    with pytest.raises(ValueError, match="'root' is already wrapped by Distributed"):
+        plan(DistributedDataParallel(TinyLM()), line)
+    inner: Any = TinyLM()
+    fully_shard(inner.layers[0], mesh=line)
+    with pytest.raises(ValueError, match=r"'layers\.0' is already wrapped by FSDP2"):
+        plan(inner, line)
+
+    # tensor parallelism after FSDP, by replacing a parameter
+    model = TinyLM()
+    model = plan(model, line).apply(model)
+    model.head.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(11, 6), line, [Replicate()]))
+    with pytest.raises(ValueError, match=r"'head\.weight' changed after FSDP was applied.*come before plan\.apply"):
+        model(tokens[0, 0])
+
+    # wrapping around something already wrapped: a module without parameters shows it does not need any
+    model = TinyLM()
+    model = plan(model, line, Policy(units=["layers.*"])).apply(model)
+    model.layers.add_module("extra", torch.nn.Identity())
+    fully_shard(model.layers.extra, mesh=line)
+    with pytest.raises(ValueError, match=r"'layers\.extra' was wrapped after the modules around it \(top-down\)"):
+        model(tokens[0, 0])
+
+    # tensor parallelism over the data-parallel axis
+    model = TinyLM()
+    model.head.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(11, 6), line, [Shard(0)]))
+    with pytest.raises(ValueError, match="must use another axis"):
+        plan(model, line)
+
+    with torch.device("meta"):
+        model = TinyLM()
+    with pytest.raises(ValueError, match=r"before plan\.apply"):
+        plan(model, line, Policy(mode="ddp", comm=Comm(ddp_hook="bf16"))).apply(model)
+    model = plan(model, line).apply(model)
+    with pytest.raises(ValueError, match="still on the meta device"):
+        model(tokens[0, 0])
+    materialize(model, "cpu", fill)
+    model(tokens[0, 0])
+
+    with pytest.raises(ValueError, match="mode='fsdp' has none"), accumulate(model, 0, 1, "hsdp-ar"):
+        pass
+    with pytest.raises(ValueError, match="index=3"), accumulate(model, 3, 2):
+        pass
+    with pytest.raises(ValueError, match="needs a 2-D mesh"):
+        plan(TinyLM(), line, Policy(mode="hsdp"))
+    with pytest.raises(ValueError, match="Plan again"):
+        plan(TinyLM(), {"shard": 8}).apply(TinyLM(), line)
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="cpu-nopin"):
+            plan(TinyLM(), line, Policy(offload="cpu")).apply(TinyLM())
+
+
+def test_misuse_is_an_error_before_the_first_step() -> None:
+    run_ranks(misuses, 1)
+
+
+def evaluation_and_verification() -> None:
+    line = mesh()
+    model: Any = TinyLM()
+    decided = plan(model, line, Policy(reshard="never"))
+    model = materialize(decided.apply(model), "cpu", fill)
+    tokens, targets = batches(2, 1)
+    rank = dist.get_rank()
+    with eval_mode(model):
+        assert not model.training
+        assert not model(tokens[0, rank]).requires_grad
+        assert not isinstance(model.layers[0].up.weight, DTensor)  # kept gathered after forward
+    assert model.training
+    assert all(isinstance(p, DTensor) for _, p in named_parameters(model))
+
+    def step() -> None:
+        loss_of(model, tokens[0, rank], targets[0, rank]).backward()
+
+    step()
+    before = {n: p.grad.full_tensor() for n, p in named_parameters(model)}
+    with eval_mode(model):
+        model(tokens[0, rank])
+    for name, parameter in named_parameters(model):
+        assert torch.equal(parameter.grad.full_tensor(), before[name]), name
+    if not hasattr(model, "reset_iter_state"):
+        step()  # torch 2.11 gathers once for nothing after an evaluation
+    seen = verify(decided, model, step)
+    assert seen.ok, seen.report()
+    other = plan(TinyLM(), line, Policy(reshard="always"))
+    seen = verify(other, model, step)
+    assert not seen.ok
+    assert "all_gather: planned" in seen.report()
+
+
+def test_evaluation_frees_kept_parameters_and_verify_tells_plans_apart() -> None:
+    run_ranks(evaluation_and_verification, 2)
+
+
+def frozen_and_ignored() -> None:
+    line = mesh()
+    for mode in ("fsdp", "ddp"):
+        model: Any = TinyLM()
+        model.embed.weight.requires_grad_(False)
+        decided = plan(model, line, Policy(mode=mode, ignore=["norm.weight"]))
+        model = materialize(decided.apply(model), "cpu", fill)
+        assert not isinstance(model.norm.weight, DTensor)
+        tokens, targets = (t[0, dist.get_rank()] for t in batches(2, 1))
+        seen = verify(decided, model, lambda m=model, x=tokens, y=targets: loss_of(m, x, y).backward())
+        assert seen.ok, seen.report()
+        assert model.embed.weight.grad is None
+
+
+def test_frozen_units_are_not_reduced_and_ignored_parameters_stay_plain() -> None:
+    run_ranks(frozen_and_ignored, 2)
+
+
+def unused_inside_a_unit() -> str:
+    """Rank 1 skips a linear inside a block; the reduction must still match on both ranks."""
+    line = mesh()
+
+    class Skips(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + (self.b(x) if dist.get_rank() == 0 else 0.0)
+
+    model: Any = torch.nn.Sequential(Skips(), Skips())
+    try:
+        model = plan(model, line, Policy(units=["*"], unused_parameters=True)).apply(model)
+    except ValueError as error:
+        return str(error)
+    materialize(model, "cpu", fill)
+    model(torch.ones(2, 4)).sum().backward()
+    grad = model[0].b.weight.grad.full_tensor()
+    assert float(grad.abs().max()) > 0
+    return "ran"
+
+
+def test_parameters_unused_on_one_rank_reduce_or_name_the_torch_that_can() -> None:
+    for said in run_ranks(unused_inside_a_unit, 2):
+        assert said == "ran" or "needs torch 2.13 or newer" in said

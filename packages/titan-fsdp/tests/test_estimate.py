@@ -1,0 +1,65 @@
+"""The memory estimate against torch's FSDPMemTracker, which replays real steps under a fake process group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_for_tests import TinyLM
+from titan_fsdp import MixedPrecision, Policy, plan
+from titan_testing import run_ranks
+from torch import Tensor
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def ratios(policies: list[Policy], tokens: int) -> list[float]:
+    """Estimated peak over tracked peak of the second step, for each policy."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+    found: list[float] = []
+    for policy in policies:
+        model = TinyLM(layers=4, dim=64)
+        x = torch.randint(11, (4, tokens))
+
+        def loss(output: Tensor, target: Tensor = x) -> Tensor:
+            return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten().to(output.device))
+
+        decided = plan(model, mesh, policy)
+        estimate = decided.estimate(model, (x,), loss=loss)
+        model = decided.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((x,))
+        with tracker:
+            loss(model(x)).backward()
+        snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+        found.append(estimate.peak / snapshot["Total"])
+    return found
+
+
+@pytest.mark.parametrize("tokens", [8, 256], ids=["parameters-dominate", "activations-dominate"])
+def test_peak_is_within_a_tenth_of_the_tracker(tokens: int) -> None:
+    policies = [
+        Policy(),
+        Policy(reshard="never"),
+        Policy(reshard=2),
+        Policy(mp=MixedPrecision(param="bf16")),
+    ]
+    for policy, ratio in zip(policies, run_ranks(ratios, 1, policies, tokens, init=False)[0], strict=True):
+        assert abs(ratio - 1) < 0.1, f"{ratio:.3f} for {policy}"
+
+
+def test_closed_forms_without_activations() -> None:
+    model = TinyLM(dim=8)
+    estimate = plan(model, {"shard": 1}).estimate(optimizer_states=2)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    assert (estimate.params, estimate.grads, estimate.optimizer) == (size, size, 2 * size)
+    assert estimate.activations == 0
+    assert plan(model, {"shard": 2}, Policy(offload="cpu")).estimate().peak < estimate.peak
+
+
+def test_inputs_without_a_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="without a model"):
+        plan(TinyLM(), {"shard": 2}).estimate(inputs=(torch.ones(1),))

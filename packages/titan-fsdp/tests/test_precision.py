@@ -1,0 +1,88 @@
+"""Dtypes of compute, reduction and output; gradients compressed on the way."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_for_tests import TinyLM, batches, fill, loss_of
+from titan_fsdp import CollectiveCounter, Collectives, Comm, MixedPrecision, Policy, materialize, named_parameters, plan
+from titan_testing import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def one_step(policy: Policy) -> tuple[dict[str, Tensor], Collectives, dict[str, torch.dtype]]:
+    """Full gradients, counted collectives, and the dtypes that the modules saw."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shape, names = ((2, world // 2), ("r", "s")) if policy.mode == "hsdp" else ((world,), ("s",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model: Any = materialize(plan(TinyLM(), mesh, policy).apply(TinyLM()), "cpu", fill)
+    seen: dict[str, torch.dtype] = {}
+
+    def look(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            seen.setdefault(f"{name}.weight", module.weight.dtype)
+            seen.setdefault(name, output.dtype)
+
+        return hook
+
+    model.layers[0].up.register_forward_hook(look("up"))
+    model.layers[0].norm.register_forward_hook(look("norm"))
+    model.head.register_forward_hook(look("head"))
+    tokens, targets = batches(world, 1)
+    with CollectiveCounter() as counter:
+        output = model(tokens[0, rank])
+        seen["output"] = output.dtype
+        torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), targets[0, rank].flatten()).backward()
+    grads = {n: p.grad.full_tensor() for n, p in named_parameters(model)}
+    return grads, counter.total, seen
+
+
+def several(policies: list[Policy]) -> list[Any]:
+    return [one_step(policy) for policy in policies]
+
+
+def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    flat = [torch.cat([g[n].double().flatten() for n in want]) for g in (got, want)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def test_bf16_reduce_scatter_halves_the_bytes_with_small_error() -> None:
+    policies = [
+        Policy(mode=mode, comm=Comm(reduce_scatter=comm), grad_divide=divide)
+        for mode in ("fsdp", "hsdp")
+        for divide in ("mean", "sum")
+        for comm in ("native", "bf16")
+    ]
+    results = run_ranks(several, 4, policies)[0]
+    for native, compressed in zip(results[::2], results[1::2], strict=True):
+        assert compressed[1].all_to_all_bytes * 2 == native[1].reduce_scatter_bytes
+        assert compressed[1].reduce_scatter_bytes == 0
+        error = relative_error(compressed[0], native[0])
+        # one rounding to bfloat16: at most 2^-9 = 2e-3 relative
+        assert 0 < error < 5e-3, error
+
+
+def test_parameters_compute_in_bf16_and_kept_modules_in_fp32() -> None:
+    policies = [
+        Policy(mode=mode, mp=MixedPrecision(param="bf16", output="fp32", keep_fp32=["*norm*"]))
+        for mode in ("fsdp", "ddp")
+    ]
+    for grads, _, seen in run_ranks(several, 2, policies)[1]:
+        assert seen["up.weight"] == seen["up"] == torch.bfloat16
+        assert seen["norm.weight"] == torch.float32
+        assert seen["head"] == torch.bfloat16
+        assert seen["output"] == torch.float32
+        assert {g.dtype for g in grads.values()} == {torch.float32}
+        model = materialize(TinyLM(), "cpu", fill)
+        tokens, targets = batches(2, 1)
+        (loss_of(model, tokens[0], targets[0])).backward()
+        want = {n: p.grad for n, p in model.named_parameters()}
+        # bfloat16 compute: 2^-9 a rounding, a dozen roundings deep
+        assert relative_error(grads, want) < 3e-2
+
+
+def test_kept_modules_add_one_small_gather_a_unit_and_the_plan_knows() -> None:
+    policy = Policy(mp=MixedPrecision(param="bf16", keep_fp32=["layers.*.norm"]))
+    _, counted, _ = run_ranks(several, 2, [policy])[0][0]
+    assert counted == plan(TinyLM(), {"shard": 2}, policy).collectives()

@@ -1,0 +1,23 @@
+"""The private torch names this package uses, on the versions it was checked on."""
+
+import inspect
+
+import torch
+from titan_fsdp import _torch, _verify
+from titan_fsdp._torch import original_class, split_factor
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+
+def test_private_names_are_as_on_torch_2_11_and_2_15() -> None:
+    assert {"mesh", "mp_policy", "offload_policy", "ignored_params"} <= set(inspect.signature(replicate).parameters)
+    assert _torch.torch_replicate is replicate
+    assert split_factor(_StridedShard(0, split_factor=2)) == 2
+    assert split_factor(Shard(0)) == 1
+    for name in _verify._OPERATORS:
+        namespace, _, operator = name.partition("::")
+        assert hasattr(getattr(torch.ops, namespace), operator), name
+    assert original_class(torch.nn.Linear(1, 1)) is torch.nn.Linear
+    for method in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "set_custom_reduce_scatter"):
+        assert hasattr(FSDPModule, method), method
