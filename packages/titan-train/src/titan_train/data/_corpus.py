@@ -213,4 +213,4 @@ def _checked(file: CorpusFile, number: int, offset: int, raw: bytes) -> Document
 
 
 def _oversize(source: SourceConfig) -> str:
-    return f"longer than max_document_bytes={source.max_document_bytes}"
+    return f"longer than max_document_bytes={source.max_document_bytes} of its source allows (raise it to read it)"

@@ -85,7 +85,7 @@ class Mixture:
         return self.counts * block + np.bincount(source_of[:rest], minlength=len(self.names))
 
     def _make_table(self, block: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int32]]:
-        places = permute(np.arange(self.block, dtype=np.int64), self.block, self._seed, "mix", block)
+        places = permute(np.arange(self.block, dtype=np.int64), self.block, "mixture", self._seed, block)
         source_of = np.searchsorted(np.cumsum(self.counts), places, side="right").astype(np.uint16)
         rank_of = np.empty(self.block, dtype=np.int32)
         by_source = np.argsort(source_of, kind="stable")

@@ -34,6 +34,9 @@ class HostToDevice:
         import torch
 
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            # The thread that sends has a current device of its own, which is not the one this thread chose.
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._slots: list[_PinnedSlot] = []
         self._num_slots = slots
         self._next = 0
