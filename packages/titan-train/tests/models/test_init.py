@@ -106,3 +106,32 @@ def test_a_parameter_that_nobody_can_fill_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"Own does not say how scale start.*init_weights\(fqn, tensor, generator\)"):
         init_for(Own())
+
+
+def test_buffers_of_torchs_layers_are_reset_and_lost_ones_are_named() -> None:
+    class Own(nn.Module):
+        def __init__(self, table: Tensor | None) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer("table", table)
+
+    init = init_for(Own(torch.ones(3)))  # a real buffer keeps its values: nobody asks for it
+    tensor = torch.empty(3)
+    init("norm.running_var", tensor, torch.Generator())
+    assert torch.equal(tensor, torch.ones(3))
+    with pytest.raises(ValueError, match="does not say how table start"):
+        init_for(Own(torch.ones(3, device="meta")))
+
+
+def test_a_reset_that_leaves_a_parameter_out_is_named() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def reset_parameters(self) -> None:
+            """Forgets scale."""
+
+    init = init_for(Own())
+    with pytest.raises(ValueError, match="does not say how scale start"):
+        init("scale", torch.empty(3), torch.Generator())

@@ -1,6 +1,7 @@
 """Llama against a naive reference in float64: logits and every gradient."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,10 +131,30 @@ def test_bfloat16_model_stays_near_float32() -> None:
     assert float((got.float() - want).abs().max()) < 0.1 * float(want.std()) + 0.05
 
 
+def test_blocks_compile_to_one_graph_each_and_never_again() -> None:
+    model = make().float()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    batches = [torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    documents = [torch.tensor([[0, 4 + i, 16, 16], [0, 16, 16, 16]], dtype=torch.int32) for i in range(3)]
+    want = [model(t, cu_seqlens=cu).detach() for t, cu in zip(batches, documents, strict=True)]
+    for block in model.layers.values():
+        block.compile(fullgraph=True, backend=backend)
+    for i, (tokens, cu_seqlens) in enumerate(zip(batches, documents, strict=True)):
+        got = model(tokens, cu_seqlens=cu_seqlens)
+        got.sum().backward()
+        assert torch.equal(got.detach(), want[i])
+        assert len(graphs) <= 2  # one a layer at most; new documents and a new context object bring no other
+
+
 def test_taking_a_layer_out_keeps_the_names_of_the_others() -> None:
     model = make()
     del model.layers["0"]
-    assert [name for name in model.state_dict() if name.startswith("layers.")][0].startswith("layers.1.")
+    assert next(name for name in model.state_dict() if name.startswith("layers.")).startswith("layers.1.")
     assert model(torch.arange(5)[None]).shape == (1, 5, 61)
 
 
@@ -150,6 +171,6 @@ def test_taking_a_layer_out_keeps_the_names_of_the_others() -> None:
     ],
 )
 def test_shapes_that_cannot_work_are_refused(changes: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(ValueError, match="model.args") as caught:
+    with pytest.raises(ValueError, match=r"model\.args") as caught:
         LlamaArgs(**{**ARGS, **changes})  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words)

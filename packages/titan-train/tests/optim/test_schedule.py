@@ -1,5 +1,6 @@
 """Schedules against their closed forms, and exactness after a resume."""
 
+import itertools
 import math
 
 import pytest
@@ -93,7 +94,7 @@ def test_lr_factor_is_continuous_where_its_parts_meet() -> None:
     factors = [
         lr_factor(k, total_steps=1000, warmup_steps=100, decay_steps=200, decay_shape="linear") for k in range(1001)
     ]
-    assert max(abs(a - b) for a, b in zip(factors, factors[1:], strict=False)) <= 0.01 + 1e-12
+    assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= 0.01 + 1e-12
     assert factors[1000] == 0.0
 
 
