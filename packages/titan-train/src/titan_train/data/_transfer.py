@@ -34,7 +34,7 @@ class HostToDevice:
         import torch
 
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
+        if str(self.device) == "cuda":
             # The thread that sends has a current device of its own, which is not the one this thread chose.
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._slots: list[_PinnedSlot] = []
