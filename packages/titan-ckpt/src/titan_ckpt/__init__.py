@@ -4,13 +4,22 @@
 >>> state = TrainState(model=model, optim=optim, sched=sched, data=loader, extra={"tokens": 0})
 >>> start = ck.restore(state)  # 0 if there is nothing yet
 >>> ck.save(step, state)
+
+What needs torch is imported when it is first used, so that the saver process and the command line's ``ls`` and
+``verify`` start without it.
 """
 
-from titan_ckpt._checkpointer import Checkpointer, SaveJob
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from titan_ckpt._errors import CheckpointError, Damage, DamageError
 from titan_ckpt._manifest import Manifest
 from titan_ckpt._retention import Retention
-from titan_ckpt._state import Stateful, TrainState
+
+if TYPE_CHECKING:
+    from titan_ckpt._async import SaveJob
+    from titan_ckpt._checkpointer import Checkpointer
+    from titan_ckpt._state import Stateful, TrainState
 
 __all__ = [
     "CheckpointError",
@@ -23,3 +32,16 @@ __all__ = [
     "Stateful",
     "TrainState",
 ]
+
+_LAZY = {
+    "Checkpointer": "_checkpointer",
+    "SaveJob": "_async",
+    "Stateful": "_state",
+    "TrainState": "_state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,52 +1,43 @@
 """The one object a training loop talks to."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 
 from titan_ckpt import _commit
+from titan_ckpt._async import SaveJob, Saver
 from titan_ckpt._errors import CheckpointError, DamageError
-from titan_ckpt._format import parse_step_name
+from titan_ckpt._job import Job
 from titan_ckpt._load import Verify
 from titan_ckpt._manifest import Manifest
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
-from titan_ckpt._save import PlanCache, save_step
+from titan_ckpt._save import PlanCache, Planned, begin_job, plan_step, save_now
 from titan_ckpt._state import TrainState
-from titan_ckpt._version import VERSION
 
 _log = logging.getLogger("titan_ckpt")
 
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """A save that was begun."""
-
-    step: int
-    path: Path
-    """The step's folder."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the step is committed."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Path:
-        """Wait until the step is committed and return its folder."""
-        return self.path
+# How long a new Checkpointer waits for a save that a killed trainer's saver is still finishing.
+_INHERITED_SAVE_S = 120.0
+# How long savers wait for each other within a step.
+_MEETING_S = 3600.0
 
 
 class Checkpointer:
     """Saves and restores the state of a training loop below one folder.
 
-    Without torch.distributed it serves one process. With it, every rank constructs one, and ``save``, ``restore`` and
-    ``close`` are collective: every rank calls them, in the same order. All ranks see one file system.
+    Without torch.distributed it serves one process. With it, every rank constructs one, and ``save``, ``restore``,
+    ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks see one file system.
 
     Args:
         root: The folder of the steps; made if missing.
@@ -55,6 +46,12 @@ class Checkpointer:
         keep_every: Also keep steps divisible by this number.
         keep_best: Also keep the best step by this metric, of those saved with it.
         best_is: Whether "min" or "max" of the metric is best.
+        async_: Save in the background: ``save`` returns when the state's bytes are copied, and a saver process beside
+            each rank brings them to disk, also if the trainer is killed in the meantime. Failures are raised by the
+            next call.
+        on_busy: With ``async_``, what a save does while the last one is in flight: "wait" for it, or "skip".
+        overlap: With ``async_``, copy in a thread while training goes on. Weights must not change before the copy is
+            made: put the optimizer's step inside ``with ck.guard():``.
         group: The ranks that save together, over a backend with CPU tensors; None for all.
 
     Raises:
@@ -70,17 +67,30 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: str | None = None,
         best_is: Literal["min", "max"] = "min",
+        async_: bool = False,
+        on_busy: Literal["wait", "skip"] = "wait",
+        overlap: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if on_busy not in ("wait", "skip"):
+            raise ValueError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'.")
+        if overlap and not async_:
+            raise ValueError(
+                "overlap=True copies in the background, which only asynchronous saves do. Set async_=True."
+            )
         self.root = Path(root)
         self.retention = Retention(keep_last, keep_every, keep_best, best_is)
+        self._async, self._on_busy, self._overlap = async_, on_busy, overlap
         self._ranks = Ranks(group)
         self._cache = PlanCache()
+        self._saver: Saver | None = None
+        self._flight: SaveJob | None = None
         self._closed = False
         error: Exception | None = None
         if self._ranks.rank == 0:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
+                _await_inherited(self.root)
                 for path in _commit.sweep(self.root):
                     _log.info("removed %s, left by a save or deletion that did not finish", path)
             except OSError as err:
@@ -88,9 +98,11 @@ class Checkpointer:
         self._ranks.agree(error, f"opening {self.root}")
 
     def save(self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> SaveJob:
-        """Save ``state`` as ``step``; when this returns, the step is on disk and committed. Collective.
+        """Save ``state`` as ``step``. Collective.
 
-        A step that exists already is replaced: the new one is committed first, the old one deleted after.
+        When this returns, the step is on disk and committed; with ``async_``, its bytes are copied (with ``overlap``,
+        being copied) and will be. A step that exists already is replaced: the new one is committed first, the old one
+        deleted after.
 
         Args:
             step: Number of the step, from 0.
@@ -100,13 +112,61 @@ class Checkpointer:
         Raises:
             TypeError: If the state holds something that is neither plain data nor a tensor; the message has its path.
             ValueError: If names clash, or the ranks' parts do not make up whole tensors.
-            CheckpointError: If a rank cannot write. Earlier steps are intact.
+            CheckpointError: If a rank cannot write, or the background save before this one failed (raised once; this
+                step is not saved then). Earlier steps are intact.
         """
         self._check_open()
-        path = save_step(self.root, step, state, self._ranks, self._cache, dict(metrics or {}), VERSION)
-        if self._ranks.rank == 0:
-            self._purge(step, path)
-        return SaveJob(step, path)
+        if self._async and self._skips(step):
+            return SaveJob(step, skipped=True)
+        self.wait()
+        planned = plan_step(step, state, self._ranks, self._cache)
+        savers = self._meet() if self._async else [_commit.Process.of(os.getpid())]
+        job = begin_job(
+            self.root,
+            step,
+            planned,
+            self._ranks,
+            self._cache,
+            metrics=metrics or {},
+            retention=self.retention,
+            owner=savers[0],
+        )
+        if not self._async:
+            return SaveJob(step, save_now(job, planned, self._ranks))
+        self._flight = SaveJob(step)
+        if self._overlap:
+            thread = threading.Thread(
+                target=self._hand_over, args=(job, planned, self._flight, savers), name="titan-ckpt"
+            )
+            thread.start()
+        else:
+            self._hand_over(job, planned, self._flight, savers)
+        return self._flight
+
+    @contextlib.contextmanager
+    def guard(self) -> Generator[None]:
+        """Wait until the state may change: put the optimizer's step inside, if ``overlap`` is set."""
+        while self._flight is not None and not self._flight.staged:
+            time.sleep(0.0005)
+        yield
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no save is in flight. Collective.
+
+        Raises:
+            CheckpointError: If the save in flight failed on any rank. Raised once.
+            TimeoutError: If it takes longer than ``timeout_s`` seconds.
+        """
+        flight, error = self._flight, None
+        if not self._async:
+            return
+        if flight is not None:
+            try:
+                flight.wait(timeout_s)
+            except CheckpointError as err:
+                error = err
+            self._flight = None
+        self._ranks.agree(error, "the save in the background")
 
     def restore(
         self,
@@ -115,6 +175,7 @@ class Checkpointer:
         *,
         verify: Verify = "touched",
         strict: bool = True,
+        fallback: bool = False,
     ) -> int:
         """Fill ``state`` in place from a step saved by any number of ranks in any layout. Collective.
 
@@ -126,28 +187,40 @@ class Checkpointer:
             verify: "touched" checks the digest of each 4 MiB block that is read, "all" of every block of the step,
                 "none" only manifest, index, state files and sizes.
             strict: Refuse names or dtypes that differ. False loads what matches and converts dtypes.
+            fallback: If the step is damaged, log what is and take the next older one, down to the oldest.
 
         Returns:
             The step restored; 0 if ``step`` is "latest" and there is none.
 
         Raises:
-            DamageError: If the step is not what was written. Lists file, tensors, block and byte.
+            DamageError: If the step is not what was written. Lists file, tensors, block and byte. With ``fallback``,
+                only if no older step is intact.
             ValueError: If the step does not exist, or does not fit the state.
         """
         self._check_open()
         if verify not in ("touched", "all", "none"):
             raise ValueError(f"verify={verify!r} is none of 'touched', 'all', 'none'.")
+        self.wait()
         told = None
         if self._ranks.rank == 0:
             found = _commit.step_folders(self.root)
-            chosen = found[-1:] if step == "latest" else [entry for entry in found if entry[0] == step]
-            told = json.dumps([[str(path) for _, path in chosen], [number for number, _ in found]]).encode()
-        paths, present = json.loads(self._ranks.broadcast(told))
-        if paths:
-            return restore_step(Path(paths[0]), state, self._ranks, verify, strict)
-        if step == "latest":
+            told = json.dumps([[number, str(path)] for number, path in found]).encode()
+        present: list[tuple[int, str]] = json.loads(self._ranks.broadcast(told))
+        tried = [(number, path) for number, path in present if step == "latest" or number <= step]
+        if step == "latest" and not tried:
             return 0
-        raise ValueError(f"there is no step {step} below {self.root}; there are {present}.")
+        if step != "latest" and (not tried or tried[-1][0] != step):
+            raise ValueError(
+                f"there is no step {step} below {self.root}; there are {[number for number, _ in present]}."
+            )
+        for number, path in reversed(tried):
+            try:
+                return restore_step(Path(path), state, self._ranks, verify, strict)
+            except DamageError as err:
+                if not fallback or number == tried[0][0]:
+                    raise
+                _log.warning("step %d is not used, an older one is tried: %s", number, err)
+        raise AssertionError("unreachable: the oldest step returns or raises")
 
     def latest(self) -> int | None:
         """The newest valid step, or None. Skips a damaged one with a warning that says what is wrong."""
@@ -171,26 +244,63 @@ class Checkpointer:
             raise ValueError(f"there is no step {step} below {self.root}; there are {sorted(folders)}.")
         return folders[step]
 
-    def close(self) -> None:
-        """Finish. A closed checkpointer refuses to save or restore. May be called again."""
-        self._closed = True
+    @property
+    def last_error(self) -> str | None:
+        """Why the save in flight has failed, if it has; the next call raises it."""
+        return self._flight.error if self._flight is not None else None
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the save in flight and end the saver process. Collective. May be called again.
+
+        Raises:
+            CheckpointError: If the save in flight failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait(timeout_s)
+        finally:
+            self._closed = True
+            if self._saver is not None:
+                self._saver.close()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        # After an error other ranks may never come; what was handed to the savers is finished by them.
+        if exc[0] is None:
+            self.close()
 
-    def _purge(self, step: int, path: Path) -> None:
-        """Delete what retention no longer keeps, and older revisions of ``step``. The new step is committed already."""
+    def _skips(self, step: int) -> bool:
+        """Whether this save is left out: it is if any rank's last one is in flight."""
+        if self._on_busy == "wait":
+            return False
+        busy = self._flight is not None and not self._flight.done
+        skips = any(reply == b"1" for reply in self._ranks.all_gather(b"1" if busy else b"0"))
+        if skips:
+            _log.warning("step %d is not saved: the save before it is still in flight", step)
+        return skips
+
+    def _meet(self) -> list[_commit.Process]:
+        """Start this rank's saver if it does not run; return every rank's. Collective."""
+        if self._saver is not None and not self._saver.alive:
+            self._saver.close()
+            self._saver = None
+        if self._saver is None:
+            self._saver = Saver()
+        told = self._ranks.all_gather(json.dumps(asdict(self._saver.process)).encode())
+        return [_commit.Process(**json.loads(reply)) for reply in told]
+
+    def _hand_over(self, job: Job, planned: Planned, result: SaveJob, savers: list[_commit.Process]) -> None:
+        """Copy the state's bytes and give the job to the saver."""
+        assert self._saver is not None
         try:
-            older = [p for p in self.root.iterdir() if p != path and _is_step(p, step)]
-            valid = {n: m.metrics for n, p in _commit.step_folders(self.root) if (m := _valid(p)) is not None}
-            surplus = [self.path(number) for number in self.retention.surplus(valid) if number != step]
-            for gone in older + surplus:
-                _commit.discard(gone)
-        except OSError as err:  # the save itself succeeded; a full folder is not worth the run
-            _log.warning("%s: old steps could not be deleted: %s", self.root, err)
+            self._saver.stage(job, planned.views())
+            result.mark_staged()
+            self._saver.submit(job, result, savers, _MEETING_S)
+        except (CheckpointError, OSError) as err:
+            result.finish(None, str(err))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -205,6 +315,11 @@ def _valid(path: Path) -> Manifest | None:
         return None
 
 
-def _is_step(path: Path, step: int) -> bool:
-    parsed = parse_step_name(path.name)
-    return parsed is not None and parsed[0] == step
+def _await_inherited(root: Path) -> None:
+    """Let savers of a trainer that ended finish: their step is the one to resume from."""
+    deadline = time.monotonic() + _INHERITED_SAVE_S
+    while time.monotonic() < deadline:
+        owners = [_commit.owner_of(path) for path in root.glob(".tmp-*")]
+        if not any(owner and owner.local and owner.pid != os.getpid() and owner.alive for owner in owners):
+            return
+        time.sleep(0.05)

@@ -7,23 +7,29 @@ mistaken for this one nor be committed by it. Saving a step again commits it as 
 moment without a valid copy. Deleting renames to ``.trash-*`` first: a half deleted step is not a step.
 """
 
+import contextlib
 import datetime as dt
 import json
-import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_ckpt._errors import DamageError
 from titan_ckpt._format import INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
-from titan_ckpt._manifest import encode_manifest
+from titan_ckpt._manifest import Manifest, encode_manifest
+from titan_ckpt._retention import Retention
 from titan_ckpt._write import fsync_folder, write_plain
 
 _OWNER_NAME = ".owner.json"
 # Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
 _FOREIGN_AGE_S = 86_400
+# Longer than a folder stays without a named owner: while it is made, and from the last file to the rename.
+_NAMELESS_AGE_S = 60
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -36,13 +42,37 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return [(step, newest[step][1]) for step in sorted(newest)]
 
 
-def begin_save(root: Path, step: int) -> tuple[Path, str]:
-    """Make the folder of an unfinished save and return it with its save id."""
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of some machine, told apart from a later one that gets the same number."""
+
+    host: str
+    pid: int
+    started: str | None
+    """In the kernel's ticks."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """A process of this machine."""
+        return cls(socket.gethostname(), pid, _process_start(pid))
+
+    @property
+    def local(self) -> bool:
+        """Whether it is of this machine, so that `alive` can tell."""
+        return self.host == socket.gethostname()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; of another machine, True."""
+        return not self.local or (self.started is not None and _process_start(self.pid) == self.started)
+
+
+def begin_save(root: Path, step: int, owner: Process) -> tuple[Path, str]:
+    """Make the folder of an unfinished save, kept while ``owner`` lives; return it with its save id."""
     save_id = secrets.token_hex(8)
     folder = root / f".tmp-{step:08d}-{save_id}"
     folder.mkdir(parents=True)
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _process_start(os.getpid())}
-    (folder / _OWNER_NAME).write_text(json.dumps(owner))
+    (folder / _OWNER_NAME).write_text(json.dumps(asdict(owner)))
     return folder, save_id
 
 
@@ -78,7 +108,8 @@ def commit_save(
         files=files,
         index=encoded,
     )
-    (folder / _OWNER_NAME).unlink(missing_ok=True)
+    for note in folder.glob(".*"):  # the owner's name, savers' reports
+        note.unlink()
     write_plain(folder / (MANIFEST_NAME + ".part"), manifest)
     (folder / (MANIFEST_NAME + ".part")).rename(folder / MANIFEST_NAME)
     for parent in sorted({(folder / record.name).parent for record in files} | {folder}, reverse=True):
@@ -95,6 +126,23 @@ def discard(path: Path) -> None:
     trash = path.parent / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
     path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def purge(newest: Path, step: int, retention: Retention) -> None:
+    """Delete older revisions of ``step``, and the steps that ``retention`` no longer keeps.
+
+    The new step is committed already; only valid steps are counted. A step that cannot be deleted is left.
+    """
+    root = newest.parent
+    older = [p for p in _children(root) if p != newest and (parse_step_name(p.name) or (-1,))[0] == step]
+    folders = dict(step_folders(root))
+    valid: dict[int, dict[str, float]] = {}
+    for number, path in folders.items():
+        with contextlib.suppress(DamageError, ValueError):
+            valid[number] = Manifest.open(path).metrics
+    for gone in [*older, *(folders[number] for number in retention.surplus(valid))]:
+        with contextlib.suppress(OSError):
+            discard(gone)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -115,22 +163,24 @@ def _children(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
 
-def _owner_alive(folder: Path) -> bool:
+def owner_of(folder: Path) -> Process | None:
+    """Who makes an unfinished save; None in the moments before it is named and after the last file is written."""
     try:
-        owner = json.loads((folder / _OWNER_NAME).read_text())
-        age_s = dt.datetime.now().timestamp() - folder.stat().st_mtime
+        return Process(**json.loads((folder / _OWNER_NAME).read_text()))
     except (OSError, ValueError):
-        # Killed between making the folder and naming its owner, or between the owner's removal and the rename.
-        # Both last moments; give them a minute.
-        return _age_s(folder) < 60
-    if owner["host"] != socket.gethostname():
-        return age_s < _FOREIGN_AGE_S
-    return _process_start(owner["pid"]) == owner["started"]
+        return None
+
+
+def _owner_alive(folder: Path) -> bool:
+    owner = owner_of(folder)
+    if owner is None:
+        return _age_s(folder) < _NAMELESS_AGE_S
+    return owner.alive and (owner.local or _age_s(folder) < _FOREIGN_AGE_S)
 
 
 def _age_s(folder: Path) -> float:
     try:
-        return dt.datetime.now().timestamp() - folder.stat().st_mtime
+        return time.time() - folder.stat().st_mtime
     except OSError:
         return 0.0
 

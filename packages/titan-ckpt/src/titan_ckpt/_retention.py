@@ -1,5 +1,6 @@
 """Which steps to keep. Purely a choice on a list of valid steps; deletion follows each commit."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +40,8 @@ class Retention:
         return [step for step in ordered if step not in keep]
 
     def _best(self, ordered: Sequence[int], steps: Mapping[int, Mapping[str, float]]) -> list[int]:
-        rated = [
-            (steps[step][self.best], step) for step in ordered if self.best is not None and self.best in steps[step]
-        ]
+        name = self.best or ""
+        rated = [(steps[step][name], step) for step in ordered if math.isfinite(steps[step].get(name, math.nan))]
         if not rated:
             return []
         pick = min(rated) if self.best_is == "min" else max(rated)

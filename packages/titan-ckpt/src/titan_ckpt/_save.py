@@ -1,30 +1,33 @@
-"""One synchronous save, as seen by each rank: say what it holds, write what it is assigned, report.
+"""Prepare a save, as seen by each rank: say what it holds, learn what it writes.
 
-Three short exchanges with rank 0: the state's structure (once; the plan is kept while it stays the same), the
-assignments, the written files. Every failure, of whatever rank, is raised by every rank, and the step does not exist
-then.
+Short exchanges with rank 0: the state's structure (once; the plan is kept while it stays the same) and its plain
+data. The result is a `Job` of plain data and the tensors whose bytes it wants, carried out here (`save_now`) or by the
+saver process (`titan_ckpt._async`). Every failure, of whatever rank, is raised by every rank.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_ckpt import _commit, _optim, _tree
 from titan_ckpt._digest import digest
 from titan_ckpt._dtypes import dtype_name
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._format import SECTIONS, STATE_NAME, Entry, rank_state_name, shard_name
-from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
+from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor, pack_tensor
+from titan_ckpt._job import Job, Lead, Shard, commit_job, write_job
 from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, Piece, Plan, decode_held, decode_pieces, encode_held, encode_pieces, plan_save
 from titan_ckpt._ranks import Ranks
+from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect
-from titan_ckpt._write import write_bytes, write_safetensors
+from titan_ckpt._version import VERSION
 
 
 @dataclass(slots=True)
@@ -32,45 +35,142 @@ class PlanCache:
     """The last plan: kept while the structure of the state does not change."""
 
     structure: str = ""
-    """Digest of what this rank holds; on rank 0, of what all ranks hold."""
+    """Digest of what all ranks hold."""
     pieces: tuple[Piece, ...] = ()
-    plan: Plan | None = None
-    """The whole plan, on rank 0."""
+    shard_names: tuple[str, ...] = ()
+    tensors: dict[str, dict[str, StoredTensor]] | None = None
+    """The index's tensors; on rank 0."""
 
 
-def save_step(
-    root: Path, step: int, state: TrainState, ranks: Ranks, cache: PlanCache, metrics: Mapping[str, float], version: str
-) -> Path:
-    """Save a step and return its folder. Collective; see `titan_ckpt.Checkpointer.save`."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What this rank holds and writes."""
+
+    collected: Collected
+    parts: list[LocalPart]
+    held: list[Held]
+    pieces: tuple[Piece, ...]
+
+    def views(self) -> Iterator[Tensor]:
+        """The tensors to write, in file order; views of the live state."""
+        for piece in self.pieces:
+            yield self.parts[piece.held].view(piece.box)
+
+
+def plan_step(step: int, state: TrainState, ranks: Ranks, cache: PlanCache) -> Planned:
+    """Take the state apart and agree on who writes what. Collective.
+
+    Raises:
+        TypeError: If the state holds something that is neither plain data nor a tensor.
+        ValueError: If names clash, or the ranks' parts do not make up whole tensors.
+    """
     doing = f"save of step {step}"
-    collected, parts, held, error = _prepare(step, state, ranks)
+    collected, parts, held, error = _take_apart(step, state, ranks)
     ranks.agree(error, doing)
     assert collected is not None
-    pieces = _plan(held, ranks, cache, doing)
-    folder, save_id = _begin(root, step, ranks, doing)
-    error, records = None, list[FileRecord]()
+    return Planned(collected, parts, held, _plan(held, ranks, cache, doing))
+
+
+def begin_job(
+    root: Path,
+    step: int,
+    planned: Planned,
+    ranks: Ranks,
+    cache: PlanCache,
+    *,
+    metrics: Mapping[str, float],
+    retention: Retention,
+    owner: _commit.Process,
+) -> Job:
+    """Make the unfinished step's folder and this rank's job. Collective.
+
+    Args:
+        owner: The process of rank 0 that will commit: while it lives, the folder is not swept.
+
+    Raises:
+        CheckpointError: If the folder cannot be made.
+    """
+    error, told = None, None
+    if ranks.rank == 0:
+        try:
+            folder, save_id = _commit.begin_save(root, step, owner)
+            told = json.dumps([str(folder), save_id]).encode()
+        except OSError as err:
+            error = explained(err, root, 0)
+    ranks.agree(error, f"save of step {step}")
+    name, save_id = json.loads(ranks.broadcast(told))
+    shards: list[Shard] = []
+    for section in SECTIONS:
+        mine = [p for p in planned.pieces if p.section == section]
+        if mine:
+            entries = tuple(
+                Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
+            )
+            shards.append(Shard(shard_name(section, ranks.rank), entries))
+    texts: list[tuple[str, str]] = []
+    if planned.collected.own:
+        texts.append((rank_state_name(ranks.rank), _tree.dump_json(planned.collected.own).decode()))
+    everyone = ranks.gather(_tree.dump_json(planned.collected.shared))
+    lead = None
+    if everyone is not None:
+        shared = [json.loads(data) for data in everyone]
+        texts.append((STATE_NAME, _tree.dump_json(merge_shared(step, shared)).decode()))
+        assert cache.tensors is not None
+        tied = {alias: first for told in shared for alias, first in told["tied"].items()}
+        versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
+        lead = Lead(cache.shard_names, cache.tensors, tied, versions, dict(metrics), retention)
+    return Job(Path(name), step, save_id, ranks.rank, ranks.size, tuple(shards), tuple(texts), lead)
+
+
+def save_now(job: Job, planned: Planned, ranks: Ranks) -> Path:
+    """Carry out a job in this process; when this returns, the step is on disk and committed. Collective.
+
+    Raises:
+        CheckpointError: If a rank cannot write. The step does not exist then; earlier ones are intact.
+    """
+    doing = f"save of step {job.step}"
+    final = ""
     try:
-        records = _write_rank(folder, ranks.rank, step, collected, parts, held, pieces)
-    except (OSError, ValueError) as err:
-        error = _explained(err, folder, ranks.rank)
-    reports = ranks.gather(_tree.dump_json({"files": [r.to_json() for r in records], "shared": collected.shared}))
-    try:
+        records: list[FileRecord] = []
+        error = _attempt(lambda: records.extend(write_job(job, _bytes(planned))), job)
+        reports = ranks.gather(_tree.dump_json([record.to_json() for record in records]))
         ranks.agree(error, doing)
-        final = ""
         if reports is not None:
-            try:
-                final = str(_commit_all(folder, step, save_id, ranks, cache, reports, metrics, version))
-            except (OSError, ValueError) as err:
-                error = _explained(err, folder, 0)
+            everyone = [FileRecord.from_json(record) for report in reports for record in json.loads(report)]
+            committed: list[Path] = []
+            error = _attempt(lambda: committed.append(commit_job(job, everyone)), job)
+            final = str(committed[0]) if committed else ""
         ranks.agree(error, doing)
     except Exception:
-        if ranks.rank == 0 and folder.exists():
-            _commit.discard(folder)
+        if ranks.rank == 0 and job.folder.exists():
+            _commit.discard(job.folder)
         raise
     return Path(ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode())
 
 
-def _prepare(
+def explained(err: OSError, path: Path, rank: int) -> CheckpointError:
+    """An operating system's error, with the rank and what it means."""
+    return CheckpointError(
+        f"rank {rank} cannot write below {path}: {err.strerror or err} (errno {err.errno}). Earlier steps are intact."
+    )
+
+
+def _attempt(action: Callable[[], Any], job: Job) -> Exception | None:
+    try:
+        action()
+    except OSError as err:
+        return explained(err, job.folder, job.rank)
+    except ValueError as err:
+        return err
+    return None
+
+
+def _bytes(planned: Planned) -> Iterator[memoryview]:
+    for view in planned.views():
+        yield tensor_bytes(view)
+
+
+def _take_apart(
     step: int, state: TrainState, ranks: Ranks
 ) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
     """What this rank holds, or why it cannot be saved."""
@@ -97,8 +197,7 @@ def _prepare(
 def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
     """The assignment of this rank; rank 0 also keeps the whole plan."""
     encoded = encode_held(held)
-    mine = digest(encoded)
-    everyone = digest(b"".join(ranks.all_gather(mine.encode())))
+    everyone = digest(b"".join(ranks.all_gather(digest(encoded).encode())))
     if everyone == cache.structure:
         return cache.pieces
     gathered = ranks.gather(encoded)
@@ -109,79 +208,28 @@ def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple
         except ValueError as err:
             error = err
     ranks.agree(error, doing)
-    pieces = decode_pieces(ranks.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
-    cache.structure, cache.pieces, cache.plan = everyone, pieces, plan
-    return pieces
+    cache.pieces = decode_pieces(ranks.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
+    if plan is not None:
+        cache.shard_names, cache.tensors = index_tensors(plan)
+    cache.structure = everyone
+    return cache.pieces
 
 
-def _begin(root: Path, step: int, ranks: Ranks, doing: str) -> tuple[Path, str]:
-    error, told = None, None
-    if ranks.rank == 0:
-        try:
-            folder, save_id = _commit.begin_save(root, step)
-            told = json.dumps([str(folder), save_id]).encode()
-        except OSError as err:
-            error = _explained(err, root, 0)
-    ranks.agree(error, doing)
-    folder, save_id = json.loads(ranks.broadcast(told))
-    return Path(folder), save_id
-
-
-def _write_rank(
-    folder: Path,
-    rank: int,
-    step: int,
-    collected: Collected,
-    parts: list[LocalPart],
-    held: list[Held],
-    pieces: tuple[Piece, ...],
-) -> list[FileRecord]:
-    """Write this rank's files and bring them to disk."""
-    records: list[FileRecord] = []
-    for section in SECTIONS:
-        mine = [piece for piece in pieces if piece.section == section]
-        if not mine:
-            continue
-        entries = [Entry(p.name, held[p.held].dtype, held[p.held].boxes[p.box][1]) for p in mine]
-
-        def buffers(mine: list[Piece] = mine) -> Iterator[memoryview]:
-            for piece in mine:
-                with torch.no_grad():
-                    yield tensor_bytes(parts[piece.held].view(piece.box))
-
-        metadata = {"format": "pt"}
-        records.append(write_safetensors(folder, shard_name(section, rank), entries, buffers(), metadata))
-    if collected.own:
-        records.append(write_bytes(folder, rank_state_name(rank), _tree.dump_json(collected.own)))
-    return records
-
-
-def _commit_all(
-    folder: Path,
-    step: int,
-    save_id: str,
-    ranks: Ranks,
-    cache: PlanCache,
-    reports: list[bytes],
-    metrics: Mapping[str, float],
-    version: str,
-) -> Path:
-    """Rank 0: merge what the ranks reported, write state, index and manifest, commit."""
-    told = [json.loads(report) for report in reports]
-    files = [FileRecord.from_json(record) for report in told for record in report["files"]]
-    files.append(write_bytes(folder, STATE_NAME, _tree.dump_json(merge_shared(step, [r["shared"] for r in told]))))
-    assert cache.plan is not None
-    tied = {alias: first for report in told for alias, first in report["shared"]["tied"].items()}
-    return _commit.commit_save(
-        folder,
-        step=step,
-        save_id=save_id,
-        world_size=ranks.size,
-        files=files,
-        index=build_index(cache.plan, files, tied),
-        versions={"titan-ckpt": version, "torch": torch.__version__},
-        metrics=metrics,
-    )
+def index_tensors(plan: Plan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
+    """A plan's safetensors files, and its tensors as the index holds them."""
+    names = [
+        shard_name(section, rank)
+        for rank, pieces in enumerate(plan.pieces)
+        for section in SECTIONS
+        if any(piece.section == section for piece in pieces)
+    ]
+    number = {name: i for i, name in enumerate(names)}
+    tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
+    for (section, key), placed in plan.placed.items():
+        dtype, shape = plan.kinds[section, key]
+        chunks = [StoredChunk(number[shard_name(section, p.rank)], p.start, *p.box) for p in placed]
+        tensors[section][key] = pack_tensor(dtype, shape, chunks)
+    return tuple(names), tensors
 
 
 def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,23 +246,3 @@ def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
         "sched": told[0]["sched"],
         "extra": told[0]["extra"],
     }
-
-
-def build_index(plan: Plan, files: list[FileRecord], tied: dict[str, str]) -> Index:
-    """The index of a plan whose files are written."""
-    number = {record.name: i for i, record in enumerate(files)}
-    tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
-    for (section, key), placed in plan.placed.items():
-        dtype, shape = plan.kinds[section, key]
-        chunks = [StoredChunk(number[shard_name(section, p.rank)], p.start, *p.box) for p in placed]
-        tensors[section][key] = pack_tensor(dtype, shape, chunks)
-    return Index(tuple(files), tensors, tied)
-
-
-def _explained(err: Exception, path: Path, rank: int) -> Exception:
-    if isinstance(err, OSError):
-        return CheckpointError(
-            f"rank {rank} cannot write below {path}: {err.strerror or err} (errno {err.errno}). Earlier steps are "
-            "intact."
-        )
-    return err

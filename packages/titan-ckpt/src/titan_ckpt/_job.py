@@ -1,0 +1,128 @@
+"""What one rank writes for one save, as plain data: made by the trainer, carried out there or in the saver process.
+
+No torch here. A job names the rank's files, their tensors in file order and its JSON files; where the bytes come from
+is the caller's business (tensors, or an arena of staged bytes). Rank 0's job also holds what the commit needs.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt import _commit
+from titan_ckpt._digest import Buffer
+from titan_ckpt._format import Entry
+from titan_ckpt._index import FileRecord, Index, StoredTensor
+from titan_ckpt._retention import Retention
+from titan_ckpt._write import write_bytes, write_safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of a job."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What rank 0 needs to commit."""
+
+    shard_names: tuple[str, ...]
+    """Every rank's safetensors files, in the order the tensors' chunks count them."""
+    tensors: dict[str, dict[str, StoredTensor]]
+    tied: dict[str, str]
+    versions: dict[str, str]
+    metrics: dict[str, float]
+    retention: Retention
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's part of one save."""
+
+    folder: Path
+    """The unfinished step's folder."""
+    step: int
+    save_id: str
+    rank: int
+    world_size: int
+    shards: tuple[Shard, ...]
+    texts: tuple[tuple[str, str], ...]
+    """JSON files: name and content."""
+    lead: Lead | None
+    """Only on rank 0."""
+
+    def encode(self) -> bytes:
+        """As JSON, for the saver process."""
+        value = asdict(self)
+        value["folder"] = str(self.folder)
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Job":
+        """Undo `encode`."""
+        value: dict[str, Any] = json.loads(data)
+        shards = tuple(
+            Shard(s["name"], tuple(Entry(e["name"], e["dtype"], tuple(e["shape"])) for e in s["entries"]))
+            for s in value["shards"]
+        )
+        lead = None
+        if value["lead"] is not None:
+            told = value["lead"]
+            tensors = {
+                section: {k: StoredTensor(t["dtype"], tuple(t["shape"]), t["columns"]) for k, t in entries.items()}
+                for section, entries in told["tensors"].items()
+            }
+            retention = Retention(**told["retention"])
+            lead = Lead(tuple(told["shard_names"]), tensors, told["tied"], told["versions"], told["metrics"], retention)
+        texts = tuple((name, text) for name, text in value["texts"])
+        rest = {key: value[key] for key in ("step", "save_id", "rank", "world_size")}
+        return cls(folder=Path(value["folder"]), shards=shards, texts=texts, lead=lead, **rest)
+
+
+def write_job(job: Job, buffers: Iterable[Buffer]) -> list[FileRecord]:
+    """Write a rank's files and bring them to disk.
+
+    Args:
+        job: What to write.
+        buffers: Bytes of each tensor, shard after shard, entry after entry.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
+    supply = iter(buffers)
+    records: list[FileRecord] = []
+    for shard in job.shards:
+        pieces = (next(supply) for _ in shard.entries)
+        # Older readers of safetensors files refuse one that does not say it came from PyTorch.
+        records.append(write_safetensors(job.folder, shard.name, shard.entries, pieces, {"format": "pt"}))
+    records += [write_bytes(job.folder, name, text.encode()) for name, text in job.texts]
+    return records
+
+
+def commit_job(job: Job, records: Iterable[FileRecord]) -> Path:
+    """Rank 0: commit the step from every rank's records, then delete what retention no longer keeps.
+
+    Raises:
+        OSError: If the disk refuses; the step does not exist then.
+    """
+    assert job.lead is not None
+    lead = job.lead
+    by_name = {record.name: record for record in records}
+    shards = [by_name.pop(name) for name in lead.shard_names]
+    files = [*shards, *(by_name[name] for name in sorted(by_name))]
+    path = _commit.commit_save(
+        job.folder,
+        step=job.step,
+        save_id=job.save_id,
+        world_size=job.world_size,
+        files=files,
+        index=Index(tuple(files), lead.tensors, lead.tied),
+        versions=lead.versions,
+        metrics=lead.metrics,
+    )
+    _commit.purge(path, job.step, lead.retention)
+    return path

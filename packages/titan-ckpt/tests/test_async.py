@@ -1,0 +1,145 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ckpt_loop import build, full_state, train
+from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_testing import run_ranks
+from torch import nn
+
+
+def assert_bitwise(got, want):
+    assert got.keys() == want.keys()
+    assert not [name for name in want if not torch.equal(got[name], want[name])]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["staged-at-once", "overlapped"])
+def test_asynchronous_saves_hold_the_state_at_the_call_not_later(tmp_path, overlap):
+    with Checkpointer(tmp_path, async_=True, overlap=overlap, keep_last=2) as ck:
+        state = build()
+        want = {}
+        for step in range(1, 5):
+            train(state, 1)
+            want[step] = full_state(state)
+            job = ck.save(step, state)
+            with ck.guard():
+                assert job.staged
+            with torch.no_grad():
+                for param in state.model.parameters():
+                    param.add_(1.0)  # after the call, while the saver writes
+        assert job.wait(30) == tmp_path / "step-00000004"
+    assert Checkpointer(tmp_path).steps() == [3, 4]
+    got = build(seed=9)
+    Checkpointer(tmp_path).restore(got)
+    assert_bitwise(full_state(got), want[4])
+
+
+def test_a_busy_saver_makes_the_next_save_wait_or_skip(tmp_path):
+    state = TrainState(model=nn.Linear(64, 64), rng=False)
+    with Checkpointer(tmp_path / "skip", async_=True, on_busy="skip") as ck:
+        first = ck.save(1, state)
+        saver = ck._saver.process.pid
+        os.kill(saver, signal.SIGSTOP)
+        try:
+            if not first.done:
+                second = ck.save(2, state)
+                assert second.skipped
+                with pytest.raises(CheckpointError, match="still in flight"):
+                    second.wait(1)
+        finally:
+            os.kill(saver, signal.SIGCONT)
+        first.wait(30)
+        assert not ck.save(3, state).skipped
+    assert ck.steps() == [1, 3]
+
+
+def test_a_failed_background_save_is_raised_by_the_next_call_and_the_one_after_works(tmp_path):
+    state = TrainState(model=nn.Linear(64, 64), rng=False)
+    ck = Checkpointer(tmp_path, async_=True)
+    ck.save(1, state).wait(30)
+    job = ck.save(2, state)
+    os.kill(ck._saver.process.pid, signal.SIGKILL)
+    while not job.done:
+        time.sleep(0.01)
+    if job.error is not None:  # it may have been faster than the signal
+        assert ck.last_error is not None
+        with pytest.raises(CheckpointError, match="ended while it wrote step 2"):
+            ck.save(3, state)
+    assert 1 in ck.steps()
+    ck.save(4, state).wait(30)
+    ck.close()
+    assert ck.latest() == 4
+
+
+def test_the_saver_process_does_not_import_torch_and_stays_small(tmp_path):
+    ck = Checkpointer(tmp_path, async_=True)
+    ck.save(1, TrainState(model=nn.Linear(8, 8), rng=False)).wait(30)
+    pid = ck._saver.process.pid
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "libtorch" not in maps
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(fields["RssAnon"].split()[0]) < 40_000  # KiB; measured 12 to 15 MB
+    ck.close()
+
+
+TRAINER = """
+import os, signal, sys, torch
+from titan_ckpt import Checkpointer, TrainState
+model = torch.nn.Linear(1024, 1024)
+torch.nn.init.constant_(model.weight, 5.0)
+ck = Checkpointer(sys.argv[1], async_=True)
+ck.save(1, TrainState(model=model, rng=False))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_accepted_step_is_committed_though_the_trainer_is_killed_at_once(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    model = nn.Linear(1024, 1024)
+    ck = Checkpointer(tmp_path)  # waits for the saver that lives on
+    assert ck.restore(TrainState(model=model, rng=False)) == 1
+    assert bool((model.weight == 5.0).all())
+
+
+def save_async(root: str) -> list[int]:
+    state = TrainState(model=nn.Linear(16, 16), rng=False)
+    with Checkpointer(root, async_=True, keep_last=2) as ck:
+        for step in (1, 2, 3):
+            ck.save(step, state)
+    return ck.steps()
+
+
+def test_savers_of_several_ranks_meet_in_the_folder(tmp_path):
+    assert run_ranks(save_async, 2, str(tmp_path)) == [[2, 3], [2, 3]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert not list((tmp_path / "step-00000003").glob(".*"))
+
+
+def lose_a_saver(root: str) -> str:
+    state = TrainState(model=nn.Linear(16, 16), extra={"rank": 0})
+    ck = Checkpointer(root, async_=True)
+    ck.save(1, state)
+    ck.wait()
+    if torch.distributed.get_rank() == 1:
+        os.kill(ck._saver.process.pid, signal.SIGSTOP)
+    ck.save(2, state)
+    if torch.distributed.get_rank() == 1:
+        os.kill(ck._saver.process.pid, signal.SIGKILL)
+    try:
+        ck.wait(30)
+    except CheckpointError as err:
+        return str(err)
+    return ""
+
+
+def test_a_lost_saver_fails_the_step_on_every_rank_and_leaves_the_one_before(tmp_path):
+    errors = run_ranks(lose_a_saver, 2, str(tmp_path))
+    assert "rank 1 failed: its saver process" in errors[0]
+    assert "ended while it wrote step 2" in errors[1]
+    assert Checkpointer(tmp_path).steps() == [1]
