@@ -12,6 +12,9 @@ nox.options.sessions = ["lint", "types", "tests", "contracts"]
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# One thread a rank: several ranks share few cores. And keep bytecode: where it is not kept, importing torch takes 12 s
+# of compiling in every process.
+TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 TEST_TOOLS = [
     requirement
     for requirement in nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
@@ -45,7 +48,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests against its own wheel, in an environment that holds only what it declares."""
     _install_wheels(session, package)
-    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
@@ -53,7 +56,7 @@ def tests(session: nox.Session, package: str) -> None:
 def minimums(session: nox.Session, package: str) -> None:
     """One package's tests on the oldest supported torch, 2.11."""
     _install_wheels(session, package, "torch==2.11.*")
-    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
@@ -61,21 +64,21 @@ def minimums(session: nox.Session, package: str) -> None:
 def slow(session: nox.Session, package: str) -> None:
     """One package's slow tests: full counts of what the default run samples."""
     _install_wheels(session, package)
-    session.run("pytest", "-q", "--slow", "-m", "slow", str(_folder(package) / "tests"), *session.posargs, success_codes=[0, 5])
+    session.run("pytest", "-q", "--slow", "-m", "slow", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV, success_codes=[0, 5])
 
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run("pytest", "-q", "--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs, success_codes=[0, 5])
+    session.run("pytest", "-q", "--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs, env=TEST_ENV, success_codes=[0, 5])
 
 
 @nox.session
 def contracts(session: nox.Session) -> None:
     """What the repository promises: README code runs, versions match changelogs, wheels are whole."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run("pytest", "-q", "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-q", "tests", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
@@ -97,7 +100,7 @@ def build(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The trainer against a hand-written loop, paired; see benchmarks/ for the others."""
     _sync(session, "test", "--all-packages")
-    session.run("python", "benchmarks/train_throughput.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "benchmarks/train_throughput.py", *session.posargs, env=TEST_ENV)
 
 
 def _sync(session: nox.Session, group: str, *arguments: str) -> None:

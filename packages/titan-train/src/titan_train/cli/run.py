@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_train.config import Config, load_config
+from titan_train.launch.failure import clear_failures, first_failure
 from titan_train.launch.ranks import device_type, local_world_size, ranks_from_torchrun, under_torchrun
 from titan_train.layout import build_layout, plan_batch, resolve_mode
 from titan_train.observe import RunInfo, check_trackers
@@ -61,7 +62,6 @@ def _be_a_torchrun_worker(config: Config) -> int:
     _check_layout(config, ranks.world_size)
 
     from titan_train.inputs import prepare_inputs
-    from titan_train.launch.failure import clear_failures
     from titan_train.launch.worker import torchrun_worker
 
     run_dir = run_folder(config)
@@ -83,7 +83,12 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
     """Record how the run ended, write its report, say what can be done next."""
     step = newest_checkpoint(run_dir) or 0
     completed = code == 0 and step >= config.train.steps
-    info.finish("finished" if completed else "stopped" if code == 0 else "failed", step=step)
+    failure = first_failure(run_dir) if code else None
+    info.finish(
+        "finished" if completed else "stopped" if code == 0 else "failed",
+        step=step,
+        error=None if code == 0 else f"{failure.kind}: {failure.message}" if failure else "a rank was ended from outside",
+    )
     if config.metrics.report and (run_dir / "metrics.jsonl").exists():
         from titan_train.report import build_report, summarize
 

@@ -25,13 +25,14 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
-from titan_train.models import flops_per_token
+from titan_train.models import count_parameters, flops_per_token
 from titan_train.observe import (
     Progress,
     StepRecord,
     Throughput,
     Tracker,
     ValidationRecord,
+    add_run_info,
     build_trackers,
     device_peak_flops,
     peak_memory_gib,
@@ -281,6 +282,7 @@ class Trainer:
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
+        add_run_info(self.run_dir, parameters=count_parameters(self.model), device=_device_name(self.device))
         if self.step:
             self._event("checkpoint_restored", step=self.step)
             self._message(f"resumed from step {self.step}")
