@@ -48,7 +48,7 @@ def test_one_rank_is_told_its_place_and_the_ranks_it_meets():
 
 def test_a_single_rank_is_explained_too():
     layout = Layout(MeshSpec())
-    assert "one rank · 1 ranks" in layout.explain()
+    assert "one rank · 1 rank · 1 node of 8" in layout.explain()
     assert "rank 0 of 1" in layout.explain(0)
     ET.fromstring(draw_svg(layout))
 

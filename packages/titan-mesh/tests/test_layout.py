@@ -233,10 +233,10 @@ def test_diff_of_a_smaller_world_counts_the_ranks_that_go():
 
 
 def test_a_world_of_16384_ranks_is_laid_out_and_explained_in_under_a_second():
-    start = time.perf_counter()
+    start = time.process_time()  # this process's own seconds, whatever else the machine is doing
     layout = Layout(MeshSpec.parse("pp16 dp_replicate4 dp8 cp4 tp8 ep16"))
     text = layout.explain() + layout.explain(rank=12345)
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     assert layout.num_ranks == 16384
     assert "rank 12345 of 16384" in text
     assert elapsed < 1.0

@@ -118,7 +118,8 @@ def _headline(layout: "Layout") -> str:
         where += f", NVLink domains of {topology.domain}"
     degrees = " x ".join(f"{axis}={degree}" for axis, degree in layout.spec.degrees.items() if degree > 1) or "one rank"
     experts = f", ep={layout.spec.ep}" if layout.spec.ep > 1 else ""
-    return f"{degrees}{experts} · {layout.num_ranks} ranks · {where} · outer to inner: {' '.join(layout.spec.axes)}"
+    ranks = f"{layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''}"
+    return f"{degrees}{experts} · {ranks} · {where} · outer to inner: {' '.join(layout.spec.axes)}"
 
 
 def _align(cells: Sequence[Sequence[str]]) -> list[str]:

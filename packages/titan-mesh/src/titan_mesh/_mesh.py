@@ -58,7 +58,7 @@ def build_mesh(
         _init_world(layout, device_type, timeout)
     try:
         if dist.get_backend() != "fake":  # simulated ranks: nobody to compare with
-            text = f"{layout.spec} on {layout.num_ranks} ranks".strip()
+            text = f"{str(layout.spec) or 'one rank'} on {layout.num_ranks} ranks"
             agree(default_store(), dist.get_rank(), dist.get_world_size(), layout.digest(), text, agree_within)
         if layout.num_ranks != dist.get_world_size():
             raise ValueError(_world_message(layout, dist.get_world_size()))
@@ -217,7 +217,8 @@ class Mesh:
         self.close(barrier=kind is None)
 
     def __repr__(self) -> str:
-        return f"Mesh({self.layout.spec}, rank {self.global_rank} of {self.layout.num_ranks}, {self.device_type!r})"
+        place = f"rank {self.global_rank} of {self.layout.num_ranks}"
+        return f"Mesh({str(self.layout.spec) or 'one rank'}, {place}, {self.device_type!r})"
 
     def _check_ranks(self) -> None:
         """The invariant of this package: an index on a name is the rank in its group."""
@@ -259,10 +260,10 @@ def _rank_tensor(layout: Layout, names: tuple[str, ...]) -> torch.Tensor:
     positions = torch.arange(layout.num_ranks).view(grid.sizes)
     # A flatten's own axes keep the grid's order among themselves, so that ranks ascend along it.
     axes = [axis for name in names for axis in sorted(layout._resolve([name])[1], key=grid.axes.index)]
-    positions = positions.permute([grid.axes.index(axis) for axis in axes])
-    positions = positions.reshape([layout.size(name) for name in names])
+    positions = positions.permute([grid.axes.index(axis) for axis in axes]).flatten()
     ranks = torch.tensor(list(grid.ranks), dtype=torch.int32)
-    return ranks[positions]
+    # From a flat tensor, so that strides descend at dimensions of size 1 too: torch 2.11 slices by comparing them.
+    return ranks[positions].view([layout.size(name) for name in names])
 
 
 def _is_subsequence(names: Sequence[str], of: Sequence[str]) -> bool:
