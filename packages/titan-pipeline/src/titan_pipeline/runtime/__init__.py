@@ -1,0 +1,30 @@
+"""Run schedules: stages, transports, the weight-gradient engine. Needs torch: the extra ``titan-pipeline[torch]``."""
+
+from titan_pipeline.runtime._executor import Executor, Span, StepResult
+from titan_pipeline.runtime._messages import Failure, PipelineAborted
+from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
+from titan_pipeline.runtime._process_group import GlooTransport
+from titan_pipeline.runtime._stage import Stage, TorchStage
+from titan_pipeline.runtime._tied import TiedWeight
+from titan_pipeline.runtime._transport import ThreadHub, ThreadTransport, Transport
+from titan_pipeline.runtime._weight_grad import Queue, WeightGradEngine, grouped_linear
+
+__all__ = [
+    "Executor",
+    "Failure",
+    "GlooTransport",
+    "Optimistic",
+    "PipelineAborted",
+    "Queue",
+    "Span",
+    "Stage",
+    "StepResult",
+    "ThreadHub",
+    "ThreadTransport",
+    "TiedWeight",
+    "TorchStage",
+    "Transport",
+    "WeightGradEngine",
+    "clip_grad_norm",
+    "grouped_linear",
+]

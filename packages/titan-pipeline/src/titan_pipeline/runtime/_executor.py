@@ -1,0 +1,366 @@
+"""Run a schedule: each rank walks its own program, nothing more.
+
+The executor compiles the rank's program (with communication, see `titan_pipeline.lower`) to a list of bound calls and
+runs them in order. What happens inside a stage is the stage's business, how messages move is the transport's; between
+the two lies only this loop, at a few microseconds an action.
+
+Failure: a rank that raises tells everyone who still waits for it, they stop at their next action, and all meet at the
+end of the step, where every rank learns who failed first. The failing rank raises its own error, the others
+`PipelineAborted` with the name, action and error of the first. `reset` makes the next step possible.
+
+Loss: stages return sums over tokens; the step divides by the number of tokens of *all* microbatches, so uneven and
+ragged microbatches weigh what they should.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from titan_pipeline._graph import transfer_of
+from titan_pipeline._lower import lower
+from titan_pipeline._schedule import COMPUTE, SENDS, Action, Kind, Schedule
+from titan_pipeline._verify import verify
+from titan_pipeline.runtime._messages import Failure, Key, PipelineAborted
+from titan_pipeline.runtime._stage import Stage
+from titan_pipeline.runtime._tied import TiedWeight, reduce_tied, tied_messages
+from titan_pipeline.runtime._transport import ThreadHub, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gives back, on every rank."""
+
+    loss: float
+    """Sum of all microbatches' losses over the denominator; the same on every rank."""
+    denominator: float
+    """What it was divided by: tokens, or microbatches."""
+    losses: tuple[Any, ...]
+    """Loss sums by microbatch, on the last stage's rank; empty elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one action of this rank ran, in seconds since the step began on this rank."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Executor:
+    """Runs the programs of one rank.
+
+    Args:
+        schedule: Verified at construction; give the same on every rank.
+        stages: The stages this rank holds, in any order.
+        transport: None for a pipeline of one rank.
+        count_tokens: Tokens of one target; by default each microbatch counts 1 (give losses averaged over it then).
+        tied: Parameters that several stages share; their gradients are summed at the end of a step.
+        deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
+            summed in the order of one process: the result is then bit-equal to it.
+        trace: Record when each action ran; see `spans`.
+
+    Raises:
+        ValueError: If the stages are not those of this rank, or the transport has another number of ranks.
+        ScheduleError: If the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        transport: Transport | None = None,
+        *,
+        count_tokens: Callable[[Any], float] | None = None,
+        tied: Sequence[TiedWeight] = (),
+        deterministic: bool = False,
+        trace: bool = False,
+    ) -> None:
+        self.transport: Transport = transport if transport is not None else ThreadHub(1).transport(0)
+        self.rank = self.transport.rank
+        self.stages = {stage.index: stage for stage in stages}
+        self.spans: list[Span] = []
+        self._count = count_tokens
+        self.tied = tuple(tied)
+        self._deterministic = deterministic
+        self._trace = trace
+        self._broken = False
+        self._forward_program: _Program | None = None
+        self.swap(schedule)
+
+    def swap(self, schedule: Schedule) -> None:
+        """Use another schedule from the next step on; the placement of stages must stay. Call on every rank."""
+        if schedule.num_ranks != self.transport.num_ranks:
+            raise ValueError(
+                f"the schedule is for {schedule.num_ranks} ranks, the transport has {self.transport.num_ranks}."
+            )
+        mine = set(schedule.stages_of(self.rank))
+        if mine != set(self.stages):
+            raise ValueError(
+                f"rank {self.rank} holds stages {sorted(self.stages)}, the schedule puts {sorted(mine)} on it. "
+                "Build those, or use a schedule with this placement."
+            )
+        verify(schedule)
+        if self._deterministic:
+            _check_order(schedule)
+        split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
+        for stage in self.stages.values():
+            stage.configure(stage.index in split)
+        self.schedule = schedule
+        self._program = _compile(schedule, self.rank)
+        self._forward_program = None
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        denominator: float | None = None,
+    ) -> StepResult:
+        """Forward and backward of one batch; gradients are added to the parameters'.
+
+        Args:
+            inputs: On the rank of stage 0: one entry a microbatch, a tensor or a tuple of them. Shapes may differ.
+            targets: On the rank of the last stage: one entry a microbatch.
+            denominator: Divide the loss by this instead of the counted tokens (with data parallelism, the tokens of
+                all ranks). Give it on every rank or on none.
+
+        Raises:
+            PipelineAborted: Another rank failed.
+            ValueError: Inputs, targets or the schedule do not fit; every other rank then raises `PipelineAborted`.
+        """
+        return self._run(self._program, inputs, targets, denominator, training=True)[0]
+
+    def evaluate(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> StepResult:
+        """The loss of one batch without gradients; any schedule, as many microbatches as a step has."""
+        return self._run(self._evaluation(), inputs, targets, None, training=False)[0]
+
+    def infer(self, inputs: Sequence[Any] | None = None) -> list[Any]:
+        """The outputs of the last stage by microbatch, on its rank; an empty list elsewhere."""
+        outputs = self._run(self._evaluation(), inputs, None, None, training=False)[1]
+        return [outputs[mb] for mb in sorted(outputs)]
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order. Call on every rank, with as many values."""
+        return self.transport.close_step(None, values)[1]
+
+    def reset(self) -> None:
+        """Forget a step that failed. Call on every rank."""
+        for stage in self.stages.values():
+            stage.clear()
+        self._broken = False
+
+    def _evaluation(self) -> "_Program":
+        if self._forward_program is None:
+            self._forward_program = _compile(self.schedule.for_evaluation(), self.rank)
+        return self._forward_program
+
+    def _run(
+        self,
+        program: "_Program",
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        denominator: float | None,
+        *,
+        training: bool,
+    ) -> tuple[StepResult, dict[int, Any]]:
+        if self._broken:
+            raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
+        transport = self.transport
+        run = _Run(self, program, inputs, targets, denominator, training)
+        error: BaseException | None = None
+        failure: Failure | None = None
+        transport.begin(*program.traffic_with(self.tied if training else (), self.rank))
+        try:
+            run.prepare()
+            run.execute()
+            if training:
+                reduce_tied(self.tied, self.stages, self.schedule.placement, transport)
+                for stage in self.stages.values():
+                    stage.finish()
+        except PipelineAborted as err:
+            failure = err.failure
+            transport.announce(failure)
+        except BaseException as err:
+            error = err
+            action = str(program.actions[run.position]) if run.position >= 0 else ""
+            failure = Failure(self.rank, run.position, action, f"{type(err).__name__}: {err}")
+            transport.announce(failure)
+        first, reports = transport.close_step(failure, (run.loss_sum, run.denominator))
+        self.spans = run.spans
+        if first is not None:
+            self._broken = True
+            if error is not None:
+                raise error
+            raise PipelineAborted(first)
+        loss_sum, divisor = reports[self.schedule.placement[-1]]
+        return StepResult(loss_sum / divisor, divisor, tuple(run.losses)), run.outputs
+
+
+class _Program:
+    """One rank's program, and what it means for the transport."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        place = schedule.placement
+        self.num_microbatches = schedule.num_microbatches
+        self.num_stages = schedule.num_stages
+        self.actions = [a for a in schedule.ranks[rank] if a.kind not in (Kind.RECV_F, Kind.RECV_B)]
+        self.local = [place[s] == place[s + 1] for s in range(schedule.num_stages - 1)]
+        self.place = place
+        self.expected: dict[int, list[Key]] = {}
+        self.sends: dict[int, int] = {}
+        for action in schedule.ranks[rank]:
+            if action.kind in COMPUTE:
+                continue
+            source, target, what = transfer_of(action)
+            if action.kind in SENDS:
+                self.sends[place[target]] = self.sends.get(place[target], 0) + 1
+            else:
+                key = (0 if what is Kind.F else 1, target, action.microbatch)
+                self.expected.setdefault(place[source], []).append(key)
+
+    def traffic_with(self, tied: Sequence[TiedWeight], rank: int) -> tuple[dict[int, list[Key]], dict[int, int]]:
+        """What a training step receives and sends, the gradients of tied weights included."""
+        more, targets = tied_messages(tied, self.place, rank)
+        expected = {r: self.expected.get(r, []) + more.get(r, []) for r in {*self.expected, *more}}
+        sends = dict(self.sends)
+        for target in targets:
+            sends[target] = sends.get(target, 0) + 1
+        return expected, sends
+
+
+def _compile(schedule: Schedule, rank: int) -> _Program:
+    return _Program(schedule if schedule.communicates else lower(schedule), rank)
+
+
+class _Run:
+    """The state of one step on one rank."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        program: _Program,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        denominator: float | None,
+        training: bool,
+    ) -> None:
+        self.executor = executor
+        self.program = program
+        self.inputs = inputs
+        self.targets = targets
+        self.training = training
+        self.position = -1
+        self.loss_sum = 0.0
+        self.denominator = 1.0 if denominator is None else denominator
+        self._given = denominator
+        self.losses: list[Any] = []
+        self.outputs: dict[int, Any] = {}
+        self.spans: list[Span] = []
+
+    def prepare(self) -> None:
+        """Check the batch, count its tokens."""
+        m, last = self.program.num_microbatches, self.program.num_stages - 1
+        stages = self.executor.stages
+        if 0 in stages and (self.inputs is None or len(self.inputs) != m):
+            given = "none" if self.inputs is None else str(len(self.inputs))
+            raise ValueError(
+                f"the schedule runs {m} microbatches and rank {self.executor.rank} holds stage 0, but got {given} "
+                f"inputs. Give {m}, or swap() to a schedule for another number."
+            )
+        if last in stages and (self.training or self.targets is not None):
+            if self.targets is None or len(self.targets) != m:
+                given = "none" if self.targets is None else str(len(self.targets))
+                raise ValueError(
+                    f"rank {self.executor.rank} holds the last stage and needs {m} targets, got {given}. "
+                    "Give one a microbatch."
+                )
+            if self._given is None:
+                count = self.executor._count
+                self.denominator = float(m if count is None else sum(count(t) for t in self.targets))
+                if not self.denominator > 0:
+                    raise ValueError("the batch holds no tokens to average the loss over. Skip it, or mask less.")
+
+    def execute(self) -> None:
+        """Walk the program."""
+        executor, program, transport = self.executor, self.program, self.executor.transport
+        stages, targets, training = executor.stages, self.targets, self.training
+        place, last, local = program.place, program.num_stages - 1, program.local
+        forward: dict[tuple[int, int], Any] = {}  # results that wait for their send, or for the next stage here
+        backward: dict[tuple[int, int], Any] = {}
+        loss_parts: dict[int, Any] = {}
+        seed = (1.0 / self.denominator,)
+        clock, begin = time.perf_counter, time.perf_counter()
+        started = 0.0
+        for position, (kind, s, mb) in enumerate(program.actions):
+            self.position = position
+            if transport.failed() is not None:
+                raise PipelineAborted(cast(Failure, transport.failed()))
+            if kind is Kind.F:
+                if s == 0:
+                    value = cast(Sequence[Any], self.inputs)[mb]
+                    given = value if isinstance(value, tuple) else (value,)
+                elif local[s - 1]:
+                    given = forward.pop((s - 1, mb))
+                else:
+                    given = self._receive(place[s - 1], (0, s, mb))
+                if self.executor._trace:
+                    started = clock()
+                target = targets[mb] if s == last and targets is not None else None
+                outputs = stages[s].forward(mb, given, target, training)
+                if s < last:
+                    forward[s, mb] = outputs
+                elif target is not None:
+                    loss_parts[mb] = outputs[0]
+                else:
+                    self.outputs[mb] = outputs[0] if len(outputs) == 1 else outputs
+            elif kind is Kind.W:
+                if self.executor._trace:
+                    started = clock()
+                stages[s].backward_weight(mb)
+            elif kind is Kind.SEND_F:
+                transport.send(place[s + 1], (0, s + 1, mb), forward.pop((s, mb)))
+                continue
+            elif kind is Kind.SEND_B:
+                transport.send(place[s - 1], (1, s - 1, mb), backward.pop((s, mb)))
+                continue
+            else:
+                if s == last:
+                    grads: Any = seed
+                elif local[s]:
+                    grads = backward.pop((s + 1, mb))
+                else:
+                    grads = self._receive(place[s + 1], (1, s, mb))
+                if self.executor._trace:
+                    started = clock()
+                result = stages[s].backward(mb, grads, kind is Kind.I)
+                if s:
+                    backward[s, mb] = result
+            if self.executor._trace:
+                self.spans.append(Span(program.actions[position], started - begin, clock() - begin))
+        self.position = -1
+        self.losses = [loss_parts[mb] for mb in sorted(loss_parts)]
+        self.loss_sum = float(sum(float(x) for x in self.losses))
+
+    def _receive(self, source: int, key: Key) -> Any:
+        got = self.executor.transport.receive(source, key)
+        if isinstance(got, Failure):
+            raise PipelineAborted(got)
+        return got
+
+
+def _check_order(schedule: Schedule) -> None:
+    for rank, program in enumerate(schedule.ranks):
+        seen: dict[tuple[bool, int], int] = {}
+        for index, (kind, stage, mb) in enumerate(program):
+            if kind not in (Kind.B, Kind.I, Kind.W):
+                continue
+            which = (kind is Kind.W, stage)
+            if seen.get(which, -1) > mb:
+                raise ValueError(
+                    f"deterministic=True, but rank {rank} runs {program[index]} after microbatch {seen[which]}: the "
+                    "gradients of the stage would be summed in another order than in one process. Use a family, whose "
+                    "microbatches stay in order, or deterministic=False."
+                )
+            seen[which] = mb

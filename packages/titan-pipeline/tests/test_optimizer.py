@@ -1,0 +1,107 @@
+"""The pipeline's optimizer step equals one process's: clipped, skipped, or optimistically taken and undone."""
+
+import copy
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from titan_pipeline import build_schedule  # noqa: E402
+from titan_pipeline.runtime import Executor, Optimistic, ThreadHub, TorchStage, clip_grad_norm  # noqa: E402
+from torch import nn  # noqa: E402
+
+RANKS, STEPS, CLIP = 4, 50, 20.0
+
+
+def build_layers():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(RANKS)]
+
+
+def loss_sum(output, target):
+    return ((output - target) ** 2).sum()
+
+
+def batch(step):
+    """Every fifth step is large enough to clip, every eleventh holds an infinity."""
+    generator = torch.Generator().manual_seed(step)
+    scale = 3e38 if step % 11 == 10 else 100.0 if step % 5 == 4 else 0.3
+    x = [torch.randn(3, 6, generator=generator) for _ in range(4)]
+    return x, [scale * torch.randn(3, 6, generator=generator) for _ in range(4)]
+
+
+def train(layers, optimistic):
+    schedule = build_schedule("zb_h1", RANKS, 4)
+
+    def work(transport):
+        rank = transport.rank
+        stage = TorchStage(layers[rank], rank, loss=loss_sum if rank == RANKS - 1 else None)
+        executor = Executor(schedule, [stage], transport)
+        optimizer = torch.optim.AdamW(layers[rank].parameters(), lr=0.01)
+        lazy = Optimistic(executor, optimizer, CLIP)
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            executor.step(*batch(step))
+            if optimistic:
+                lazy.step()
+                norms.append(lazy.settle()[0])
+            else:
+                norms.append(clip_grad_norm(executor, CLIP))
+                if norms[-1] < float("inf"):
+                    optimizer.step()
+        return norms, lazy.undone
+
+    return ThreadHub(RANKS).run(work)
+
+
+def test_the_optimistic_step_is_bit_equal_to_the_synchronous_clip_over_50_steps():
+    exact, lazy = build_layers(), build_layers()
+    exact_norms = train(exact, optimistic=False)
+    lazy_norms = train(lazy, optimistic=True)
+    for a, b in zip(nn.Sequential(*exact).parameters(), nn.Sequential(*lazy).parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.isfinite(a).all()
+    norms = exact_norms[0][0]
+    # as text, since a norm may be nan
+    assert all(str(n) == str(norms) for n, _ in exact_norms + lazy_norms)
+    undone = lazy_norms[0][1]
+    clipped = sum(not n <= CLIP for n in norms)
+    assert undone == clipped
+    assert 5 < clipped < STEPS - 5  # both ways are taken
+    assert not all(map(math.isfinite, norms))
+
+
+def test_the_global_norm_and_clip_equal_torch_on_the_whole_model():
+    layers = build_layers()
+    model = nn.Sequential(*copy.deepcopy(layers))
+    x, y = batch(4)
+    for a, b in zip(x, y, strict=True):
+        (loss_sum(model(a), b) / 4).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    schedule = build_schedule("1f1b", RANKS, 4)
+
+    def work(transport):
+        rank = transport.rank
+        stage = TorchStage(layers[rank], rank, loss=loss_sum if rank == RANKS - 1 else None)
+        executor = Executor(schedule, [stage], transport)
+        executor.step(x, y)
+        return clip_grad_norm(executor, 1.0)
+
+    assert ThreadHub(RANKS).run(work) == pytest.approx([float(expected)] * RANKS, rel=1e-6)
+    for stage, part in zip(layers, model, strict=True):
+        for p, e in zip(stage.parameters(), part.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, e.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_an_optimistic_step_must_be_settled_before_the_next():
+    layer = nn.Linear(2, 2)
+    executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(layer, 0, loss=loss_sum)])
+    executor.step([torch.ones(1, 2)], [torch.ones(1, 2)])
+    lazy = Optimistic(executor, torch.optim.SGD(layer.parameters(), lr=0.1), 1.0)
+    with pytest.raises(RuntimeError, match="no step to settle"):
+        lazy.settle()
+    lazy.step()
+    with pytest.raises(RuntimeError, match="not settled"):
+        lazy.step()
