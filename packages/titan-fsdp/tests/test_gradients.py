@@ -127,6 +127,31 @@ def test_gradient_divide_by_sum_and_number_is_right_on_gloo(mode: str) -> None:
     check(cases[::2], 2)  # hsdp: 2 replicas of one shard, where torch would divide twice
 
 
+def run_unit_on_its_own_mesh() -> None:
+    """The second block is sharded, and its gradient averaged, over pairs of ranks instead of all four."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "within"))
+    policy = Policy(units=["layers.0", Unit("layers.1", mesh="experts")])
+    decided = plan(TinyLM(), mesh_for("fsdp"), policy, meshes={"experts": pairs["within"]})
+    model = materialize(decided.apply(TinyLM()), "cpu", fill)
+    seen = verify(decided, model, lambda: step(model, 1, "sharded"))
+    assert seen.ok, seen.report()
+    tokens, targets = batches(world, 1)
+    mine = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+    got = gradients(model)
+    for part, ranks in (("layers.1.", mine), ("", slice(None))):
+        single = materialize(TinyLM(), "cpu", fill)
+        loss_of(single, tokens[0, ranks], targets[0, ranks]).backward()
+        want = {n: p.grad for n, p in single.named_parameters() if n.startswith(part)}
+        if not part:
+            want = {n: g for n, g in want.items() if not n.startswith("layers.1.")}
+        assert worst({n: got[n] for n in want}, want) <= TOLERANCE
+
+
+def test_a_unit_on_its_own_mesh_is_reduced_over_that_mesh() -> None:
+    run_ranks(run_unit_on_its_own_mesh, 4, timeout_s=150)
+
+
 def test_gradient_divide_is_right_on_one_rank() -> None:
     check([(Policy(mode=m, grad_divide=d), "sharded") for m in ("fsdp", "ddp") for d in ("mean", "sum", 3.0)], 1)
 
