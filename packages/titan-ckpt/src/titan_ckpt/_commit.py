@@ -153,10 +153,15 @@ def sweep(root: Path) -> list[Path]:
     """
     removed: list[Path] = []
     for path in _children(root):
-        if path.name.startswith(".trash-") or (path.name.startswith(".tmp-") and not _owner_alive(path)):
+        if is_leftover(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a folder is what a crashed save or deletion left."""
+    return path.name.startswith(".trash-") or (path.name.startswith(".tmp-") and not _owner_alive(path))
 
 
 def _children(root: Path) -> list[Path]:

@@ -65,9 +65,14 @@ class StoredTensor:
     columns: dict[str, Any] = field(repr=False)
 
     @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.numel * ITEM_BYTES[self.dtype]
 
     @property
     def chunks(self) -> list[StoredChunk]:

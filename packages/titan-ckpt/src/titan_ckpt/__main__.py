@@ -1,0 +1,8 @@
+"""``python -m titan_ckpt`` is ``titan-ckpt``."""
+
+import sys
+
+from titan_ckpt._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from ckpt_loop import Data
+from titan_ckpt import Checkpointer, DamageError, Manifest, TrainState
+from titan_ckpt._read import StepReader
+from torch import nn
+
+
+def make_state(fill: float) -> TrainState:
+    model = nn.Linear(300, 900)
+    nn.init.constant_(model.weight, fill)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optim.step()
+    return TrainState(model=model, optim=optim, data=Data(), extra={"table": torch.ones(4000)})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    Checkpointer(root).save(7, make_state(2.0))
+    return root
+
+
+def restore_error(root) -> str:
+    state = make_state(-1.0)
+    before = state.model.weight.detach().clone()
+    with pytest.raises(DamageError) as caught:
+        Checkpointer(root).restore(state, verify="all")
+    assert torch.equal(state.model.weight, before), "a damaged step must not touch the state"
+    return str(caught.value)
+
+
+def flip_places(step, count: int):
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    draw = random.Random(0)
+    for i in range(count):
+        file = files[i % len(files)]  # every kind of file, however small
+        yield file, draw.randrange(file.stat().st_size), draw.randrange(8)
+
+
+def check_flips(saved, tmp_path, count: int) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(saved, root)
+    step = root / "step-00000007"
+    kinds = set()
+    for file, at, bit in flip_places(step, count):
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << bit
+        file.write_bytes(flipped)
+        error = restore_error(root)
+        assert file.relative_to(step).as_posix() in error, (file, at, bit, error)
+        kinds.add(file.name)
+        file.write_bytes(whole)
+    assert {"MANIFEST.json", "INDEX.json.zst", "state.json", "model-r00000.safetensors"} <= kinds
+    assert Checkpointer(root).restore(make_state(0.0)) == 7
+
+
+def test_a_flipped_bit_anywhere_is_an_error_that_names_the_file(saved, tmp_path):
+    check_flips(saved, tmp_path, 42)
+
+
+@pytest.mark.slow
+def test_three_hundred_flipped_bits_are_three_hundred_errors(saved, tmp_path):
+    check_flips(saved, tmp_path, 300)
+
+
+def test_damage_names_tensor_block_and_byte(saved, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(saved, root)
+    file = root / "step-00000007" / "model-r00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamageError) as caught:
+        Checkpointer(root).restore(make_state(0.0))
+    (damage,) = caught.value.damages
+    assert (damage.file, damage.block, damage.offset) == ("model-r00000.safetensors", 0, 0)
+    assert damage.tensors == ("bias", "weight")
+    reader = StepReader(root / "step-00000007")
+    assert [d for _, found in reader.check_all() for d in found] == [damage]
+
+
+@pytest.mark.parametrize("action", ["truncate", "grow", "delete", "empty", "swap"])
+def test_truncated_deleted_and_swapped_files_are_errors_never_bus_errors(saved, tmp_path, action):
+    listed = [name for name, _, _ in Manifest.open(saved / "step-00000007").files]
+    for name in [*listed, "INDEX.json.zst", "MANIFEST.json"]:
+        root = tmp_path / name.replace("/", "-")
+        shutil.copytree(saved, root)
+        file = root / "step-00000007" / name
+        data = file.read_bytes()
+        if action == "delete":
+            file.unlink()
+        elif action == "swap":
+            other = root / "step-00000007" / listed[(listed.index(name) + 1) % len(listed) if name in listed else 0]
+            file.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        else:
+            file.write_bytes({"truncate": data[: len(data) // 2], "grow": data + b"\0", "empty": b""}[action])
+        assert name in restore_error(root)
+
+
+def test_files_of_equal_size_swapped_between_steps_are_found(tmp_path):
+    ck = Checkpointer(tmp_path)
+    ck.save(1, make_state(1.0))
+    ck.save(2, make_state(2.0))
+    name = "model-r00000.safetensors"
+    shutil.copy(tmp_path / "step-00000001" / name, tmp_path / "step-00000002" / name)
+    assert name in restore_error(tmp_path)
+
+
+def test_fallback_steps_back_to_the_newest_intact_step(tmp_path, caplog):
+    ck = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        ck.save(step, make_state(float(step)))
+    (tmp_path / "step-00000003" / "MANIFEST.json").unlink()
+    file = tmp_path / "step-00000002" / "model-r00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+    assert ck.latest() == 2  # sizes are right: contents are checked when they are read
+    assert "step-00000003" in caplog.text
+    state = make_state(0.0)
+    assert ck.restore(state, fallback=True) == 1
+    assert float(state.model.weight.detach().mean()) == pytest.approx(1.0, abs=0.01)
+    with pytest.raises(DamageError):
+        ck.restore(state)
+
+
+HOSTILE = """
+import sys
+loaded = []
+sys.addaudithook(lambda name, args: loaded.append(args) if name == "pickle.find_class" else None)
+import torch
+from titan_ckpt import Checkpointer, TrainState
+loaded.clear()
+state = TrainState(model=torch.nn.Linear(300, 900), extra={"table": torch.ones(4000)}, rng=False)
+try:
+    Checkpointer(sys.argv[1]).restore(state)
+except Exception as err:
+    print(type(err).__name__)
+print(len(loaded))
+"""
+
+
+def test_a_pickle_in_place_of_any_file_runs_no_code(saved, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
+
+    import pickle
+
+    root = tmp_path / "copy"
+    shutil.copytree(saved, root)
+    for file in (root / "step-00000007").rglob("*"):
+        if file.is_file():
+            file.write_bytes(pickle.dumps(Evil()))
+    done = subprocess.run([sys.executable, "-c", HOSTILE, str(root)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["DamageError", "0"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_step_of_a_newer_format_is_refused_with_the_way_out(saved, tmp_path):
+    from titan_ckpt._manifest import _self_digest
+
+    root = tmp_path / "copy"
+    shutil.copytree(saved, root)
+    file = root / "step-00000007" / "MANIFEST.json"
+    value = json.loads(file.read_bytes())
+    value["format"] = 99
+    del value["digest"]
+    file.write_text(json.dumps({**value, "digest": _self_digest(value)}))
+    with pytest.raises(ValueError, match="has format 99"):
+        Checkpointer(root).restore(make_state(0.0))
