@@ -176,8 +176,8 @@ def _markdown(result: dict[str, Any]) -> str:
 {table}
 
 Gradients of the two are bitwise equal; both issue the same collectives: {result["same_collectives"]}.
-Load average of the machine at the end: {result["load_average_1min"]} on {result["cores"]} cores; above the number of cores, other work was
-running, which inflates wall times and widens their interval. Commit {result["commit"]}.
+Load average of the machine at the end: {result["load_average_1min"]} on {result["cores"]} cores. Above the number of
+cores, other work was running, which inflates wall times and widens their interval. Commit {result["commit"]}.
 
 Run again: `python packages/titan-fsdp/benchmarks/apply_overhead.py --ranks {config["ranks"]} --pairs {config["pairs"]}
 --dim {config["dim"]} --layers {config["layers"]}`

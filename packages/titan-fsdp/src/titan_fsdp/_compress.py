@@ -68,7 +68,8 @@ def register_ddp_hook(model: DistributedDataParallel, policy: Policy, group: dis
         1.0 if policy.grad_divide == "mean" else ranks / (1.0 if policy.grad_divide == "sum" else policy.grad_divide)
     )
 
-    def scaled(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    # torch checks that a hook's bucket is annotated with exactly this class.
+    def scaled(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         def multiply(future: Any) -> Tensor:
             value = future.value()
             return (value[0] if isinstance(value, list) else value).mul_(scale)
