@@ -1,8 +1,11 @@
+import hashlib
+
 import numpy as np
 import pytest
 from titan_train.data._mixing import Mixture, largest_remainder
 
 NAMES = ("a", "b", "c", "d", "e")
+GOLDEN_MIXTURE = "295c61696f910dbb81eb86a02468be3ce9664ac2336c260da6b7efc66b242471"
 WEIGHTS = (0.5, 0.3, 0.15, 0.0499, 0.0001)
 
 
@@ -62,3 +65,10 @@ def test_largest_remainder_sums_to_the_total_for_uneven_shares():
     for total in (1, 7, 2048):
         assert largest_remainder([0.1] * 10, total).sum() == total
     assert largest_remainder([0.5, 0.3, 0.2], 10).tolist() == [5, 3, 2]
+
+
+def test_mixture_is_the_one_of_earlier_releases():
+    """A changed mixture would silently repeat and skip data in every resumed run."""
+    sources, local = Mixture(NAMES[:3], (0.7, 0.2, 0.1), seed=4).locate(np.arange(5000, dtype=np.int64))
+    content = np.concatenate([sources, local]).astype("<i8").tobytes()
+    assert hashlib.sha256(content).hexdigest() == GOLDEN_MIXTURE
