@@ -69,7 +69,7 @@ def choose_layout(
     """The layout, and why."""
     if layout != "auto":
         return layout, f"layout={layout!r} was asked for"
-    if method == "ulysses":
+    if method == "ulysses" or ring_degree == 1:
         return "contiguous", "auto: Ulysses balances by heads, tokens stay in order"
     packed = len(cu_seqlens) > 2
     if not causal and not packed and window is None:

@@ -30,51 +30,44 @@ def sequence_for_heads(
     """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending; differentiable."""
     if group is None:
         return q, k, v
-    q, k, v = _Scatter.apply(q, k, v, plan, group)  # pyright: ignore[reportGeneralTypeIssues]
-    order = _rank_order(plan)
-    if order is None:
-        return q, k, v
-    index = order.argsort().to(q.device)
-    return q.index_select(2, index), k.index_select(2, index), v.index_select(2, index)
+    return _Scatter.apply(q, k, v, plan, group)  # pyright: ignore[reportReturnType] - torch types apply as Any
 
 
 def heads_for_sequence(out: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """``[B, Hq/u, u·T, D]`` back to ``[B, Hq, T, D]``; differentiable."""
     if group is None:
         return out
-    order = _rank_order(plan)
-    if order is not None:
-        out = out.index_select(2, order.to(out.device))
-    return _Collect.apply(out, group)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
+    return _Collect.apply(out, plan, group)  # pyright: ignore[reportReturnType] - torch types apply as Any
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-        ctx.group, ctx.kv_heads = group, k.shape[1]
-        repeats = plan.repeated_kv_heads // k.shape[1]
+        ctx.plan, ctx.group = plan, group
+        repeats = plan.repeated_kv_heads // plan.num_kv_heads
         k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v)) if repeats > 1 else (k, v)
-        return _to_sequence((q, k, v), group)
+        return _to_sequence((q, k, v), plan, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = _to_heads(grad_outputs, ctx.group)
-        return q, _sum_repeats(k, ctx.kv_heads), _sum_repeats(v, ctx.kv_heads), None, None
+        plan: Plan = ctx.plan
+        q, k, v = _to_heads(grad_outputs, plan, ctx.group)
+        return q, _sum_repeats(k, plan.num_kv_heads), _sum_repeats(v, plan.num_kv_heads), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads((out,), group)[0]
+    def forward(ctx: Any, out: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return _to_heads((out,), plan, group)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _to_sequence(grad_outputs, ctx.group)[0], None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _to_sequence(grad_outputs, ctx.plan, ctx.group)[0], None, None
 
 
-def _to_sequence(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens in the ranks' order, in one all-to-all."""
+def _to_sequence(tensors: tuple[Tensor, ...], plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending, in one all-to-all."""
     size = group.size()
     counts = [t.shape[1] // size for t in tensors]
     by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in tensors], dim=2).transpose(0, 1).contiguous()
@@ -82,14 +75,21 @@ def _to_sequence(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple
     dist.all_to_all_single(received, by_rank, group=group)
     # [u, B, h, T, D]: the first dim is now the token's rank.
     joined = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    order = _rank_order(plan)
+    if order is not None:
+        joined = joined.index_select(2, order.argsort().to(joined.device))
     return tuple(part.contiguous() for part in joined.split(counts, dim=1))
 
 
-def _to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _to_heads(tensors: tuple[Tensor, ...], plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """The inverse of `_to_sequence`."""
     size = group.size()
     counts = [t.shape[1] for t in tensors]
-    by_rank = torch.cat(tensors, dim=1).unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    joined = torch.cat(tensors, dim=1)
+    order = _rank_order(plan)
+    if order is not None:
+        joined = joined.index_select(2, order.to(joined.device))
+    by_rank = joined.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
     # [u, B, h, T, D]: the first dim is now the head's rank.

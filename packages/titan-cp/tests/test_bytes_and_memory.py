@@ -1,0 +1,97 @@
+"""What the plan predicts, counted: bytes given to torch.distributed, and bytes autograd keeps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from titan_cp import attention, plan
+from titan_testing import run_ranks
+
+
+class SentBytes:
+    """Counts what this rank sends to others, at torch.distributed's own functions."""
+
+    def __init__(self):
+        self.count = 0
+        self._original = {}
+
+    def __enter__(self):
+        self._wrap("batch_isend_irecv", lambda ops: sum(o.tensor.nbytes for o in ops if o.op is dist.isend))
+        self._wrap("all_gather_into_tensor", lambda out, x, group, **_: x.nbytes * (group.size() - 1))
+        self._wrap("reduce_scatter_tensor", lambda out, x, group, **_: x.nbytes // group.size() * (group.size() - 1))
+        self._wrap("all_to_all_single", lambda out, x, group, **_: x.nbytes // group.size() * (group.size() - 1))
+        return self
+
+    def _wrap(self, name, sent):
+        original = self._original[name] = getattr(dist, name)
+
+        def counted(*args, **kwargs):
+            self.count += sent(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+
+    def __exit__(self, *_):
+        for name, original in self._original.items():
+            setattr(dist, name, original)
+
+
+def measure(options):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    p = plan(size=size, rank=rank, head_dim=16, **options)
+    groups = {"group": dist.group.WORLD}
+    if p.method == "usp":
+        shape = (p.ring_degree, p.ulysses_degree)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+        groups = {"ring_group": mesh["ring"].get_group(), "ulysses_group": mesh["ulysses"].get_group()}
+    heads = (p.num_heads, p.num_kv_heads, p.num_kv_heads)
+    # A leaf and its copy: what autograd keeps must not be an input that lives anyway.
+    leaves = [torch.randn(1, h, p.local_len, 16, dtype=p.dtype, requires_grad=True) for h in heads]
+    saved = {}
+
+    def keep(t):
+        saved[t.data_ptr(), t.nbytes] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), SentBytes() as forward:
+        out = attention(*leaves, plan=p, **groups)
+    with SentBytes() as backward:
+        out.sum().backward()
+    return (
+        (forward.count, p.costs.forward_bytes),
+        (backward.count, p.costs.backward_bytes),
+        (sum(saved.values()), p.costs.saved_bytes),
+    )
+
+
+OPTIONS = [
+    {"method": "ring"},
+    {"method": "ring", "layout": "contiguous", "window": 9},
+    {"method": "ring", "dtype": torch.float32},
+    {"method": "allgather"},
+    {"method": "ulysses"},
+    {"method": "ulysses", "num_kv_heads": 1},
+    {"method": "usp", "ulysses_degree": 2},
+    {"method": "usp", "ulysses_degree": 2, "num_kv_heads": 1},
+]
+
+
+def measure_all(seq_len):
+    base = {"seq_len": seq_len, "num_heads": 8, "num_kv_heads": 2, "dtype": torch.bfloat16}
+    return [measure({**base, **o}) for o in OPTIONS]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_counted_bytes_equal_the_formula_exactly_and_saved_bytes_within_1_percent(size):
+    for results in run_ranks(measure_all, size, 32 * size):
+        for options, (forward, backward, saved) in zip(OPTIONS, results, strict=True):
+            assert forward[0] == forward[1], options
+            assert backward[0] == backward[1], options
+            assert abs(saved[0] - saved[1]) <= 0.01 * saved[1], options
+
+
+def test_saved_bytes_are_constant_when_sequence_and_ranks_double():
+    measured = {size: [saved[0] for _, _, saved in run_ranks(measure_all, size, 32 * size)[0]] for size in (2, 4, 8)}
+    for o, *by_size in zip(OPTIONS, *measured.values(), strict=True):
+        if o["method"] == "ulysses":
+            continue  # repeats KV heads once ranks exceed them; the formula above says by how much
+        assert len(set(by_size)) == 1, (o, by_size)
