@@ -64,14 +64,34 @@ def minimums(session: nox.Session, package: str) -> None:
 def slow(session: nox.Session, package: str) -> None:
     """One package's slow tests: full counts of what the default run samples."""
     _install_wheels(session, package)
-    session.run("pytest", "-q", "--slow", "-m", "slow", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV, success_codes=[0, 5])
+    session.run(
+        "pytest",
+        "-q",
+        "--slow",
+        "-m",
+        "slow",
+        str(_folder(package) / "tests"),
+        *session.posargs,
+        env=TEST_ENV,
+        success_codes=[0, 5],
+    )
 
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run("pytest", "-q", "--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs, env=TEST_ENV, success_codes=[0, 5])
+    session.run(
+        "pytest",
+        "-q",
+        "--gpu",
+        "-m",
+        "gpu or multi_gpu",
+        "packages",
+        *session.posargs,
+        env=TEST_ENV,
+        success_codes=[0, 5],
+    )
 
 
 @nox.session
@@ -117,7 +137,9 @@ def _install_wheels(session: nox.Session, package: str, *constraints: str) -> No
     shutil.rmtree(out, ignore_errors=True)
     wheels: list[str] = []
     for name in _workspace_closure({package, "titan-testing"}):
-        session.run_install("uv", "build", "--quiet", "--wheel", "--package", name, "--out-dir", str(out), external=True)
+        session.run_install(
+            "uv", "build", "--quiet", "--wheel", "--package", name, "--out-dir", str(out), external=True
+        )
         wheel = next(out.glob(f"{name.replace('-', '_')}-*.whl"))
         extras = _extras_for_tests(name) if name == package else []
         wheels.append(f"{name}[{','.join(extras)}] @ file://{wheel}" if extras else str(wheel))

@@ -88,7 +88,9 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
             f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. Use 'bf16', or mode='ddp'."
         )
     if parallel.offload != "none" and mode == "ddp":
-        raise ValueError(f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'.")
+        raise ValueError(
+            f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'."
+        )
     if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and spec.dp_shard % parallel.reshard:
         raise ValueError(
             f"parallel.reshard={parallel.reshard} does not divide the {spec.dp_shard} ranks that parameters are sharded over. "

@@ -18,6 +18,7 @@ from typing import Any
 
 from titan_train.config import Config, dump_config, parse_config
 
+
 def run_folder(config: Config) -> Path:
     """The folder of the run that ``config`` describes."""
     return Path(config.run.dir) / config.run.name
@@ -47,7 +48,9 @@ def read_config(run_dir: Path) -> Config:
     """
     file = run_dir / "config.toml"
     if not file.is_file():
-        raise ValueError(f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made.")
+        raise ValueError(
+            f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
+        )
     return parse_config(tomllib.loads(file.read_text(encoding="utf-8")), source=str(file))
 
 

@@ -48,13 +48,24 @@ def environment():
 
 def run(folder, *words, timeout=100):
     return subprocess.run(
-        [*TITAN_TRAIN, *words], cwd=folder, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
+        [*TITAN_TRAIN, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(),
+        check=False,
     )
 
 
 def start(folder, *words):
     return subprocess.Popen(
-        [*TITAN_TRAIN, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        [*TITAN_TRAIN, *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
     )
 
 
@@ -184,9 +195,41 @@ def test_sigusr1_saves_and_goes_on(folder):
     assert process.returncode == 0
 
 
+def test_ranks_save_and_stop_when_the_launcher_is_killed(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 5)
+        ranks = ranks_of(process)
+    finally:
+        process.kill()
+    process.communicate(timeout=60)
+    assert len(ranks) == 2
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    assert list((folder / "runs" / "tiny" / "checkpoints").glob("step-*/MANIFEST.json"))
+
+
 def test_the_same_command_is_a_worker_under_torchrun(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend"]
-    command += ["c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "titan_train", "run", "tiny.toml", "--launch.nproc", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+    ]
+    command += [
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        "-m",
+        "titan_train",
+        "run",
+        "tiny.toml",
+        "--launch.nproc",
+        "0",
+    ]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=170, env=environment(), check=False
     )

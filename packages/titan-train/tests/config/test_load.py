@@ -52,7 +52,10 @@ def test_a_circle_of_extends_is_an_error(tmp_path):
 MALFORMED = {
     "unknown section": ("[trian]\nsteps = 1\n", ["trian", "did you mean train?"]),
     "unknown key": ("[train]\nstep = 1\n", ["train.step", "did you mean train.steps?"]),
-    "unknown key in a list": ('[[data.sources]]\nnam = "a"\n', ["data.sources.0.nam", "did you mean data.sources.0.name?"]),
+    "unknown key in a list": (
+        '[[data.sources]]\nnam = "a"\n',
+        ["data.sources.0.nam", "did you mean data.sources.0.name?"],
+    ),
     "quoted integer": ('[train]\nsteps = "10"\n', ["train.steps", '"10"', "without quotes"]),
     "fraction for an integer": ("[train]\nsteps = 10.6\n", ["train.steps", "10.6", "the nearest is 11"]),
     "integer for a boolean": ("[train]\ncompile = 1\n", ["train.compile", "1", "true or false"]),
@@ -62,19 +65,31 @@ MALFORMED = {
     "zero steps": ("[train]\nsteps = 0\n", ["train.steps", "0", "nearest valid choice is 1"]),
     "negative seed": ("[run]\nseed = -1\n", ["run.seed", "-1", "use 0"]),
     "a path as a name": ('[run]\nname = "a/b"\n', ["run.name", "a/b", "plain folder name"]),
-    "two degrees left over": ("[parallel]\ndp_replicate = -1\n", ["parallel.dp_replicate", "parallel.dp_shard", "Set one to 1"]),
+    "two degrees left over": (
+        "[parallel]\ndp_replicate = -1\n",
+        ["parallel.dp_replicate", "parallel.dp_shard", "Set one to 1"],
+    ),
     "zero degree": ("[parallel]\ndp_shard = 0\n", ["parallel.dp_shard", "0", "-1 for what is left"]),
-    "micro-batch that does not divide": ("[train]\nglobal_batch = 12\nmicrobatch = 5\n", ["train.microbatch", "5", "is 4"]),
+    "micro-batch that does not divide": (
+        "[train]\nglobal_batch = 12\nmicrobatch = 5\n",
+        ["train.microbatch", "5", "is 4"],
+    ),
     "negative clip": ("[train]\nmax_grad_norm = -1.0\n", ["train.max_grad_norm", "-1.0", "0 measures"]),
     "negative interval": ("[checkpoint]\nevery = -5\n", ["checkpoint.every", "-5", "nearest valid choice is 0"]),
-    "a hook in the wrong mode": ('[parallel]\nmode = "fsdp"\ncompress = "powersgd"\n', ["parallel.compress", "powersgd", "'bf16'"]),
+    "a hook in the wrong mode": (
+        '[parallel]\nmode = "fsdp"\ncompress = "powersgd"\n',
+        ["parallel.compress", "powersgd", "'bf16'"],
+    ),
     "zero reshard": ("[parallel]\nreshard = 0\n", ["parallel.reshard", "0", "default, always, never"]),
     "no such reshard": ('[parallel]\nreshard = "alway"\n', ["parallel.reshard", "alway", "always"]),
     "a number for a table": ("train = 5\n", ["train", "5", "a table"]),
     "not TOML": ("[train\n", ["not TOML", "line 1"]),
     "a date": ("[train]\nsteps = 2026-01-01\n", ["date", "strings, numbers, booleans"]),
     "extends is not a string": ("extends = 3\n", ["extends = 3", "must be a string"]),
-    "unknown source kind": ('[[data.sources]]\nname = "a"\nkind = "json"\npaths = ["x"]\n', ["kind", '"json"', "jsonl"]),
+    "unknown source kind": (
+        '[[data.sources]]\nname = "a"\nkind = "json"\npaths = ["x"]\n',
+        ["kind", '"json"', "jsonl"],
+    ),
     "unknown model": ('[model]\nname = "llama3_9b"\n', ["model.name", "llama3_9b", "llama3_8b"]),
 }
 

@@ -63,7 +63,9 @@ def test_the_batch_is_cut_over_ranks_and_microbatches():
     assert plan_batch(config(batch=32), build_layout(c, 4)).accumulation == 1
 
 
-@pytest.mark.parametrize(("batch", "micro", "ranks", "near"), [(31, 0, 4, 32), (3, 0, 4, 4), (36, 4, 8, 32), (33, 0, 4, 32)])
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "near"), [(31, 0, 4, 32), (3, 0, 4, 4), (36, 4, 8, 32), (33, 0, 4, 32)]
+)
 def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can(batch, micro, ranks, near):
     c = config(batch=batch, micro=micro)
     with pytest.raises(ValueError, match=f"The nearest valid choice is {near}"):

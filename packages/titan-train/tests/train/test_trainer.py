@@ -63,15 +63,12 @@ def folder(tmp_path_factory):
 def train(folder, name, sections, until=None, save=False):
     """Run on one rank (of however many there are) and return its losses and the samples consumed."""
     config = configure(folder, **({"run": {"dir": str(Path(folder) / "runs"), "name": name, "seed": 7}} | sections))
-    trainer = Trainer(config)
-    try:
+    with Trainer(config) as trainer:
         first = trainer.step
         trainer.fit(until=until)
         if save:
             trainer.save()
         return first, trainer.losses
-    finally:
-        trainer.close()
 
 
 def close(got, want, atol):
@@ -163,21 +160,18 @@ def test_the_losses_are_those_kept_in_the_golden_file(single):
 def poisoned(folder, name, sections, bad_steps):
     """Train with a loss that is NaN in ``bad_steps``."""
     config = configure(folder, **({"run": {"dir": str(Path(folder) / "runs"), "name": name, "seed": 7}} | sections))
-    trainer = Trainer(config)
     seen = []
+    with Trainer(config) as trainer:
 
-    def poison(_module, _inputs, output):
-        return output * float("nan") if trainer.step in bad_steps else output
+        def poison(_module, _inputs, output):
+            return output * float("nan") if trainer.step in bad_steps else output
 
-    trainer.model.register_forward_hook(poison)
-    try:
+        trainer.model.register_forward_hook(poison)
         for step in range(config.train.steps):
             before = [p.detach().clone() for p in trainer.model.parameters()]
             trainer.fit(until=step + 1)
             same = all(torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parameters(), strict=True))
             seen.append(same)
-    finally:
-        trainer.close()
     return seen
 
 

@@ -61,7 +61,9 @@ def _pairs(
         return {"tensor": (got, want)}
     if isinstance(got, Mapping) and isinstance(want, Mapping):
         if got.keys() != want.keys():
-            raise AssertionError(f"keys differ: only got {got.keys() - want.keys()}, only want {want.keys() - got.keys()}")
+            raise AssertionError(
+                f"keys differ: only got {got.keys() - want.keys()}, only want {want.keys() - got.keys()}"
+            )
         return {name: (got[name], want[name]) for name in want}
     if isinstance(got, Sequence) and isinstance(want, Sequence):
         if len(got) != len(want):

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titan-train: no command {name!r}.{hint} Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
     command = importlib.import_module(f"titan_train.cli.{name}")
-    parser = argparse.ArgumentParser(prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(
+        prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter
+    )
     try:
         return command.main(parser, rest)
     except ValueError as err:  # what the user gave cannot work; the message says what would

@@ -35,7 +35,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
-    print(f"compute  {flops / 1e9:,.3f} GFLOP a token, {flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step")
+    print(
+        f"compute  {flops / 1e9:,.3f} GFLOP a token, {flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step"
+    )
     if mode != "none":
         sizes = {"shard": layout.spec.dp_shard, "replicate": layout.spec.dp_replicate}
         plan = fsdp.plan(model, sizes, fsdp_policy(config, mode))

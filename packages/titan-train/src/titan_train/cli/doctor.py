@@ -42,8 +42,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 def diagnose() -> Iterator[Finding]:
     """Look at the interpreter, the packages, the devices, the process-group back ends and the disk."""
-    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}")
-    yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable")
+    yield Finding(
+        "ok", "python", f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    )
+    yield Finding(
+        "ok", "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable"
+    )
     for name in ("titan-train", "titan-mesh", "titan-fsdp", "titan-ckpt"):
         yield _package(name, f"uv pip install {name}")
     yield from _torch()
@@ -77,7 +81,9 @@ def _torch() -> Iterator[Finding]:
     else:
         yield Finding("note", "cuda", "no GPU that torch can use: runs take CPU ranks (gloo), which is right but slow")
     if not dist.is_available():
-        yield Finding("missing", "torch.distributed", "this build of torch has none: install a build with USE_DISTRIBUTED=1")
+        yield Finding(
+            "missing", "torch.distributed", "this build of torch has none: install a build with USE_DISTRIBUTED=1"
+        )
         return
     gloo = dist.is_gloo_available()
     yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "this build of torch has none")
@@ -91,7 +97,11 @@ def _disk() -> Iterator[Finding]:
     source = Path(sysconfig.get_paths()["stdlib"])
     count = sum(1 for _ in source.glob("*.py"))
     level = "ok" if count > 50 else "missing"
-    yield Finding(level, "stdlib corpus", f"{count} modules in {source}" + ("" if count > 50 else ": install Python's library sources"))
+    yield Finding(
+        level,
+        "stdlib corpus",
+        f"{count} modules in {source}" + ("" if count > 50 else ": install Python's library sources"),
+    )
     for name, folder in (("working folder", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
         free = shutil.disk_usage(folder).free / 2**30
         yield Finding("ok" if free > 2 else "note", name, f"{folder}, {free:.1f} GiB free")

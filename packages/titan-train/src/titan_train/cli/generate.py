@@ -23,9 +23,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token; default 0.8")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all (default)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all (default)"
+    )
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling; default 0.95")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P x the likeliest; default 0")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P x the likeliest; default 0"
+    )
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is none (default)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations; default 1")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
@@ -87,7 +91,9 @@ def load_run(run_dir: Path, device: "torch.device", step: int | None = None) -> 
 
     config = read_config(run_dir)
     if newest_checkpoint(run_dir) is None:
-        raise ValueError(f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every.")
+        raise ValueError(
+            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
+        )
     tokenizer = build_tokenizer(config.tokenizer, config.data)
     model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device)
     for parameter in model.parameters():

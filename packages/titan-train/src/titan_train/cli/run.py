@@ -37,7 +37,9 @@ def _run_here(config: Config) -> int:
     run_dir = run_folder(config)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
-        print(f"{run_dir} is complete: step {done} of {config.train.steps} is saved. For more, raise --train.steps; for a new run, set --run.name.")
+        print(
+            f"{run_dir} is complete: step {done} of {config.train.steps} is saved. For more, raise --train.steps; for a new run, set --run.name."
+        )
         _print_next(run_dir)
         return 0
 
@@ -87,7 +89,11 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
     info.finish(
         "finished" if completed else "stopped" if code == 0 else "failed",
         step=step,
-        error=None if code == 0 else f"{failure.kind}: {failure.message}" if failure else "a rank was ended from outside",
+        error=None
+        if code == 0
+        else f"{failure.kind}: {failure.message}"
+        if failure
+        else "a rank was ended from outside",
     )
     if config.metrics.report and (run_dir / "metrics.jsonl").exists():
         from titan_train.report import build_report, summarize

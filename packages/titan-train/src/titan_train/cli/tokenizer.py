@@ -12,11 +12,15 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("action", choices=["train"], help="what to do")
     parser.add_argument("files", metavar="FILE", nargs="*", help="text or JSON lines; folders and globs too")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the tokenizer; tokenizer.path can name it")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the tokenizer; tokenizer.path can name it"
+    )
     parser.add_argument("--vocab-size", type=int, default=8192, metavar="N", help="pieces (default 8192)")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe", help="default bpe")
     parser.add_argument("--text-key", default="text", help="key of the document in a JSON line (default text)")
-    parser.add_argument("--max-mb", type=float, default=32.0, metavar="MB", help="text to train on, at most (default 32)")
+    parser.add_argument(
+        "--max-mb", type=float, default=32.0, metavar="MB", help="text to train on, at most (default 32)"
+    )
     arguments = parser.parse_args(words)
 
     from titan_train.config import SourceConfig

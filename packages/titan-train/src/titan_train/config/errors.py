@@ -68,7 +68,9 @@ def _reason(item: Any) -> str:
     if kind == "literal_error":
         choices = [c.strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         nearest = nearest_choice(given, choices)
-        return f"must be one of {', '.join(choices)}; " + (f'did you mean "{nearest}"?' if nearest else f'try "{choices[0]}".')
+        return f"must be one of {', '.join(choices)}; " + (
+            f'did you mean "{nearest}"?' if nearest else f'try "{choices[0]}".'
+        )
     if kind in _TYPES:
         reason = f"must be {_TYPES[kind]}, not {_type_name(given)}"
         if isinstance(given, str) and kind.startswith(("int", "float", "bool")):
@@ -83,7 +85,9 @@ def _reason(item: Any) -> str:
 
 def _is_union_tag(part: object) -> bool:
     """Pydantic names the branch of a union in the location, such as ``int`` or ``literal['a','b']``."""
-    return isinstance(part, str) and (part in ("int", "float", "str", "bool") or part.startswith(("literal[", "constrained-")))
+    return isinstance(part, str) and (
+        part in ("int", "float", "str", "bool") or part.startswith(("literal[", "constrained-"))
+    )
 
 
 def _type_name(value: object) -> str:

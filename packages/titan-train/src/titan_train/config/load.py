@@ -84,7 +84,9 @@ def _find(name_or_path: str, base: Path | None = None) -> Path:
             return candidate
     nearest = nearest_choice(path.stem, list_configs())
     hint = f"did you mean {nearest!r}? " if nearest else ""
-    raise ConfigError(name_or_path, [f"no such file or shipped configuration; {hint}shipped are {', '.join(list_configs())}."])
+    raise ConfigError(
+        name_or_path, [f"no such file or shipped configuration; {hint}shipped are {', '.join(list_configs())}."]
+    )
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

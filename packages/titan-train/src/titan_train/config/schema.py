@@ -78,13 +78,17 @@ class ParallelConfig:
             if value < 1 and value != -1:
                 raise ValueError(f"parallel.{name}={value} must be a positive number of ranks, or -1 for what is left.")
         if self.dp_replicate == -1 and self.dp_shard == -1:
-            raise ValueError("parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1.")
+            raise ValueError(
+                "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1."
+            )
         if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
             raise ValueError(
                 f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
             )
         if isinstance(self.reshard, int) and self.reshard < 1:
-            raise ValueError(f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never.")
+            raise ValueError(
+                f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +120,13 @@ class TrainConfig:
     """torch.compile each repeated block."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("global_batch", 1), ("microbatch", 0), ("nonfinite_limit", 1), ("gc_every", 0)):
+        for name, least in (
+            ("steps", 1),
+            ("global_batch", 1),
+            ("microbatch", 0),
+            ("nonfinite_limit", 1),
+            ("gc_every", 0),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")

@@ -75,5 +75,3 @@ def describe_exit(rank: int, world_size: int, code: int) -> str:
 
 def _folder(run_dir: Path) -> Path:
     return run_dir / "failures"
-
-

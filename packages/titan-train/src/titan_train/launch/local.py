@@ -8,7 +8,7 @@ watches. Ranks meet through a file store, so no port is opened.
 
 What it promises: the first failing rank's error is shown once, with its rank; the others are ended within seconds; a
 rank that is killed is noticed at once; SIGTERM and Ctrl-C reach the ranks as a request to save and stop, a second
-Ctrl-C ends them; if this process is killed, the ranks are asked to save and stop by the kernel (PR_SET_PDEATHSIG).
+Ctrl-C ends them; if this process is killed, the ranks notice it by a pipe that closes, save and stop.
 """
 
 import contextlib
@@ -45,7 +45,9 @@ class LocalLauncher:
         self.world_size = world_size
         self.device: DeviceType = device
         # Ranks share the cores; more threads than cores make every one of them slower.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size) if device == "cpu" else 1))
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size) if device == "cpu" else 1)
+        )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["titan_train.launch.preload"])
         from multiprocessing import forkserver
@@ -77,12 +79,17 @@ class LocalLauncher:
 
         text = dump_config(config)
         processes: list[Any] = []
+        # Ranks read from it, only this process holds the writing end: it closes when this process ends, however.
+        reader, self._alive = self._context.Pipe(duplex=False)
         with _hidden_main():
             for rank in range(self.world_size):
                 ranks = Ranks(rank, rank, self.world_size, self.world_size, self.device, store)
-                process = self._context.Process(target=forked_worker, args=(text, ranks, str(run_dir)), name=f"rank-{rank}")
+                process = self._context.Process(
+                    target=forked_worker, args=(text, ranks, str(run_dir), reader), name=f"rank-{rank}"
+                )
                 process.start()
                 processes.append(process)
+        reader.close()
         return processes
 
     def _describe(self, run_dir: Path, rank: int, code: int) -> str:
@@ -92,7 +99,9 @@ class LocalLauncher:
         else:  # killed: whatever its peers wrote is the consequence
             text = describe_exit(rank, self.world_size, code)
         saved = newest_checkpoint(run_dir)
-        after = f"The last finished checkpoint is step {saved}: run the same command to continue from it." if saved else ""
+        after = (
+            f"The last finished checkpoint is step {saved}: run the same command to continue from it." if saved else ""
+        )
         return f"\nerror: {text}\nLogs of every rank: {run_dir / 'logs'}\n{after}".rstrip()
 
 

@@ -70,7 +70,9 @@ def device_type(launch: LaunchConfig) -> DeviceType:
     if launch.device == "auto":
         return "cuda" if count_gpus() else "cpu"
     if launch.device == "cuda" and not count_gpus():
-        raise ValueError("launch.device='cuda', but this machine shows no NVIDIA GPU. Use 'cpu', or see `titan-train doctor`.")
+        raise ValueError(
+            "launch.device='cuda', but this machine shows no NVIDIA GPU. Use 'cpu', or see `titan-train doctor`."
+        )
     return launch.device
 
 

@@ -1,23 +1,34 @@
 """One rank: join the others, train, leave cleanly; tell the error once if it fails."""
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
 from titan_train.launch.failure import describe_failure, first_failure, write_failure
 from titan_train.launch.ranks import Ranks
 
+_ORPHAN_GRACE_S = 60.0  # for a last checkpoint after the launcher is gone
 
-def forked_worker(config_toml: str, ranks: Ranks, run_dir: str) -> None:
-    """A rank forked by the local launcher. Ends the process itself."""
-    _die_with_parent()
+
+def forked_worker(config_toml: str, ranks: Ranks, run_dir: str, launcher: Connection) -> None:
+    """A rank forked by the local launcher. Ends the process itself.
+
+    Args:
+        config_toml: The resolved configuration.
+        ranks: This rank's place.
+        run_dir: The run's folder.
+        launcher: Nothing is ever sent through it; it closes when the launcher is gone.
+    """
+    threading.Thread(target=_stop_without_launcher, args=(launcher,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the trainer takes it over
     if ranks.rank > 0:
@@ -55,12 +66,8 @@ def train_rank(config: Config, ranks: Ranks, run_dir: Path) -> None:
     from titan_train.train import Trainer
 
     faulthandler.enable()
-    with _process_group(config, ranks):
-        trainer = Trainer(config, run_dir=run_dir)
-        try:
-            trainer.fit()
-        finally:
-            trainer.close()
+    with _process_group(config, ranks), Trainer(config, run_dir=run_dir) as trainer:
+        trainer.fit()
 
 
 @contextlib.contextmanager
@@ -92,11 +99,13 @@ def _process_group(config: Config, ranks: Ranks) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the fork server ends (Linux; elsewhere the launcher's own watch must do)."""
-    with contextlib.suppress(OSError, AttributeError):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+def _stop_without_launcher(launcher: Connection) -> None:
+    """When the launcher is killed, save and stop; where that cannot be (a peer is gone too), end."""
+    with contextlib.suppress(EOFError, OSError):
+        launcher.recv_bytes()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:

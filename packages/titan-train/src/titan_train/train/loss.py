@@ -22,9 +22,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         A float32 scalar in nats; 0 if every label is ignored.
     """
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def count_valid(labels: Tensor) -> Tensor:

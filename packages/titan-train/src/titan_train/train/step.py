@@ -90,7 +90,9 @@ class OptimizerStep:
         grad_norm = fsdp.clip_grad_norm_(self._parameters, self._max_norm)
         total = self._sum(total)
 
-        loss_value, norm_value = torch.stack([total, grad_norm.to(total.device, total.dtype)]).tolist()  # the one host sync
+        loss_value, norm_value = torch.stack(
+            [total, grad_norm.to(total.device, total.dtype)]
+        ).tolist()  # the one host sync
         skipped = not (_finite(loss_value) and _finite(norm_value))
         if not skipped:
             self._optimizer.step()

@@ -77,7 +77,9 @@ class Trainer:
 
         self.mesh: Mesh | None = None
         if dist.is_initialized():
-            self.mesh = build(layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s))
+            self.mesh = build(
+                layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
+            )
         self._loss_group = self.mesh.group("dp") if self.mesh and world_size > 1 else None
         dp_rank = self.mesh.rank_in("dp") if self.mesh else 0
 
@@ -110,6 +112,7 @@ class Trainer:
         self._progress: Progress | None = None
         self._requests = SaveRequests()
         self._nonfinite_in_a_row = 0
+        self._closed = False
         if self.rank == 0:
             self._open_run_folder(describe_layout(layout, self.plan))
         self._throughput = Throughput(
@@ -157,18 +160,36 @@ class Trainer:
         self._event("checkpoint_saved", step=self.step, seconds=round(time.monotonic() - started, 3))
 
     def close(self) -> None:
-        """Finish background work and close files. Safe to call twice."""
-        self._loader.close()
+        """Finish background work, close files, leave the process groups. Collective; safe to call twice.
+
+        After an error on this rank, call `abandon` instead: peers that failed elsewhere would not come.
+        """
+        if self._closed:
+            return
         self._checkpointer.close()
+        self.abandon()
+        if self.mesh is not None:
+            self.mesh.close()
+
+    def abandon(self) -> None:
+        """Close what is this rank's alone, without waiting for any other."""
+        self._closed = True
+        self._loader.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
-        if self.mesh is not None:
-            self.mesh.close()
-            self.mesh = None
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
     def _train_one_step(self, *, save_due: bool) -> StepResult:
         assert self._batches is not None
@@ -236,7 +257,9 @@ class Trainer:
             )
         finally:
             loader.close()
-        record = ValidationRecord(step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens)
+        record = ValidationRecord(
+            step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens
+        )
         for tracker in self._trackers:
             tracker.log_validation(record)
         if self._progress is not None:
