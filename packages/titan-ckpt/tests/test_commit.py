@@ -178,9 +178,9 @@ def save_until_killed(root: str, delay_s: float) -> None:
     if torch.distributed.get_rank() == 1:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, delay_s)
-    ck = Checkpointer(root, keep_last=2)
-    step = ck.latest() or 0
     try:
+        ck = Checkpointer(root, keep_last=2)
+        step = ck.latest() or 0
         while True:
             step += 1
             ck.save(step, make_state(float(step)))

@@ -14,23 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt._errors import CheckpointError, Damage, DamageError
 from titan_ckpt._manifest import Manifest
+from titan_ckpt._names import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, KeyMap
 from titan_ckpt._retention import Retention
 
 if TYPE_CHECKING:
     from titan_ckpt._async import SaveJob
     from titan_ckpt._checkpointer import Checkpointer
+    from titan_ckpt._hf import export_hf, import_hf
     from titan_ckpt._state import Stateful, TrainState
 
 __all__ = [
+    "DEEPSEEK",
+    "KEY_MAPS",
+    "LLAMA",
+    "QWEN3",
     "CheckpointError",
     "Checkpointer",
     "Damage",
     "DamageError",
+    "KeyMap",
     "Manifest",
     "Retention",
     "SaveJob",
     "Stateful",
     "TrainState",
+    "export_hf",
+    "import_hf",
 ]
 
 _LAZY = {
@@ -38,6 +47,8 @@ _LAZY = {
     "SaveJob": "_async",
     "Stateful": "_state",
     "TrainState": "_state",
+    "export_hf": "_hf",
+    "import_hf": "_hf",
 }
 
 

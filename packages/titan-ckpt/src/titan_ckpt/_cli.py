@@ -16,6 +16,7 @@ from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import SECTIONS, STATE_NAME
 from titan_ckpt._index import StoredTensor
 from titan_ckpt._manifest import Manifest
+from titan_ckpt._names import KEY_MAPS
 from titan_ckpt._progress import Progress
 from titan_ckpt._read import StepReader
 
@@ -50,12 +51,58 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("a", type=Path, help="a step's folder")
     diff.add_argument("b", type=Path, help="another")
     diff.set_defaults(run=_diff)
+    _add_hf(commands)
     gc = commands.add_parser("gc", help="delete what crashed saves left, and older steps if asked")
     gc.add_argument("root", type=Path, help="folder of the steps")
     gc.add_argument("--keep-last", type=int, help="also delete all but this many newest valid steps")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.set_defaults(run=_gc)
     return parser
+
+
+def _add_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    out = commands.add_parser("export-hf", help="write a step's weights as a Hugging Face folder")
+    out.add_argument("step", type=Path, help="a step's folder")
+    out.add_argument("out", type=Path, help="folder to make")
+    out.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
+    out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="convert floating-point tensors; default: keep")
+    out.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file in 10^9 bytes (default 5)")
+    out.add_argument("--config", type=Path, help="a JSON file to become config.json")
+    out.set_defaults(run=_export_hf)
+    into = commands.add_parser("import-hf", help="make a step that holds the weights of a Hugging Face folder")
+    into.add_argument("folder", type=Path, help="folder of safetensors files")
+    into.add_argument("root", type=Path, help="folder of the steps")
+    into.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
+    into.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
+    into.set_defaults(run=_import_hf)
+
+
+def _export_hf(args: argparse.Namespace) -> int:
+    import torch
+
+    from titan_ckpt._hf import export_hf
+
+    dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    total = sum(tensor.nbytes for tensor in StepReader(args.step).index.tensors["model"].values())
+    with Progress("export", total) as progress:
+        files = export_hf(
+            args.step,
+            args.out,
+            names=KEY_MAPS.get(args.names),
+            dtype=dtypes[args.dtype],
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+            config=json.loads(args.config.read_bytes()) if args.config else None,
+            progress=progress.advance,
+        )
+    print(f"{args.out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:,.1f} MiB")
+    return 0
+
+
+def _import_hf(args: argparse.Namespace) -> int:
+    from titan_ckpt._hf import import_hf_step
+
+    print(import_hf_step(args.folder, args.root, step=args.step, names=KEY_MAPS.get(args.names)))
+    return 0
 
 
 def _ls(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt._index import StoredChunk, StoredTensor
 from titan_ckpt._layout import local_part
 from titan_ckpt._plan import Box, intersect
-from titan_ckpt._read import StepReader
+from titan_ckpt._read import FolderReader
 
 Verify = Literal["touched", "all", "none"]
 """Check the blocks that are read, every block of the step, or nothing but sizes, manifest and index."""
@@ -54,22 +54,26 @@ def plan_copies(stored: StoredTensor, target: Tensor, path: str, *, cast: bool) 
             "in that dtype, or pass strict=False to convert."
         )
     copies: list[Copy] = []
-    chunks = stored.chunks
     for i, (wanted, _) in enumerate(part.boxes):
-        view = part.view(i)
-        covered = 0
-        for chunk in chunks:
-            common = intersect((wanted.offsets, wanted.sizes), (chunk.offsets, chunk.sizes))
-            if common is None:
-                continue
-            covered += math.prod(common[1])
-            copies.append(Copy(_narrow(view, wanted.offsets, common), stored, chunk, common))
+        found = box_copies(stored, (wanted.offsets, wanted.sizes), part.view(i))
+        covered = sum(math.prod(copy.box[1]) for copy in found)
         if covered != wanted.numel:
             raise ValueError(f"{path}: the step holds {covered} of the {wanted.numel} elements this rank needs.")
+        copies += found
     return copies
 
 
-def check_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
+def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
+    """The copies that fill ``into``, a tensor of the box's shape, with that box of a stored tensor."""
+    copies: list[Copy] = []
+    for chunk in stored.chunks:
+        common = intersect(box, (chunk.offsets, chunk.sizes))
+        if common is not None:
+            copies.append(Copy(_narrow(into, box[0], common), stored, chunk, common))
+    return copies
+
+
+def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
     """Check every block the copies read."""
     return [
         damage
@@ -81,14 +85,14 @@ def check_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> list[D
 
 
 @torch.no_grad()
-def run_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> None:
+def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
     """Write the targets."""
     for listed in copies.values():
         for copy in listed:
             copy.into.copy_(_narrow(_chunk_tensor(reader, copy.stored, copy.chunk), copy.chunk.offsets, copy.box))
 
 
-def read_tensor(reader: StepReader, section: str, key: str) -> Tensor:
+def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
     """A whole tensor on the CPU, checked.
 
     Raises:
@@ -97,17 +101,17 @@ def read_tensor(reader: StepReader, section: str, key: str) -> Tensor:
     """
     stored = reader.index.find(section, key)
     if stored is None:
-        raise ValueError(f"{reader.manifest.path} has no {section} tensor {key!r}.")
+        raise ValueError(f"{reader.path} has no {section} tensor {key!r}.")
     tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     copies = {key: plan_copies(stored, tensor, key, cast=False)}
     damages = check_copies(reader, copies)
     if damages:
-        raise DamageError(str(reader.manifest.path), damages)
+        raise DamageError(str(reader.path), damages)
     run_copies(reader, copies)
     return tensor
 
 
-def _chunk_tensor(reader: StepReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
+def _chunk_tensor(reader: FolderReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
     begin, end = reader.span(stored, chunk)
     raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
     if raw.data_ptr() % ITEM_BYTES[stored.dtype]:
@@ -122,7 +126,7 @@ def _narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
     return view
 
 
-def _byte_runs(reader: StepReader, copy: Copy) -> Iterator[tuple[int, int]]:
+def _byte_runs(reader: FolderReader, copy: Copy) -> Iterator[tuple[int, int]]:
     """Byte ranges of the file that a copy touches; gaps shorter than a block are included."""
     base, _ = reader.span(copy.stored, copy.chunk)
     item = ITEM_BYTES[copy.stored.dtype]

@@ -11,12 +11,49 @@ from pathlib import Path
 from titan_ckpt._digest import block_digests
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
-from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor
+from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor
 from titan_ckpt._manifest import Manifest
 
 
-class StepReader:
-    """A committed step, open for reading.
+class FolderReader:
+    """Safetensors files in a folder, mapped, by an index of what is where. Contents are not checked.
+
+    Args:
+        path: The folder.
+        index: Its index; sizes and offsets must have been checked against the files.
+    """
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path, self.index = path, index
+        self._maps: dict[int, memoryview] = {}
+
+    def bytes_of(self, file: int) -> memoryview:
+        """All bytes of a file, mapped; writable without effect on the file. Not checked."""
+        if file not in self._maps:
+            record = self.index.files[file]
+            with (self.path / record.name).open("rb") as opened:
+                self._maps[file] = (
+                    memoryview(mmap.mmap(opened.fileno(), record.size, access=mmap.ACCESS_COPY))
+                    if record.size
+                    else memoryview(bytearray())
+                )
+        return self._maps[file]
+
+    def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
+        """First byte of a chunk in its file, and the byte after its last."""
+        begin = self.index.files[chunk.file].data_start + chunk.start
+        count = 1
+        for size in chunk.sizes:
+            count *= size
+        return begin, begin + count * ITEM_BYTES[tensor.dtype]
+
+    def check(self, file: int, begin: int, end: int) -> list[Damage]:
+        """Files of others carry no digests: nothing is found."""
+        return []
+
+
+class StepReader(FolderReader):
+    """A committed step, open for reading; every byte can be checked.
 
     Args:
         path: The step's folder.
@@ -27,22 +64,9 @@ class StepReader:
 
     def __init__(self, path: Path | str) -> None:
         self.manifest = Manifest.open(path)
-        self.index = self.manifest.read_index()
-        self._maps: dict[int, memoryview] = {}
+        super().__init__(self.manifest.path, self.manifest.read_index())
         self._checked: dict[int, set[int]] = {}
         self._owners: dict[int, list[tuple[int, int, str]]] | None = None
-
-    def bytes_of(self, file: int) -> memoryview:
-        """All bytes of a file, mapped; writable without effect on the file. Not checked."""
-        if file not in self._maps:
-            record = self.index.files[file]
-            with (self.manifest.path / record.name).open("rb") as opened:
-                self._maps[file] = (
-                    memoryview(mmap.mmap(opened.fileno(), record.size, access=mmap.ACCESS_COPY))
-                    if record.size
-                    else memoryview(bytearray())
-                )
-        return self._maps[file]
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
         """Check the blocks that hold bytes ``begin`` to ``end`` of a file; each block once.
@@ -83,14 +107,6 @@ class StepReader:
                     raise DamageError(str(self.manifest.path), damages)
                 return bytes(self.bytes_of(file))
         raise ValueError(f"{self.manifest.path} has no {name}.")
-
-    def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
-        """First byte of a chunk in its file, and the byte after its last."""
-        begin = self.index.files[chunk.file].data_start + chunk.start
-        count = 1
-        for size in chunk.sizes:
-            count *= size
-        return begin, begin + count * ITEM_BYTES[tensor.dtype]
 
     def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
         at = block * BLOCK_BYTES

@@ -6,6 +6,7 @@ No torch here: the bytes come as buffers, from tensors in the trainer.
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 from titan_ckpt._digest import BlockDigester, Buffer
 from titan_ckpt._format import Entry, encode_header
@@ -16,7 +17,11 @@ _WRITE_BYTES = 1 << 20
 
 
 def write_safetensors(
-    folder: Path, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer], metadata: dict[str, str]
+    folder: Path,
+    name: str,
+    entries: Sequence[Entry],
+    buffers: Iterable[Buffer | Iterable[Buffer]],
+    metadata: dict[str, str],
 ) -> FileRecord:
     """Write a safetensors file.
 
@@ -24,8 +29,8 @@ def write_safetensors(
         folder: The unfinished step's folder.
         name: The file, relative to it; its parent folder is made.
         entries: The tensors, in the order their bytes come.
-        buffers: Each tensor's bytes, little-endian and contiguous. Taken one at a time, so that a generator can copy
-            one tensor from the device while none other is held.
+        buffers: Each tensor's bytes, little-endian and contiguous, whole or in pieces. Taken one at a time, so that a
+            generator can copy one tensor from the device while none other is held.
         metadata: The header's ``__metadata__``.
 
     Returns:
@@ -40,9 +45,13 @@ def write_safetensors(
     def pieces() -> Iterable[Buffer]:
         yield header
         for entry, buffer in zip(entries, buffers, strict=True):
-            if memoryview(buffer).nbytes != entry.nbytes:
-                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {memoryview(buffer).nbytes}.")
-            yield buffer
+            given = 0
+            whole = isinstance(buffer, bytes | bytearray | memoryview)
+            for piece in cast("Iterable[Buffer]", [buffer] if whole else buffer):
+                given += memoryview(piece).nbytes
+                yield piece
+            if given != entry.nbytes:
+                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
 
     size, blocks = _write(folder / name, pieces())
     return FileRecord(name, size, blocks, len(header))

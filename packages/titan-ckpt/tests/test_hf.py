@@ -1,0 +1,219 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ckpt_loop import Net
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from titan_ckpt import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, Checkpointer, TrainState, export_hf, import_hf
+from titan_ckpt._cli import main
+from titan_ckpt._hf import row_boxes
+from titan_testing import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def odd_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    for name, value in {
+        "scalar": torch.tensor(3.5),
+        "count": torch.tensor([1, 2**62]),
+        "flags": torch.tensor([True, False, True]),
+        "eight": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 4),
+    }.items():
+        model.register_buffer(name, value)
+    return model
+
+
+def save_odd(root: str, sharded: bool) -> None:
+    model = odd_model()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    Checkpointer(root).save(1, TrainState(model=model, rng=False))
+
+
+def test_an_export_equals_the_state_bit_for_bit_and_opens_with_the_plain_library(tmp_path):
+    run_ranks(save_odd, 2, str(tmp_path), True)
+    files = export_hf(tmp_path / "step-00000001", tmp_path / "out", max_shard_bytes=800, config={"model_type": "x"})
+    assert len(files) > 1
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    got = {}
+    for file in files:
+        loaded = load_file(file)
+        assert {key for key, name in index["weight_map"].items() if name == file.name} == set(loaded)
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        got |= loaded
+    want = odd_model().state_dict()
+    del want["head.weight"]  # tied: stored once
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype
+        assert got[name].shape == value.shape
+        assert torch.equal(got[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+    assert index["metadata"]["total_parameters"] == sum(value.numel() for value in want.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_bytes()) == {"model_type": "x"}
+
+
+def test_an_export_converts_floats_with_rounding_and_leaves_integers(tmp_path):
+    save_odd(str(tmp_path), False)
+    export_hf(tmp_path / "step-00000001", tmp_path / "out", dtype=torch.bfloat16)
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    want = odd_model().state_dict()
+    assert torch.equal(got["embed.weight"], want["embed.weight"].bfloat16())
+    assert torch.equal(got["count"], want["count"])
+    assert got["calls"].dtype == torch.int64
+
+
+def import_sharded(folder: str) -> dict[str, torch.Tensor]:
+    model = odd_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(-1.0)
+    import_hf(folder, model)
+    return {k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+def test_an_import_fills_sharded_parameters_and_ties(tmp_path):
+    save_odd(str(tmp_path), False)
+    export_hf(tmp_path / "step-00000001", tmp_path / "out", max_shard_bytes=800)
+    want = odd_model().state_dict()
+    for got in run_ranks(import_sharded, 2, str(tmp_path / "out")):
+        assert all(
+            torch.equal(got[k].reshape(-1).view(torch.uint8), v.reshape(-1).view(torch.uint8)) for k, v in want.items()
+        )
+
+
+def test_an_import_refuses_what_does_not_fit_and_leaves_the_model(tmp_path):
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 tensors missing \['bias'\]"):
+        import_hf(tmp_path, model)
+    save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"weight has shape \[2, 3\], but \[3, 2\]"):
+        import_hf(tmp_path, model)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="was not written whole"):
+        import_hf(tmp_path, model)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        import_hf(tmp_path, model)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "gone.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks \['gone.safetensors'\]"):
+        import_hf(tmp_path, model)
+    assert torch.equal(model.weight, before)
+
+
+def test_an_import_refuses_a_tied_weight_that_the_folder_has_twice_and_differently(tmp_path):
+    state = {k: v.clone() for k, v in Net().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    import_hf(tmp_path, Net())
+    state["head.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="are one tied weight in this model, but differ"):
+        import_hf(tmp_path, Net())
+
+
+@pytest.mark.parametrize("family", sorted(KEY_MAPS))
+def test_key_maps_are_one_to_one(family):
+    key_map = KEY_MAPS[family]
+    for ours, theirs in key_map.pairs:
+        name = ours.format(i=31, j=7)
+        assert key_map.to_hf(name) == theirs.format(i=31, j=7)
+        assert key_map.from_hf(theirs.format(i=31, j=7)) == name
+    assert key_map.from_hf("model.layers.0.self_attn.rotary_emb.inv_freq") is None
+    with pytest.raises(ValueError, match=f"is no name here in the {family} family"):
+        key_map.to_hf("layers.0.nonsense")
+
+
+def test_key_maps_give_the_published_names():
+    assert LLAMA.to_hf("layers.3.feed_forward.w2.weight") == "model.layers.3.mlp.down_proj.weight"
+    assert QWEN3.to_hf("layers.3.attention.q_norm.weight") == "model.layers.3.self_attn.q_norm.weight"
+    assert DEEPSEEK.to_hf("layers.3.attention.wkv_a.weight") == "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
+
+
+def test_rows_are_cut_in_order_and_cover_everything():
+    for shape in [(), (0, 3), (5,), (7, 3), (2, 3, 50), (1, 40), (3, 1, 4, 2)]:
+        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        parts = []
+        for offsets, sizes in row_boxes(shape, 10):
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+            assert 0 < part.numel() <= 10
+            parts.append(part.reshape(-1))
+        assert torch.equal(torch.cat(parts) if parts else whole.reshape(-1), whole.reshape(-1)), shape
+
+
+def test_the_command_line_exports_and_imports(tmp_path, capsys):
+    save_odd(str(tmp_path), False)
+    assert main(["export-hf", str(tmp_path / "step-00000001"), str(tmp_path / "hf")]) == 0
+    assert main(["import-hf", str(tmp_path / "hf"), str(tmp_path / "back"), "--step", "4"]) == 0
+    assert main(["diff", str(tmp_path / "step-00000001"), str(tmp_path / "back" / "step-00000004")]) == 0
+    model = odd_model()
+    nn.init.zeros_(model.embed.weight)
+    assert Checkpointer(tmp_path / "back").restore(TrainState(model=model, rng=False)) == 4
+    assert torch.equal(model.embed.weight, odd_model().embed.weight)
+    assert main(["export-hf", str(tmp_path / "step-00000001"), str(tmp_path / "hf")]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+EXPORT = """
+import sys, threading, time, torch
+from titan_ckpt import export_hf
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+before = anonymous()
+peak = [0]
+export_hf(sys.argv[1], sys.argv[2], dtype=torch.bfloat16, progress=lambda n: peak.append(anonymous()))
+print(max(peak) - before)
+"""
+
+
+@pytest.mark.slow
+def test_an_export_of_two_gigabytes_takes_less_than_200_mb(tmp_path):
+    model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(8)))
+    Checkpointer(tmp_path).save(1, TrainState(model=model, rng=False))
+    del model
+    command = [sys.executable, "-c", EXPORT, str(tmp_path / "step-00000001"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200e6
+
+
+def test_transformers_loads_an_exported_llama_and_gives_the_same_logits(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not a dependency")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    source = transformers.LlamaForCausalLM(config).eval()
+    names = {LLAMA.from_hf(key): value for key, value in source.state_dict().items()}
+    ours = nn.Module()
+    for name, value in names.items():
+        *path, last = name.split(".")
+        module = ours
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(value.clone()))
+    Checkpointer(tmp_path).save(1, TrainState(model=ours, rng=False))
+    export_hf(tmp_path / "step-00000001", tmp_path / "out", names=LLAMA, config=config.to_dict())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, source(ids).logits)
