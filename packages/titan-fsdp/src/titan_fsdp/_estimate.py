@@ -36,7 +36,7 @@ class Estimate:
     optimizer: int
     """Optimizer state."""
     buffers: int
-    """Buffers, and parameters that the policy ignores are not in any figure."""
+    """Buffers. Parameters that the policy ignores are in none of these figures."""
     gathered: int
     """Most parameters gathered at one time."""
     activations: int
