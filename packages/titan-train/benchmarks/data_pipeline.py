@@ -253,6 +253,18 @@ def as_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def load_note(result: dict[str, Any]) -> str:
+    """What the reader must know if other programs had the machine too."""
+    load, cores = result["load_average_1_min"], os.cpu_count() or 1
+    if load < 2 * cores:
+        return ""
+    return (
+        f"\nOther programs shared the machine (load average {load} on {cores} cores): wall-clock rates are those of a\n"
+        "starved process. Tokens per processor second are what one core does, and the ratios compare paths that\n"
+        "suffered alike.\n"
+    )
+
+
 def write_results(folder: Path, result: dict[str, Any]) -> None:
     name = f"data_pipeline_cpu{os.cpu_count()}_{result['date'][:7].replace('-', '')}"
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -267,7 +279,7 @@ Corpus: the Python standard library, {corpus["documents"]} documents, {corpus["m
 Both sides give identical ids and identical windows of {config["seq_len"] + 1} tokens, checked in every run.
 Vocabulary {config["vocab_size"]}; median of {config["rounds"]} rounds in which the paths take turns.
 Ratios are taken within each round, to the faster of the two Hugging Face forms; processor time counts all threads.
-
+{load_note(result)}
 {as_table(result)}
 
 Command: `{result["command"].strip()}`
