@@ -1,0 +1,46 @@
+import xml.etree.ElementTree as ET
+
+import pytest
+from titan_cp.__main__ import main
+
+LLAMA = ["explain", "--cp", "8", "--heads", "32", "--kv-heads", "8"]
+
+
+def test_explain_prints_the_plan_and_writes_a_drawing(tmp_path, capsys):
+    lengths = tmp_path / "documents.txt"
+    lengths.write_text("300 40, 1500\n7 1 2000 248\n")
+    svg = tmp_path / "plan.svg"
+    assert main([*LLAMA, "--docs", str(lengths), "--method", "ring", "--svg", str(svg)]) == 0
+    text = capsys.readouterr().out
+    assert "4096 tokens, 7 documents, causal" in text
+    assert "kernel      cuda: cuda_varlen" in text
+    root = ET.parse(svg).getroot()
+    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "rank 7" in words
+    colours = {e.get("fill") for e in root.iter("{http://www.w3.org/2000/svg}rect")}
+    assert len(colours - {"white", "#fafafa"}) == 8
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "usp"])
+def test_every_method_can_be_drawn(method, tmp_path):
+    svg = tmp_path / "plan.svg"
+    assert main([*LLAMA, "--seq-len", "4096", "--method", method, "--window", "700", "--full", "--svg", str(svg)]) == 0
+    ET.parse(svg)
+
+
+def test_a_plan_that_cannot_work_exits_with_2_and_says_why(capsys):
+    assert main([*LLAMA, "--seq-len", "1001", "--method", "ring"]) == 2
+    assert "Nearest: 992 or 1008" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "12 x 3", "4 0 5", "-3 4"])
+def test_a_documents_file_with_anything_but_lengths_is_refused(content, tmp_path, capsys):
+    lengths = tmp_path / "documents.txt"
+    lengths.write_text(content)
+    assert main([*LLAMA, "--docs", str(lengths)]) == 2
+    assert "should hold document lengths" in capsys.readouterr().err
+
+
+def test_a_missing_documents_file_is_an_error_and_not_a_traceback(capsys):
+    assert main([*LLAMA, "--docs", "no-such-file"]) == 2
+    assert "no-such-file" in capsys.readouterr().err
