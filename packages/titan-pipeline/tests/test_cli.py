@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from titan_pipeline import Schedule, verify
+from titan_pipeline import Costs, Schedule, verify
 from titan_pipeline.cli import main
 
 
@@ -35,6 +35,14 @@ def test_gen_writes_communication_to_standard_output(capsys):
     schedule = Schedule.from_text(capsys.readouterr().out)
     assert schedule.communicates
     verify(schedule)
+
+
+def test_solve_writes_a_schedule_that_fits(tmp_path, capsys):
+    (tmp_path / "costs.json").write_text(Costs.uniform(4, num_chunks=2).to_json())
+    call = ["solve", "--costs", str(tmp_path / "costs.json"), "-m", "4", "--placement", "v", "--mem-limit", "2"]
+    assert main([*call, "--time-limit", "0.2", "-o", str(tmp_path / "s.json")]) == 0
+    assert "gap" in capsys.readouterr().out
+    verify(Schedule.load(tmp_path / "s.json"), mem_limit=2)
 
 
 def test_exit_codes_tell_a_faulty_schedule_from_a_faulty_request(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Pipeline-parallel schedules as plain data: generate, verify, simulate, draw. Nothing here imports torch."""
+"""Pipeline-parallel schedules as plain data: generate, verify, simulate, solve, draw. Nothing here imports torch."""
 
 from titan_pipeline import families
 from titan_pipeline._bounds import lower_bound
@@ -10,6 +10,7 @@ from titan_pipeline._lower import lower
 from titan_pipeline._placement import Placement, loop_placement, placement_from, v_placement
 from titan_pipeline._schedule import Action, Kind, Schedule
 from titan_pipeline._simulate import Breakdown, Simulation, Slot, Transfer, simulate
+from titan_pipeline._solve import Progress, Solution, pareto, solve
 from titan_pipeline._trace import chrome_trace
 from titan_pipeline._verify import Certificate, verify
 from titan_pipeline.families import FAMILIES, build_schedule
@@ -23,10 +24,12 @@ __all__ = [
     "Kind",
     "Link",
     "Placement",
+    "Progress",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "Slot",
+    "Solution",
     "Transfer",
     "build_schedule",
     "chrome_trace",
@@ -37,8 +40,10 @@ __all__ = [
     "loop_placement",
     "lower",
     "lower_bound",
+    "pareto",
     "placement_from",
     "simulate",
+    "solve",
     "to_torch_csv",
     "v_placement",
     "verify",

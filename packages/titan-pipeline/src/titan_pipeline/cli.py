@@ -1,4 +1,4 @@
-"""The ``titan-pipeline`` command: gen, verify, sim, draw, trace.
+"""The ``titan-pipeline`` command: gen, verify, sim, solve, draw, trace.
 
 Example::
 
@@ -24,6 +24,7 @@ from titan_pipeline._errors import ScheduleError
 from titan_pipeline._lower import lower
 from titan_pipeline._schedule import Schedule
 from titan_pipeline._simulate import simulate
+from titan_pipeline._solve import Progress, solve
 from titan_pipeline._trace import chrome_trace
 from titan_pipeline._verify import verify
 from titan_pipeline.families import FAMILIES, build_schedule
@@ -67,6 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule(sim)
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=_sim)
+
+    find = commands.add_parser("solve", help="search the best schedule for costs and a memory limit")
+    find.add_argument("--costs", type=Path, required=True, help="costs file (JSON)")
+    find.add_argument("--microbatches", "-m", type=int, required=True)
+    find.add_argument("--ranks", "-p", type=int, help="ranks; as many as stages for a loop, half for a V without")
+    find.add_argument("--placement", choices=("loop", "v"), default="loop")
+    find.add_argument("--mem-limit", type=float, help="largest memory of a rank, in the unit of the costs")
+    find.add_argument("--objective", choices=("makespan", "stage_span"), default="makespan")
+    find.add_argument("--time-limit", type=float, default=10.0, help="seconds")
+    find.add_argument("--seed", type=int, default=0)
+    find.add_argument("-o", "--output", type=Path, required=True, help="schedule file (JSON)")
+    find.set_defaults(run=_solve)
 
     draw = commands.add_parser("draw", help="draw a schedule as .svg or .html")
     _add_schedule(draw)
@@ -145,6 +158,21 @@ def _sim(args: argparse.Namespace) -> int:
     else:
         for name, value in numbers.items():
             print(f"{name:20} {value:.6g}")
+    return 0
+
+
+def _solve(args: argparse.Namespace) -> int:
+    def show(p: Progress) -> None:
+        gap = p.best / p.bound - 1
+        print(f"{p.elapsed_s:5.1f} s  {p.tries} tries  best {p.best:.6g}  gap {gap:.2%}", file=sys.stderr)
+
+    solution = solve(
+        Costs.load(args.costs), args.microbatches, placement=args.placement, num_ranks=args.ranks,
+        mem_limit=args.mem_limit, objective=args.objective, time_limit=args.time_limit, seed=args.seed, progress=show,
+    )  # fmt: skip
+    solution.schedule.save(args.output)
+    print(f"{args.objective} {solution.value:.6g}, bound {solution.bound:.6g}, gap {solution.gap:.2%}")
+    print(f"from {solution.origin} after {solution.tries} tries; peak memory {max(solution.peak):.6g}")
     return 0
 
 

@@ -1,0 +1,294 @@
+"""Find a good schedule for measured, unequal costs under a memory limit, and say how good it can be at most.
+
+1. Candidates: every family of the placement that fits, as published, and throttled greedy orders for any limit.
+2. Simulated annealing on the orders of forwards and input gradients (`titan_pipeline._orders`), from the best start:
+   move one action of one rank a few places, decode, keep it if better, or a little worse while it is warm.
+3. `titan_pipeline.lower_bound` certifies the result: no schedule is better than the bound, so ``gap`` is the most that
+   is still on the table.
+
+The result is never worse than the best family that fits, since those are candidates. With one seed and ``max_tries``
+the search is repeatable; the time limit alone depends on the machine.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from titan_pipeline._bounds import Objective, expand_limits, lower_bound
+from titan_pipeline._costs import Costs
+from titan_pipeline._errors import ScheduleError
+from titan_pipeline._orders import Decoded, Order, Problem
+from titan_pipeline._placement import Placement, placement_from
+from titan_pipeline._schedule import Schedule
+from titan_pipeline._simulate import simulate
+from titan_pipeline._verify import verify
+from titan_pipeline.families import FAMILIES, build_schedule, zb_auto
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands."""
+
+    elapsed_s: float
+    tries: int
+    best: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best schedule found, and its certificate."""
+
+    schedule: Schedule
+    value: float
+    """Its makespan or stage span, in the unit of the costs."""
+    bound: float
+    """No schedule of this placement within this limit is shorter."""
+    peak: tuple[float, ...]
+    """Verified peak memory a rank."""
+    origin: str
+    """Family it came from, or ``search``."""
+    tries: int
+    """Orders decoded."""
+
+    @property
+    def gap(self) -> float:
+        """``value / bound - 1``: the most that any other schedule could still save, relative to the bound."""
+        return self.value / self.bound - 1
+
+
+def solve(
+    costs: Costs,
+    num_microbatches: int,
+    *,
+    placement: str | Sequence[int] = "loop",
+    num_ranks: int | None = None,
+    mem_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    time_limit: float = 10.0,
+    max_tries: int | None = None,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The best schedule found for these costs.
+
+    Args:
+        costs: One entry a stage.
+        num_microbatches: Microbatches a step.
+        placement: ``"loop"``, ``"v"``, or the rank of each stage.
+        num_ranks: For a named placement; by default as many as stages for a loop, half for a V.
+        mem_limit: In the unit of the costs; one number or one a rank.
+        objective: ``"makespan"`` when steps end with a synchronization (a clip), else ``"stage_span"``.
+        time_limit: Seconds of search; 0 takes the best candidate.
+        max_tries: Also stop after so many orders.
+        seed: Of the search.
+        progress: Called about once a second.
+
+    Raises:
+        ValueError: If nothing fits the limit, or the numbers do not fit each other.
+    """
+    started = time.monotonic()
+    place = _placement(costs, placement, num_ranks)
+    bound = lower_bound(
+        costs, num_microbatches=num_microbatches, placement=place, mem_limit=mem_limit, objective=objective
+    )
+    limits = expand_limits(mem_limit, place)
+    best = _best_candidate(costs, num_microbatches, place, limits, objective, bound)
+    problem = Problem(costs, place, num_microbatches, limits)
+    search = _Annealing(problem, objective, random.Random(seed))
+    starts = [problem.orders_of(best.schedule)]
+    fits = min(
+        math.floor(limit / held) if held else num_microbatches
+        for limit, held in zip(problem.limits, _held(costs, place), strict=True)
+    ) if min(limits) < math.inf else num_microbatches  # fmt: skip
+    starts.append(problem.throttled(max(1, min(fits, num_microbatches))))
+    found = search.run(starts, started + time_limit, max_tries, bound, progress)
+    best = replace(best, tries=search.tries)
+    if found is not None and (found.makespan if objective == "makespan" else found.span) < best.value * (1 - 1e-12):
+        schedule = problem.schedule("solved", found)
+        proof = verify(schedule, costs=costs, mem_limit=mem_limit)
+        result = simulate(schedule, costs)
+        value = result.makespan if objective == "makespan" else result.span
+        if value < best.value:
+            best = Solution(schedule, value, bound, proof.peak, "search", search.tries)
+    return best
+
+
+def pareto(
+    costs: Costs,
+    num_microbatches: int,
+    budgets: Sequence[float],
+    *,
+    placement: str | Sequence[int] = "loop",
+    num_ranks: int | None = None,
+    objective: Objective = "makespan",
+    time_limit: float = 10.0,
+    seed: int = 0,
+) -> list[tuple[float, Solution]]:
+    """The best schedule for each memory budget; budgets below one microbatch are left out.
+
+    A larger budget never gives a longer schedule: what fits a smaller one is a candidate for it.
+
+    Args:
+        budgets: Memory limits of a rank, in the unit of the costs. The rest as in `solve`; ``time_limit`` is for each.
+    """
+    place = _placement(costs, placement, num_ranks)
+    front: list[tuple[float, Solution]] = []
+    for budget in sorted(budgets):
+        if budget < max(_held(costs, place)):
+            continue
+        solution = solve(
+            costs, num_microbatches, placement=place, num_ranks=max(place) + 1, mem_limit=budget,
+            objective=objective, time_limit=time_limit, seed=seed,
+        )  # fmt: skip
+        if front and front[-1][1].value < solution.value:
+            before = front[-1][1]
+            solution = replace(before, bound=solution.bound, tries=solution.tries)
+        front.append((budget, solution))
+    return front
+
+
+def _placement(costs: Costs, placement: str | Sequence[int], num_ranks: int | None) -> Placement:
+    stages = costs.num_stages
+    if not isinstance(placement, str):
+        return placement_from(placement, max(placement) + 1, 1)
+    if num_ranks is None:
+        num_ranks = stages // 2 if placement == "v" else stages
+    if num_ranks < 1 or stages % num_ranks:
+        raise ValueError(f"costs of {stages} stages do not spread evenly over num_ranks={num_ranks}. Give a placement.")
+    return placement_from(placement, num_ranks, stages // num_ranks)
+
+
+def _held(costs: Costs, place: Placement) -> list[float]:
+    """Memory of one microbatch on each rank."""
+    return [sum(a for a, r in zip(costs.activation, place, strict=True) if r == rank) for rank in range(max(place) + 1)]
+
+
+def _best_candidate(
+    costs: Costs, m: int, place: Placement, limits: list[float], objective: Objective, bound: float
+) -> Solution:
+    """The best family that fits; one microbatch at a time if none does."""
+    num_ranks = max(place) + 1
+    best: Solution | None = None
+    schedules: list[tuple[str, Schedule]] = []
+    for name in FAMILIES:
+        try:
+            if name == "zb_auto":
+                made = zb_auto(num_ranks, m, costs, limits) if len(place) == num_ranks else None
+            else:
+                made = build_schedule(name, num_ranks, m, num_chunks=len(place) // num_ranks)
+        except ValueError:
+            continue  # not for this number of ranks, chunks or microbatches
+        if made is not None and made.placement == place:
+            schedules.append((name, made))
+    problem = Problem(costs, place, m, limits)
+    simple = problem.decode(problem.throttled(1), [0.0] * num_ranks, record=True)
+    if simple is not None:
+        schedules.append(("one microbatch at a time", problem.schedule("one_at_a_time", simple)))
+    for name, schedule in schedules:
+        try:
+            proof = verify(schedule, costs=costs, mem_limit=limits)
+        except ScheduleError:
+            continue  # does not fit the limit
+        result = simulate(schedule, costs)
+        value = result.makespan if objective == "makespan" else result.span
+        if best is None or value < best.value:
+            best = Solution(schedule, value, bound, proof.peak, name, 0)
+    if best is None:
+        raise ValueError(
+            f"no schedule fits mem_limit={limits}: the weight gradients' context of one microbatch does not. Raise it."
+        )
+    return best
+
+
+class _Annealing:
+    """Simulated annealing over orders; see the module docstring."""
+
+    def __init__(self, problem: Problem, objective: Objective, rng: random.Random) -> None:
+        self.problem = problem
+        self.rng = rng
+        self.tries = 0
+        self._span = objective == "stage_span"
+
+    def run(
+        self,
+        starts: list[list[Order]],
+        deadline: float,
+        max_tries: int | None,
+        bound: float,
+        progress: Callable[[Progress], None] | None,
+    ) -> Decoded | None:
+        """Anneal from the better start until time, tries or the bound are reached."""
+        began = time.monotonic()
+        patience = [0.5] * self.problem.num_ranks
+        scored = [(self._value(o, patience), o) for o in starts]
+        value, orders = min(scored, key=lambda s: s[0])
+        if value == math.inf or deadline <= began:
+            return self._record(orders, patience)
+        best, best_orders, best_patience = value, [list(o) for o in orders], list(patience)
+        budget = max(deadline - began, 1e-9)
+        shown = began
+        while best > bound * (1 + 1e-9) and (max_tries is None or self.tries < max_tries):
+            now = time.monotonic()
+            if progress is not None and now - shown >= 1:
+                shown = now
+                progress(Progress(now - began, self.tries, best, bound))
+            done = (now - began) / budget if max_tries is None else self.tries / max_tries
+            # two coolings: the second starts from the best of the first
+            phase = (2 * done) % 1
+            heat = best * 0.004 * (1 - phase) ** 2 + 1e-12
+            for _ in range(20):
+                if time.monotonic() >= deadline:
+                    return self._record(best_orders, best_patience)
+                undo = self._move(orders, patience)
+                new = self._value(orders, patience)
+                if new <= value or (new < math.inf and self.rng.random() < math.exp((value - new) / heat)):
+                    value = new
+                    if value < best:
+                        best, best_orders, best_patience = value, [list(o) for o in orders], list(patience)
+                else:
+                    undo()
+            if value > best * 1.03:
+                value, orders, patience = best, [list(o) for o in best_orders], list(best_patience)
+        return self._record(best_orders, best_patience)
+
+    def _value(self, orders: list[Order], patience: list[float]) -> float:
+        self.tries += 1
+        decoded = self.problem.decode(orders, patience)
+        if decoded is None:
+            return math.inf
+        return decoded.span if self._span else decoded.makespan
+
+    def _record(self, orders: list[Order], patience: list[float]) -> Decoded | None:
+        return self.problem.decode(orders, patience, record=True)
+
+    def _move(self, orders: list[Order], patience: list[float]) -> Callable[[], None]:
+        """Change the orders in place; returns how to take it back."""
+        rng, m = self.rng, self.problem.m
+        rank = rng.randrange(len(orders))
+        if rng.random() < 0.05:
+            before = patience[rank]
+            patience[rank] = rng.choice((0.0, 0.25, 0.5, 0.75, 1.0))
+
+            def restore() -> None:
+                patience[rank] = before
+
+            return restore
+        order = orders[rank]
+        i = rng.randrange(len(order))
+        step = rng.choice((-1, 1))
+        j = i
+        for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 9))):
+            k = j + step
+            # one stage sees its microbatches in order
+            if not 0 <= k < len(order) or order[k] // m == order[i] // m:
+                break
+            j = k
+        order.insert(j, order.pop(i))
+
+        def put_back() -> None:
+            order.insert(i, order.pop(j))
+
+        return put_back
