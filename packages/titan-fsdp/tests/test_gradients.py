@@ -23,6 +23,7 @@ from titan_fsdp import (
 )
 from titan_testing import run_ranks
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # float32, values of order 0.1, sums of up to 8 ranks in another order: seen 3e-8.
@@ -150,6 +151,23 @@ def run_unit_on_its_own_mesh() -> None:
 
 def test_a_unit_on_its_own_mesh_is_reduced_over_that_mesh() -> None:
     run_ranks(run_unit_on_its_own_mesh, 4, timeout_s=150)
+
+
+def run_checkpointed_blocks() -> None:
+    world = dist.get_world_size()
+    for policy in (Policy(), Policy(mode="ddp"), Policy(reshard="always", prefetch="recorded")):
+        model: Any = TinyLM()
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = checkpoint_wrapper(layer)
+        decided = plan(model, mesh_for(policy.mode), policy)
+        model = materialize(decided.apply(model), "cpu", fill)
+        seen = verify(decided, model, lambda m=model: step(m, 1, "sharded"))
+        assert seen.ok, seen.report()
+        assert worst(gradients(model), reference(world, 1)) <= TOLERANCE
+
+
+def test_checkpointed_blocks_match_the_single_process_under_their_plain_names() -> None:
+    run_ranks(run_checkpointed_blocks, 2, timeout_s=150)
 
 
 def test_gradient_divide_is_right_on_one_rank() -> None:
