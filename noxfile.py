@@ -40,7 +40,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Pyright, strict, on every package's source."""
     _sync(session, "types")
-    session.run("pyright")
+    session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
 
 
 @nox.session

@@ -8,14 +8,22 @@ time-out runs while a large corpus is tokenized.
 import contextlib
 import fcntl
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from titan_train.config import Config
-from titan_train.data import PackedDataset, build_tokenizer, cache_folder, open_datasets, prepare, show_progress
+from titan_train.data import (
+    PackedDataset,
+    ProgressCallback,
+    build_tokenizer,
+    cache_folder,
+    open_datasets,
+    prepare,
+    show_progress,
+)
 from titan_train.tokenizers import Tokenizer
 
 
@@ -63,7 +71,7 @@ def vocab_size_without_training(config: Config) -> int | None:
     Returns:
         None where only the tokenizer's file could tell: the model's own default then holds.
     """
-    if config.tokenizer.train:
+    if config.tokenizer.trains_here:
         return config.tokenizer.vocab_size
     if config.tokenizer.path and not Path(config.tokenizer.path).exists():
         return None
@@ -79,7 +87,7 @@ def _bytes_per_token(tokenizer: Tokenizer, dataset: PackedDataset) -> float:
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _only_one(folder: Path) -> Generator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,7 +95,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator[object]:
+def _progress(quiet: bool) -> Generator[ProgressCallback | None]:
     if quiet:
         yield None
     else:

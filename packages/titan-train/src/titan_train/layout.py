@@ -85,7 +85,8 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
         mode = "fsdp"
     if parallel.compress in ("fp16", "powersgd") and mode != "ddp":
         raise ValueError(
-            f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. Use 'bf16', or mode='ddp'."
+            f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. "
+            "Use 'bf16', or mode='ddp'."
         )
     if parallel.offload != "none" and mode == "ddp":
         raise ValueError(

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 from titan_train.config import Config, ParallelConfig, TrainConfig
@@ -50,7 +51,7 @@ def test_one_rank_in_bf16_is_wrapped_for_its_casts():
 )
 def test_what_does_not_fit_the_ranks_names_the_way_out(ranks, parallel, words):
     c = config(**parallel)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         resolve_mode(c.parallel, build_layout(c, ranks))
     for word in words:
         assert word in str(caught.value)

@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ def _collect(
                 continue
             del waiting[rank]
             try:
-                kind, when, payload = pickle.loads(receiver.recv_bytes())
+                kind, when, payload = cast("tuple[str, float, Any]", pickle.loads(receiver.recv_bytes()))
             except EOFError:
                 processes[rank].join()
                 if allow_death:
@@ -191,7 +191,7 @@ def _rank_main(rank: int, n: int, folder: str, task: bytes, sender: Any, timeout
         if init:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, n),
+                store=dist.FileStore(store, n),  # pyright: ignore[reportPrivateImportUsage]
                 rank=rank,
                 world_size=n,
                 timeout=datetime.timedelta(seconds=timeout_s),
@@ -246,7 +246,7 @@ def _dump(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _load(payload: bytes) -> Any:
+def _load(payload: Any) -> Any:
     # The bytes come from a process that this call started a moment ago, through a pipe it owns.
     return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
 

@@ -36,7 +36,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
-        f"compute  {flops / 1e9:,.3f} GFLOP a token, {flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step"
+        f"compute  {flops / 1e9:,.3f} GFLOP a token, "
+        f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step"
     )
     if mode != "none":
         sizes = {"shard": layout.spec.dp_shard, "replicate": layout.spec.dp_replicate}
@@ -51,6 +52,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 def _batch_line(config: Config, batch: BatchPlan) -> str:
     tokens = batch.global_batch * config.model.seq_len
     return (
-        f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens a step: {batch.dp_size} data-parallel "
-        f"ranks x {batch.accumulation} micro-batches x {batch.microbatch}; {tokens * config.train.steps:,} tokens in {config.train.steps} steps"
+        f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens a step: "
+        f"{batch.dp_size} data-parallel ranks x {batch.accumulation} micro-batches x {batch.microbatch}; "
+        f"{tokens * config.train.steps:,} tokens in {config.train.steps} steps"
     )

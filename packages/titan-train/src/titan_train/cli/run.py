@@ -38,7 +38,8 @@ def _run_here(config: Config) -> int:
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
         print(
-            f"{run_dir} is complete: step {done} of {config.train.steps} is saved. For more, raise --train.steps; for a new run, set --run.name."
+            f"{run_dir} is complete: step {done} of {config.train.steps} is saved. "
+            "For more, raise --train.steps; for a new run, set --run.name."
         )
         _print_next(run_dir)
         return 0

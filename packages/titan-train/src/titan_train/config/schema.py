@@ -135,8 +135,8 @@ class TrainConfig:
         if self.microbatch and self.global_batch % self.microbatch:
             near = nearest_divisor(self.global_batch, self.microbatch)
             raise ValueError(
-                f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last one would be "
-                f"short. The nearest valid choice is {near}."
+                f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last one "
+                f"would be short. The nearest valid choice is {near}."
             )
 
 

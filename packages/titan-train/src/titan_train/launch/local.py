@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,7 +131,7 @@ def _watch(processes: list[Any]) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(processes: list[Any]) -> Iterator[list[int]]:
+def _forwarded_signals(processes: list[Any]) -> Generator[list[int]]:
     """Pass SIGTERM, SIGUSR1 and the first Ctrl-C on to the ranks; a second Ctrl-C ends them."""
     stops: list[int] = []
 
@@ -156,7 +156,7 @@ def _forwarded_signals(processes: list[Any]) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
+def _hidden_main() -> Generator[None]:
     """Hide ``__main__`` from multiprocessing, which would otherwise import it in every rank."""
     main = sys.modules["__main__"]
     saved = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}

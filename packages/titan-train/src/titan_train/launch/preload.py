@@ -4,13 +4,15 @@ A signal sent to the whole process group (a batch system, Ctrl-C) must reach the
 it; the server between them must live on, or the ranks' exit codes are lost.
 """
 
+import importlib
 import signal
 
-import torch._dynamo  # noqa: F401  # what the first optimizer imports, seconds in every rank otherwise
-import torch.distributed.fsdp  # noqa: F401
-import torch.distributed.tensor  # noqa: F401
-
-import titan_train.train  # noqa: F401
-
+for _module in (
+    "torch._dynamo",  # what the first optimizer imports, seconds in every rank otherwise
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "titan_train.train",
+):
+    importlib.import_module(_module)
 for _number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(_number, signal.SIG_IGN)

@@ -39,7 +39,8 @@ def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.en
     local = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
     if launch.nproc not in (0, local):
         raise ValueError(
-            f"launch.nproc={launch.nproc}, but torchrun started {local} ranks on this machine. Leave launch.nproc at 0 under torchrun."
+            f"launch.nproc={launch.nproc}, but torchrun started {local} ranks on this machine. "
+            "Leave launch.nproc at 0 under torchrun."
         )
     return Ranks(
         rank=int(environ["RANK"]),

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def train_rank(config: Config, ranks: Ranks, run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _process_group(config: Config, ranks: Ranks) -> Iterator[None]:
+def _process_group(config: Config, ranks: Ranks) -> Generator[None]:
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def _process_group(config: Config, ranks: Ranks) -> Iterator[None]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(ranks.store, ranks.world_size)
+        store = dist.FileStore(ranks.store, ranks.world_size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     yield
     # Only after success: a barrier with a dead peer would hide the error behind a time-out.

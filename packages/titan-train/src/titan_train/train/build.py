@@ -11,8 +11,8 @@ from titan_mesh import Layout, Mesh
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.models import build_model, init_for
 from titan_train.layout import Mode
+from titan_train.models import build_model, init_for
 
 
 def build_parallel_model(

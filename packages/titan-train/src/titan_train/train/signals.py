@@ -7,7 +7,7 @@ a handler only sets a flag; the trainer sums the flags of all ranks in the colle
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 class SaveRequests:
@@ -20,7 +20,7 @@ class SaveRequests:
         """SIGUSR1: save, then go on."""
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Generator[None]:
         """Handle the two signals inside the block. Off the main thread, where Python cannot, it does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield

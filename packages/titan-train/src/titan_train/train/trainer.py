@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, TrainState
@@ -25,6 +24,8 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
+from titan_train.inputs import Inputs, open_inputs
+from titan_train.layout import build_layout, plan_batch, resolve_mode
 from titan_train.models import count_parameters, flops_per_token
 from titan_train.observe import (
     Progress,
@@ -39,8 +40,6 @@ from titan_train.observe import (
 )
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.train.build import build_parallel_model, describe_layout
-from titan_train.inputs import Inputs, open_inputs
-from titan_train.layout import build_layout, plan_batch, resolve_mode
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
@@ -81,15 +80,14 @@ class Trainer:
                 layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
             )
         self._loss_group = self.mesh.group("dp") if self.mesh and world_size > 1 else None
-        dp_rank = self.mesh.rank_in("dp") if self.mesh else 0
-
         self._inputs: Inputs = open_inputs(config)
         self.model, self.plan = build_parallel_model(
             config, mode=mode, mesh=self.mesh, vocab_size=self._inputs.tokenizer.vocab_size, device=self.device
         )
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
-        self._loader = self._make_loader(self._inputs.train, dp_rank)
+        self._loader = self._make_loader(self._inputs.train)
+        self._inputs.train.check_samples(config.train.steps * config.train.global_batch)
         self._batches: Iterator[Batch] | None = None
         self._optimizer_step = OptimizerStep(
             self.model,
@@ -149,7 +147,7 @@ class Trainer:
                     saved_time = time.monotonic()
                 collect(self.step)
                 if stop:
-                    self._event("stopped", step=self.step, reason="SIGTERM")
+                    self._event("stopped", reason="SIGTERM")
                     self._message(f"asked to stop: saved step {self.step}; run the same command to continue")
                     break
 
@@ -157,7 +155,7 @@ class Trainer:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
         self._checkpointer.save(self.step, self._state())
-        self._event("checkpoint_saved", step=self.step, seconds=round(time.monotonic() - started, 3))
+        self._event("checkpoint_saved", seconds=round(time.monotonic() - started, 3))
 
     def close(self) -> None:
         """Finish background work, close files, leave the process groups. Collective; safe to call twice.
@@ -211,12 +209,12 @@ class Trainer:
             self._nonfinite_in_a_row = 0
             return
         self._nonfinite_in_a_row += 1
-        self._event("nonfinite", step=self.step, loss=result.loss, grad_norm=result.grad_norm)
+        self._event("nonfinite", loss=result.loss, grad_norm=result.grad_norm)
         limit = self.config.train.nonfinite_limit
         if self._nonfinite_in_a_row >= limit:
             raise RuntimeError(
-                f"loss or gradient was not finite for {limit} steps in a row (step {self.step}: loss {result.loss}, gradient norm "
-                f"{result.grad_norm}); every one was skipped, so the weights are as before. Lower optimizer.lr, lengthen "
+                f"loss or gradient was not finite for {limit} steps in a row (step {self.step}: loss {result.loss}, gradient "
+                f"norm {result.grad_norm}); every one was skipped, so the weights are as before. Lower optimizer.lr, lengthen "
                 "schedule.warmup_steps, or look at the data of these steps."
             )
 
@@ -249,14 +247,8 @@ class Trainer:
     def _validate(self) -> None:
         if self._inputs.validation is None:
             return
-        loader = self._make_loader(self._inputs.validation, self.mesh.rank_in("dp") if self.mesh else 0)
-        count = self.config.validation.steps * self.batch_plan.accumulation
-        try:
-            loss, tokens = validation_loss(
-                self.model, itertools.islice(iter(loader), count), group=self._loss_group, device=self.device
-            )
-        finally:
-            loader.close()
+        with self._make_loader(self._inputs.validation, steps=self.config.validation.steps) as loader:
+            loss, tokens = validation_loss(self.model, loader, group=self._loss_group, device=self.device)
         record = ValidationRecord(
             step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens
         )
@@ -265,15 +257,16 @@ class Trainer:
         if self._progress is not None:
             self._progress.validation(record)
 
-    def _make_loader(self, dataset: PackedDataset, dp_rank: int) -> DataLoader:
+    def _make_loader(self, dataset: PackedDataset, *, steps: int | None = None) -> DataLoader:
         return DataLoader(
             dataset,
             global_batch=self.batch_plan.global_batch,
-            dp_rank=dp_rank,
+            dp_rank=self.mesh.rank_in("dp") if self.mesh else 0,
             dp_size=self.batch_plan.dp_size,
             microbatch=self.batch_plan.microbatch,
             prefetch=self.config.data.prefetch,
             device=self.device,
+            steps=steps,
         )
 
     def _state(self) -> TrainState:
@@ -307,12 +300,12 @@ class Trainer:
         self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
         add_run_info(self.run_dir, parameters=count_parameters(self.model), device=_device_name(self.device))
         if self.step:
-            self._event("checkpoint_restored", step=self.step)
+            self._event("checkpoint_restored")
             self._message(f"resumed from step {self.step}")
 
     def _event(self, kind: str, **fields: object) -> None:
         for tracker in self._trackers:
-            tracker.log_event(kind, **fields)
+            tracker.log_event(kind, step=self.step, **fields)
 
     def _message(self, text: str) -> None:
         log.info(text)
