@@ -43,6 +43,11 @@ class SaveJob:
             self._done.set()
 
     @property
+    def path(self) -> Path | None:
+        """The step's folder once it is committed; None before, or if it failed or was skipped."""
+        return self._path
+
+    @property
     def staged(self) -> bool:
         """Whether the state may change: its bytes are copied."""
         return self._staged.is_set()

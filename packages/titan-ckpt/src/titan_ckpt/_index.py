@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -43,8 +43,7 @@ class FileRecord:
         return cls(value["name"], value["size"], blocks, value["data_start"])
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A box of a tensor and the bytes that hold it."""
 
     file: int

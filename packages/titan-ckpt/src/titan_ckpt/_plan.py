@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ckpt._format import ITEM_BYTES, SECTIONS
 
@@ -18,8 +18,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number a dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A tensor as one rank holds it."""
 
     section: str
@@ -29,8 +28,7 @@ class Held:
     boxes: tuple[Box, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box that a rank writes: which tensor of its `Held` list, which box of that tensor, and where to."""
 
     held: int
@@ -40,8 +38,7 @@ class Piece:
     """The tensor's name inside the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A box in the checkpoint: the rank whose file holds it, and the byte where it starts in that file's data."""
 
     rank: int
