@@ -11,6 +11,7 @@ from titan_pipeline._placement import Placement, loop_placement, placement_from,
 from titan_pipeline._schedule import Action, Kind, Schedule
 from titan_pipeline._simulate import Breakdown, Simulation, Slot, Transfer, simulate
 from titan_pipeline._solve import Progress, Solution, pareto, solve
+from titan_pipeline._split import balanced_cut
 from titan_pipeline._trace import chrome_trace
 from titan_pipeline._verify import Certificate, verify
 from titan_pipeline.families import FAMILIES, build_schedule
@@ -31,6 +32,7 @@ __all__ = [
     "Slot",
     "Solution",
     "Transfer",
+    "balanced_cut",
     "build_schedule",
     "chrome_trace",
     "draw_html",

@@ -4,6 +4,7 @@ from titan_pipeline.runtime._executor import Executor, Span, StepResult
 from titan_pipeline.runtime._messages import Failure, PipelineAborted
 from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
 from titan_pipeline.runtime._process_group import GlooTransport
+from titan_pipeline.runtime._split import split_layers
 from titan_pipeline.runtime._stage import Stage, TorchStage
 from titan_pipeline.runtime._tied import TiedWeight
 from titan_pipeline.runtime._transport import ThreadHub, ThreadTransport, Transport
@@ -27,4 +28,5 @@ __all__ = [
     "WeightGradEngine",
     "clip_grad_norm",
     "grouped_linear",
+    "split_layers",
 ]

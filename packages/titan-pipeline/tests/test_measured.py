@@ -1,0 +1,211 @@
+"""What runs is what was proven: stored bytes equal the verified peak, and times the simulated ones."""
+
+import statistics
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+testing = pytest.importorskip("titan_testing")
+
+from titan_pipeline import FAMILIES, Costs, Link, Schedule, build_schedule, simulate, verify  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+class CountingStage(TorchStage):
+    """Counts the bytes of every distinct storage that saved tensors and deferred weight gradients keep alive."""
+
+    ledger = None
+
+    def _saved(self):
+        sizes = {}
+        weights = {p.untyped_storage().data_ptr() for p in self.module.parameters()}
+
+        def note(tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in weights:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+        for inputs, edges, _ in self._kept.values():
+            stack, seen = [e.node for e in edges], set()
+            for x in inputs:
+                note(x)
+            while stack:
+                node = stack.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                stack += [n for n, _ in node.next_functions]
+                for saved in getattr(node, "saved_tensors", ()):
+                    note(saved)
+                for name in dir(node):
+                    if name.startswith("_saved_"):
+                        note(getattr(node, name))
+        for queue in self._queues.values():
+            stack = [compute for _, compute in queue.notes]
+            while stack:
+                for cell in getattr(stack.pop(), "__closure__", None) or ():
+                    if callable(cell.cell_contents) and not isinstance(cell.cell_contents, nn.Module):
+                        stack.append(cell.cell_contents)
+                    note(cell.cell_contents)
+        return sizes
+
+    def forward(self, *args):
+        out = super().forward(*args)
+        self.ledger(self)
+        return out
+
+    def backward(self, *args):
+        out = super().backward(*args)
+        self.ledger(self)
+        return out
+
+    def backward_weight(self, *args):
+        super().backward_weight(*args)
+        self.ledger(self)
+
+
+class Layer(nn.Module):
+    """One stage with sizes of its own, so that no two stages weigh the same.
+
+    It does not save its own output: at the turn of a V, where the next stage is on the same rank and keeps that tensor
+    as its input, the two would share it and the rank would hold less than the sum that is verified.
+    """
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def stage_for(index, last, ledger):
+    torch.manual_seed(index)
+    stage = CountingStage(Layer(8 + index), index, loss=(lambda o, t: ((o - t) ** 2).sum()) if last else None)
+    stage.ledger = ledger
+    return stage
+
+
+def bytes_of_one_microbatch(num_stages, split):
+    """Activation and weight-context bytes of each stage, from one microbatch alone."""
+    activation, context = [], []
+    for s in range(num_stages):
+        seen = []
+        stage = stage_for(s, s == num_stages - 1, lambda st, seen=seen: seen.append(sum(st._saved().values())))
+        stage.configure(split)
+        x = torch.randn(3, 6)
+        last = s == num_stages - 1
+        stage.forward(0, (x,), x if last else None, True)
+        stage.backward(0, (1.0,) if last else (torch.ones(3, 6),), split)
+        activation.append(seen[0])
+        context.append(seen[1])
+    return activation, context
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stored_bytes_equal_the_verified_peak_on_every_rank(name):
+    ranks, m = 3, 6
+    schedule = build_schedule(name, ranks, m)
+    split = {a.stage for program in schedule.ranks for a in program if a.kind.value == "I"}
+    rows = {deferred: bytes_of_one_microbatch(schedule.num_stages, deferred) for deferred in (False, True)}
+    n = schedule.num_stages
+    zero = (0.0,) * n
+    costs = Costs(
+        forward=zero, input_grad=zero, weight_grad=zero,
+        activation=tuple(float(rows[s in split][0][s]) for s in range(n)),
+        weight_context=tuple(float(rows[s in split][1][s]) for s in range(n)),
+    )  # fmt: skip
+    proof = verify(schedule, costs=costs)
+    x = [torch.randn(3, 6) for _ in range(m)]
+
+    def work(transport):
+        peak = [0]
+        stages = []
+
+        def ledger(_):
+            held = {}
+            for stage in stages:
+                held.update(stage._saved())
+            peak[0] = max(peak[0], sum(held.values()))
+
+        stages += [stage_for(s, s == n - 1, ledger) for s in schedule.stages_of(transport.rank)]
+        Executor(schedule, stages, transport).step(x, x)
+        return peak[0]
+
+    assert ThreadHub(ranks).run(work) == [int(p) for p in proof.peak]
+
+
+class Sleeper:
+    """A stage that only takes time."""
+
+    def __init__(self, index, times):
+        self.index = index
+        self.times = times
+
+    def configure(self, splits_backward):
+        pass
+
+    def forward(self, microbatch, inputs, target, training):
+        time.sleep(self.times[0])
+        return (torch.zeros(()) if target is not None else torch.zeros(4),)
+
+    def backward(self, microbatch, grads, defer):
+        time.sleep(self.times[1] if defer else self.times[1] + self.times[2])
+        return (torch.zeros(4),)
+
+    def backward_weight(self, microbatch):
+        time.sleep(self.times[2])
+
+    def finish(self):
+        pass
+
+    def clear(self):
+        pass
+
+
+TIMES = (0.020, 0.018, 0.012)
+
+
+def _sleep(texts, repeats):
+    import torch.distributed as dist
+
+    transport = GlooTransport()
+    measured = []
+    for text in texts:
+        schedule = Schedule.from_text(text)
+        times = tuple(t * 2 / schedule.num_chunks for t in TIMES)
+        executor = Executor(schedule, [Sleeper(s, times) for s in schedule.stages_of(transport.rank)], transport)
+        data = [torch.zeros(4)] * schedule.num_microbatches
+        executor.step(data, data)
+        runs = []
+        for _ in range(repeats):
+            dist.barrier()
+            began = time.perf_counter()
+            executor.step(data, data)
+            runs.append(time.perf_counter() - began)
+        measured.append(runs)
+    return measured
+
+
+SLEEP_FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "v_half", "dualpipe_v")
+
+
+@pytest.mark.slow
+def test_measured_steps_are_within_five_percent_of_the_simulation():
+    """Four gloo ranks that sleep; median of five steps. Needs a quiet machine."""
+    schedules = [build_schedule(name, 4, 8) for name in SLEEP_FAMILIES]
+    by_rank = testing.run_ranks(_sleep, 4, [s.to_text() for s in schedules], 5, timeout_s=120)
+    good = []
+    for k, schedule in enumerate(schedules):
+        measured = statistics.median(max(rank[k][i] for rank in by_rank) for i in range(5))
+        costs = Costs.uniform(
+            schedule.num_stages, forward=2 * TIMES[0], input_grad=2 * TIMES[1], weight_grad=2 * TIMES[2],
+            num_chunks=schedule.num_chunks,
+        )  # fmt: skip
+        assert costs.link == Link()
+        ratio = measured / simulate(schedule, costs).makespan
+        print(f"{schedule.name:18} measured/simulated {ratio:.4f}")
+        if abs(ratio - 1) <= 0.05:
+            good.append(schedule.name)
+    assert len(good) >= 6, good
