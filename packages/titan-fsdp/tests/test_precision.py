@@ -82,6 +82,39 @@ def test_parameters_compute_in_bf16_and_kept_modules_in_fp32() -> None:
         assert relative_error(grads, want) < 3e-2
 
 
+class TwoNorms(torch.nn.Module):
+    """Both norms of a block are kept in one nested unit, whose second module runs apart from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)
+        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm2(self.up(self.norm1(x))))
+
+
+def run_two_norms() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for mode in ("fsdp", "ddp"):
+        model: Any = torch.nn.Sequential(TwoNorms(), TwoNorms())
+        policy = Policy(mode=mode, units=["*"], mp=MixedPrecision(param="bf16", keep_fp32=["*.norm?"]))
+        seen: list[tuple[torch.dtype, torch.dtype]] = []
+        decided = plan(model, mesh, policy)
+        model = materialize(decided.apply(model), "cpu", fill)
+        for norm in (model[1].norm1, model[1].norm2):
+            norm.register_forward_hook(lambda m, args, out, seen=seen: seen.append((args[0].dtype, out.dtype)))
+        with CollectiveCounter() as counter:
+            model(torch.ones(2, 4)).float().square().sum().backward()
+        assert seen == [(torch.float32, torch.bfloat16)] * 2
+        assert counter.total == decided.collectives()
+        assert [u.name for u in decided.units[:2]] == ["0.norm1+0.norm2", "0"]
+
+
+def test_two_norms_of_a_block_share_one_gather_and_both_compute_in_fp32() -> None:
+    run_ranks(run_two_norms, 2)
+
+
 def test_kept_modules_add_one_small_gather_a_unit_and_the_plan_knows() -> None:
     policy = Policy(mp=MixedPrecision(param="bf16", keep_fp32=["layers.*.norm"]))
     _, counted, _ = run_ranks(several, 2, [policy])[0][0]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from titan_fsdp._casts import cast_at_borders
 from titan_fsdp._checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp._compress import Bf16ReduceScatter, register_ddp_hook
 from titan_fsdp._names import is_meta, named_modules, named_parameters
@@ -74,6 +75,8 @@ def _wrap(
         "offload_policy": OffloadPolicy() if policy.offload is None else CPUOffloadPolicy(policy.offload == "cpu"),
         "ignored_params": ignored or None,
     }
+    if len(modules) > 1 and policy.mp.param != "fp32":
+        cast_at_borders(modules, unit.param_dtype, options["mp_policy"].output_dtype)
     target: Any = modules if len(modules) > 1 else modules[0]
     if policy.mode == "ddp":
         torch_replicate(target, **options)
