@@ -23,7 +23,7 @@ from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt._job import Job, Lead, Shard, commit_job, write_job
 from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
-from titan_ckpt._plan import Held, Piece, Plan, decode_held, decode_pieces, encode_held, encode_pieces, plan_save
+from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect
@@ -204,7 +204,7 @@ def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple
     error, plan = None, None
     if gathered is not None:
         try:
-            plan = plan_save([decode_held(data) for data in gathered])
+            plan = plan_told(gathered)
         except ValueError as err:
             error = err
     ranks.agree(error, doing)
