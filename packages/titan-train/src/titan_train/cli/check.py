@@ -12,6 +12,16 @@ from titan_train.launch.ranks import count_gpus
 from titan_train.layout import BatchPlan, build_layout, plan_batch, resolve_mode
 
 
+_MEMORY = {
+    "params": "sharded parameters, float32",
+    "grads": "sharded gradients",
+    "optimizer": "optimizer state",
+    "gathered": "parameters gathered at one time, at most",
+    "activations": "saved for backward by one micro-batch",
+    "peak": "most at any time of a step",
+}
+
+
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train check CONFIG [--section.key value ...]"
@@ -27,10 +37,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     print(_batch_line(config, batch))
 
     import titan_fsdp as fsdp
+    import torch
 
     from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model, count_parameters, flops_per_token
     from titan_train.train.build import fsdp_policy
+    from titan_train.train.loss import cross_entropy_sum
 
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
@@ -42,9 +54,17 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if mode != "none":
         sizes = {"shard": layout.spec.dp_shard, "replicate": layout.spec.dp_replicate}
         plan = fsdp.plan(model, sizes, fsdp_policy(config, mode))
-        print()
-        print(plan.explain())
-        print(plan.estimate(accum=batch.accumulation))
+        tokens = torch.zeros(batch.microbatch, config.model.seq_len, dtype=torch.int64, device="meta")
+        estimate = plan.estimate(
+            model,
+            (tokens,),
+            loss=lambda logits: cross_entropy_sum(logits, tokens),
+            microbatches=batch.accumulation,
+            keep=config.parallel.accumulate,
+        )
+        print(f"\n{plan.explain()}\n\nmemory of one rank, GiB:")
+        for name in ("params", "grads", "optimizer", "gathered", "activations", "peak"):
+            print(f"  {name:<12}{getattr(estimate, name) / 2**30:10.2f}  {_MEMORY[name]}")
     print("\nthe configuration is valid")
     return 0
 

@@ -29,11 +29,11 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if arguments.files:
         lines = [file for file in arguments.files if ".jsonl" in file]
         texts = [file for file in arguments.files if ".jsonl" not in file]
-        sources = [
-            SourceConfig(name=name, kind=kind, paths=tuple(paths), text_key=arguments.text_key)
-            for name, kind, paths in (("lines", "jsonl", lines), ("texts", "text", texts))
-            if paths
-        ]
+        sources: list[SourceConfig] = []
+        if lines:
+            sources.append(SourceConfig(name="lines", kind="jsonl", paths=tuple(lines), text_key=arguments.text_key))
+        if texts:
+            sources.append(SourceConfig(name="texts", kind="text", paths=tuple(texts)))
     else:
         sources = [SourceConfig(name="stdlib", kind="stdlib")]
     train_tokenizer_command(

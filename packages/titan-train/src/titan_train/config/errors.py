@@ -33,7 +33,7 @@ def describe_validation_error(error: ValidationError) -> list[str]:
         location = [part for part in item["loc"] if not _is_union_tag(part)]
         key = ".".join(str(part) for part in location)
         if item["type"] == "value_error":  # raised by one of our own __post_init__: the message says it all
-            line = str(item["ctx"]["error"])
+            line = str(item.get("ctx", {})["error"])
             if key and not line.startswith(key.split(".")[0]):
                 line = f"{key}: {line}"
         elif key in seen:  # another branch of a union that did not match either
@@ -91,7 +91,7 @@ def _is_union_tag(part: object) -> bool:
 
 
 def _type_name(value: object) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "a table"}
+    names: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "a table"}
     return names.get(type(value), type(value).__name__)
 
 

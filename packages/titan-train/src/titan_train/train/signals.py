@@ -16,8 +16,12 @@ class SaveRequests:
     def __init__(self) -> None:
         self.stop = False
         """SIGTERM: save, then end the run with success."""
-        self.save = False
-        """SIGUSR1: save, then go on."""
+        self._save = False
+
+    def take_save(self) -> bool:
+        """Whether SIGUSR1 came since the last call: save, then go on. A signal that comes later is kept for the next."""
+        asked, self._save = self._save, False
+        return asked
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -39,4 +43,4 @@ class SaveRequests:
         self.stop = True
 
     def _on_save(self, _number: int, _frame: object) -> None:
-        self.save = True
+        self._save = True
