@@ -166,7 +166,9 @@ def test_evaluation_order_keeps_one_activation_a_rank_for_every_family():
     for name in FAMILIES:
         schedule = build_schedule(name, 4, 8)
         evaluation = schedule.for_evaluation(5)
-        proof = verify(evaluation)
+        proof = verify(evaluation, forward_only=True)
+        with pytest.raises(ScheduleError, match="never runs"):
+            verify(evaluation)
         assert evaluation.forward_only
         assert max(proof.peak) == pytest.approx(1 / schedule.num_chunks)
 

@@ -50,16 +50,18 @@ def verify(
     transport: Transport = "rendezvous",
     mem_limit: float | Sequence[float] | None = None,
     costs: Costs | None = None,
+    forward_only: bool = False,
 ) -> Certificate:
     """Prove that ``schedule`` runs.
 
     A schedule without communication is first given one (`titan_pipeline.lower`); one with it is judged as written.
 
     Args:
-        schedule: What to check. One without any backward is checked as an evaluation schedule.
+        schedule: What to check.
         transport: ``"rendezvous"`` (default, the strictest) or ``"buffered"``.
         mem_limit: Largest memory a rank, or one limit for each, in the unit of ``costs``.
         costs: Memory of each stage; by default every rank keeps 1 a microbatch until its input gradient, 0.43 then.
+        forward_only: The schedule is for evaluation: no backward is expected.
 
     Raises:
         ScheduleError: With ``code``, ``rank``, ``index``, ``action`` and, for a deadlock, ``cycle``.
@@ -69,7 +71,7 @@ def verify(
         raise ValueError(f"transport={transport!r} is unknown. Use 'buffered' or 'rendezvous'.")
     costs = costs or Costs.uniform(schedule.num_stages, num_chunks=schedule.num_chunks)
     costs.check(schedule.num_stages)
-    where = _check_contents(schedule)
+    where = _check_contents(schedule, forward_only)
     _check_overlaps(schedule)
     if schedule.communicates:
         lowered = schedule
@@ -86,7 +88,7 @@ def verify(
     return Certificate(schedule.digest, transport, peak, sum(map(len, lowered.ranks)), sum(counts))
 
 
-def _check_contents(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+def _check_contents(schedule: Schedule, forward_only: bool) -> dict[Action, tuple[int, int]]:
     """Every action legal and unique, every microbatch complete on every stage, halves in order."""
     where: dict[Action, tuple[int, int]] = {}
     for rank, program in enumerate(schedule.ranks):
@@ -121,12 +123,11 @@ def _check_contents(schedule: Schedule) -> dict[Action, tuple[int, int]]:
                         rank=rank, index=index, action=action,
                     )  # fmt: skip
             where[action] = (rank, index)
-    _check_complete(schedule, where)
+    _check_complete(schedule, where, forward_only)
     return where
 
 
-def _check_complete(schedule: Schedule, where: dict[Action, tuple[int, int]]) -> None:
-    forward_only = schedule.forward_only
+def _check_complete(schedule: Schedule, where: dict[Action, tuple[int, int]], forward_only: bool) -> None:
     for stage, rank in enumerate(schedule.placement):
         for mb in range(schedule.num_microbatches):
             forward = Action(Kind.F, stage, mb)

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule(check)
     check.add_argument("--transport", choices=("buffered", "rendezvous"), default="rendezvous")
     check.add_argument("--mem-limit", type=float, help="largest memory of a rank")
+    check.add_argument("--forward-only", action="store_true", help="an evaluation schedule, without backward")
     check.set_defaults(run=_verify)
 
     sim = commands.add_parser("sim", help="simulate: times, both bubbles, where idle time comes from")
@@ -131,7 +132,10 @@ def _gen(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     schedule = load_schedule(args.schedule)
-    proof = verify(schedule, transport=args.transport, mem_limit=args.mem_limit, costs=_costs(args, schedule))
+    costs = _costs(args, schedule)
+    proof = verify(
+        schedule, transport=args.transport, mem_limit=args.mem_limit, costs=costs, forward_only=args.forward_only
+    )
     print(f"{schedule.name}: runs ({proof.transport}); {proof.num_actions} actions, {proof.num_messages} messages")
     print("peak memory a rank: " + " ".join(f"{x:.4g}" for x in proof.peak))
     return 0

@@ -130,6 +130,7 @@ class _Builder:
         for r in range(1, p):  # a rank cannot be ahead of the one that feeds it
             while extra[r] > 0 and extra[r] >= extra[r - 1] and 1 + extra[r] < self.m:
                 extra[r] -= 1
+            extra[r] = min(extra[r], extra[r - 1])
         for r in range(p):
             for _ in range(extra[r]):
                 self._put(Kind.F, r)
