@@ -110,7 +110,7 @@ def test_an_8b_sized_model_on_1024_ranks_plans_in_a_second_and_accounts_for_ever
     text = decided.explain()
     took = time.perf_counter() - start
     assert took < 1.0, took
-    assert len(text.splitlines()) > 30
+    assert "32 x 100,679,680" in text
     total = sum(p.numel() for p in model.parameters())
     assert sum(unit.numel for unit in decided.units) == total
     largest = max(sum(p.shard_numel(1024) for p in u.params) for u in decided.units)

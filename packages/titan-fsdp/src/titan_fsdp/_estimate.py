@@ -1,4 +1,4 @@
-"""Memory of a step, without ranks: closed forms for parameters, a forward on meta for activations.
+"""Memory of a step, without ranks: closed forms for parameters, a forward on fake tensors for activations.
 
 The timeline of FSDP2 is replayed over the plan's units. Forward: a unit's parameters are gathered into a flat buffer
 and copied out, the buffer lives until the next unit has copied out its own; units kept after forward pile up.
@@ -7,7 +7,7 @@ the largest operator's two gradients, the reduction's input (held until the next
 gradients that remain. The peak is the
 largest sum met on the way.
 
-Activations are the tensors autograd saves, measured per unit with saved-tensor hooks while the model runs on meta
+Activations are the tensors autograd saves, measured per unit with saved-tensor hooks while the model runs on fake
 tensors: no memory, no kernels. Limits: temporaries inside one operator, allocator fragmentation and what activation
 checkpointing recomputes are not in it; units are taken to run in registration order.
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from titan_fsdp._collectives import Collectives, Keep, planned_collectives
 from titan_fsdp._names import named_modules
 from titan_fsdp._planned import PlanData, PlannedUnit
+from titan_fsdp._torch import fake_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,21 @@ def saved_bytes(
 
     The root's entry is the total and what is saved after the last unit.
     """
+    bare = copy.deepcopy(model).to("meta").to(plan.policy.mp.param_dtype)
+    with fake_tensors():
+        return _saved_bytes(plan, bare, inputs, loss)
+
+
+def _saved_bytes(
+    plan: PlanData, model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None
+) -> list[tuple[int, int]]:
     dtype = plan.policy.mp.param_dtype
-    meta = copy.deepcopy(model).to("meta")
-    meta.to(dtype)
-    args = [a.to("meta", dtype if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a for a in inputs]
-    storages = {t.untyped_storage()._cdata for t in [*meta.parameters(), *meta.buffers()]}
+    _pretend_on_cpu(model)
+    args = [
+        torch.zeros(a.shape, dtype=dtype if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a
+        for a in inputs
+    ]
+    storages = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
     total = 0
     largest = 0
@@ -116,14 +127,30 @@ def saved_bytes(
 
         return hook
 
-    modules = named_modules(meta)
+    modules = named_modules(model)
     for unit in plan.units[:-1]:
         modules[unit.fqns[-1]].register_forward_hook(mark(unit.name))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = meta(*args)
+        output = model(*args)
         if loss is not None:
             output = loss(output)
     return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)]
+
+
+def _pretend_on_cpu(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones that say they are on a CPU, ties kept.
+
+    Attention then takes its fused kernel, as it will in the run; on meta it would be taken apart and save its scores.
+    """
+    fakes: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                fake = fakes.setdefault(id(p), nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
+                module._parameters[name] = fake
+        for name, b in list(module._buffers.items()):
+            if b is not None:
+                module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
 
 
 def _local(unit: PlannedUnit, numel: int) -> int:

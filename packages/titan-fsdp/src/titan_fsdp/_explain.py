@@ -1,5 +1,7 @@
 """The plan as a table a person reads before spending GPU hours."""
 
+import itertools
+
 import torch
 
 from titan_fsdp._collectives import planned_collectives
@@ -9,10 +11,10 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 
 def explain_plan(plan: PlanData) -> str:
-    """The plan as text: one line a unit, the step's collectives, warnings."""
+    """The plan as text: one line a unit (alike ones together), the step's collectives, warnings."""
     policy, sizes = plan.policy, plan.sizes
     rows = [("unit", "params", "gathered", "local", "compute", "reduce", "after forward", "mesh")]
-    rows += [_row(plan, unit) for unit in plan.units]
+    rows += _folded([_row(plan, unit) for unit in plan.units])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         f"mode {policy.mode}: shard {sizes.shard} × replicate {sizes.replicate}, "
@@ -59,6 +61,19 @@ def _row(plan: PlanData, unit: PlannedUnit) -> tuple[str, ...]:
         after,
         unit.mesh or "",
     )
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Three or more rows in a row that differ in their names alone, as one."""
+    folded: list[tuple[str, ...]] = []
+    for _, group in itertools.groupby(rows, key=lambda row: row[1:]):
+        alike = list(group)
+        if len(alike) > 2:
+            name = f"{alike[0][0]} … {alike[-1][0]}"
+            folded.append((name, f"{len(alike)} x {alike[0][1]}", *alike[0][2:]))
+        else:
+            folded += alike
+    return folded
 
 
 def _settings(plan: PlanData) -> list[str]:

@@ -50,7 +50,7 @@ class Plan(PlanData):
         """Memory of one rank and the collectives of a step. No ranks, no allocation.
 
         Args:
-            model: The plain model (before `apply`), for the activations; a copy of it runs on the meta device.
+            model: The plain model (before `apply`), for the activations; a copy of it runs without memory.
             inputs: Example arguments of one microbatch; tensors on any device.
             loss: From the model's output to the loss, whose saved tensors count too.
             optimizer_states: Tensors of the gradient's size and dtype that the optimizer keeps; 2 for AdamW.

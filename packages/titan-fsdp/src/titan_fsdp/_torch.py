@@ -5,6 +5,7 @@ version checked. Methods that a torch version lacks are asked for with hasattr, 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["call", "fsdp_modules", "original_class", "split_factor", "torch_replicate"]
+__all__ = ["call", "fake_tensors", "fsdp_modules", "original_class", "split_factor", "torch_replicate"]
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -40,6 +41,13 @@ def call(module: Any, method: str, *args: Any, since: str, why: str) -> None:
             f"{why} needs torch {since} or newer, which added {method}; this is torch {torch.__version__}."
         )
     bound(*args)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which new tensors have shape, dtype and device but no memory, and operators no kernels."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, and only an estimate needs it
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def split_factor(placement: Any) -> int:

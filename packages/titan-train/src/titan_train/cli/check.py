@@ -11,7 +11,6 @@ from titan_train.config import Config, load_config
 from titan_train.launch.ranks import count_gpus
 from titan_train.layout import BatchPlan, build_layout, plan_batch, resolve_mode
 
-
 _MEMORY = {
     "params": "sharded parameters, float32",
     "grads": "sharded gradients",
@@ -58,7 +57,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         estimate = plan.estimate(
             model,
             (tokens,),
-            loss=lambda logits: cross_entropy_sum(logits, tokens),
+            loss=lambda logits: cross_entropy_sum(logits, torch.zeros_like(logits[..., 0], dtype=torch.int64)),
             microbatches=batch.accumulation,
             keep=config.parallel.accumulate,
         )

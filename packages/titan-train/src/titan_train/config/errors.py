@@ -91,7 +91,14 @@ def _is_union_tag(part: object) -> bool:
 
 
 def _type_name(value: object) -> str:
-    names: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "a table"}
+    names: dict[type, str] = {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        bool: "a boolean",
+        list: "a list",
+        dict: "a table",
+    }
     return names.get(type(value), type(value).__name__)
 
 
