@@ -42,12 +42,9 @@ class CountingStage(TorchStage):
                     if name.startswith("_saved_"):
                         note(getattr(node, name))
         for queue in self._queues.values():
-            stack = [compute for _, compute in queue.notes]
-            while stack:
-                for cell in getattr(stack.pop(), "__closure__", None) or ():
-                    if callable(cell.cell_contents) and not isinstance(cell.cell_contents, nn.Module):
-                        stack.append(cell.cell_contents)
-                    note(cell.cell_contents)
+            for _, _, given in queue.notes:
+                for thing in given:
+                    note(thing)
         return sizes
 
     def forward(self, *args):

@@ -8,9 +8,10 @@ from titan_pipeline.runtime._split import split_layers
 from titan_pipeline.runtime._stage import Stage, TorchStage
 from titan_pipeline.runtime._tied import TiedWeight
 from titan_pipeline.runtime._transport import ThreadHub, ThreadTransport, Transport
-from titan_pipeline.runtime._weight_grad import Queue, WeightGradEngine, grouped_linear
+from titan_pipeline.runtime._weight_grad import NORM_RULES, Queue, WeightGradEngine, grouped_linear
 
 __all__ = [
+    "NORM_RULES",
     "Executor",
     "Failure",
     "GlooTransport",

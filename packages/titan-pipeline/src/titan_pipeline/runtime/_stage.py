@@ -55,6 +55,7 @@ class TorchStage:
         finish: Called with the module when the step's gradients are complete.
         rules: How layers defer their weight gradients, by type, on top of the default ones; see
             `titan_pipeline.runtime.WeightGradEngine`. Types not covered get their gradients with the input gradient.
+        through_autograd: For DistributedDataParallel; see `titan_pipeline.runtime.WeightGradEngine`.
         split: False never defers: W actions then find nothing left to do.
     """
 
@@ -66,6 +67,7 @@ class TorchStage:
         loss: Callable[[Any, Any], Tensor] | None = None,
         finish: Callable[[nn.Module], None] | None = None,
         rules: Mapping[type[nn.Module], Rule] | None = None,
+        through_autograd: bool = False,
         split: bool = True,
     ) -> None:
         self.module = module
@@ -74,6 +76,7 @@ class TorchStage:
         self._finish = finish
         self._split = split
         self._rules = rules
+        self._through_autograd = through_autograd
         self._engine: WeightGradEngine | None = None
         self._seed = torch.zeros(())
         self._kept: dict[int, tuple[tuple[Tensor, ...], list[Any], list[bool]]] = {}
@@ -83,7 +86,7 @@ class TorchStage:
         """See `Stage.configure`: the engine is attached only while it is needed."""
         wanted = splits_backward and self._split
         if wanted and self._engine is None:
-            self._engine = WeightGradEngine(self.module, self._rules)
+            self._engine = WeightGradEngine(self.module, self._rules, through_autograd=self._through_autograd)
         elif not wanted and self._engine is not None:
             self._engine.detach()
             self._engine = None

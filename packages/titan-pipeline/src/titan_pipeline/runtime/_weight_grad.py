@@ -7,11 +7,11 @@ is freed in between.
 Idea: let the layers that own the big weights cooperate. While a stage runs, ``nn.Linear`` and ``nn.Embedding`` go
 through a function whose backward computes the gradient of its input and, instead of that of its weight, puts a note
 (parameter, input, output gradient) into a queue. The I pass is then one ordinary backward; the graph is freed when it
-ends, and only the notes stay. The W pass works through the queue and hands the results to autograd's accumulation in
-one call, so tensor hooks and post-accumulate hooks of parameters fire, once. Norms compute their small weight gradient
-with the input gradient (keeping the input for later would cost more memory than it saves time) and only its
-accumulation waits. A parameter used by any other operation gets its gradient in the I pass: always correct, just not
-deferred.
+ends, and only the notes stay. The W pass works through the queue and accumulates each parameter
+in one go; tensor hooks and post-accumulate hooks of parameters fire, once. A parameter used by any other operation gets
+its gradient in the I pass: always correct, just not deferred. Norms belong to those by default: their gradient is one
+small vector, and keeping their input for later would cost more memory than it saves time. With ``NORM_RULES`` its
+accumulation waits for W too, for those who want a parameter untouched until then.
 
 Inside ``torch.utils.checkpoint`` the same functions run again in the recomputation, and queue then: one recomputation
 a block. Gradients are bit-equal to autograd's: the products are the ones its formulas use.
@@ -35,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_pipeline.runtime._accumulate import accumulate
+
 Rule = Callable[..., Any]
 """``rule(engine, module, plain_forward, *args, **kwargs)``: the module's output, deferring if the engine asks to."""
 
@@ -42,21 +44,20 @@ Rule = Callable[..., Any]
 class Queue:
     """The weight gradients one microbatch still owes."""
 
-    def __init__(self) -> None:
-        self.notes: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    def __init__(self, through_autograd: bool = False) -> None:
+        self.notes: list[tuple[Tensor, Callable[..., Tensor], tuple[Any, ...]]] = []
+        self._through_autograd = through_autograd
 
     def run(self) -> None:
         """Compute them, in the order they were noted, and accumulate each parameter once."""
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():
-            for parameter, compute in self.notes:
-                grad = compute()
+            for parameter, compute, given in self.notes:
+                grad = compute(*given)
                 known = totals.get(id(parameter))
                 totals[id(parameter)] = (parameter, grad if known is None else known[1] + grad)
-        self.notes.clear()
-        if totals:
-            parameters, grads = zip(*totals.values(), strict=True)
-            torch.autograd.backward(parameters, grads)
+            self.notes.clear()
+            accumulate(totals.values(), self._through_autograd)
 
 
 class WeightGradEngine:
@@ -64,11 +65,21 @@ class WeightGradEngine:
 
     Args:
         module: Its layers' ``forward`` is wrapped in place; `detach` undoes it.
-        rules: Module type → rule, added to (or replacing) the defaults for ``nn.Linear``, ``nn.Embedding``,
-            ``nn.LayerNorm`` and ``nn.RMSNorm``. A type matches exactly, not its subclasses.
+        rules: Module type → rule, added to (or replacing) the defaults for ``nn.Linear`` and ``nn.Embedding``.
+            A type matches exactly, not its subclasses.
+        through_autograd: Always accumulate by autograd's own nodes. Needed where something hooks those nodes rather
+            than the parameters (DistributedDataParallel); costs about 9 us a parameter. Parameters with hooks of
+            their own take that way regardless.
     """
 
-    def __init__(self, module: nn.Module, rules: Mapping[type[nn.Module], Rule] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rules: Mapping[type[nn.Module], Rule] | None = None,
+        *,
+        through_autograd: bool = False,
+    ) -> None:
+        self._through_autograd = through_autograd
         self.anchor = torch.zeros((), requires_grad=True)
         """Differentiable input of deferring functions, in the place of the parameter."""
         self.active = False
@@ -92,7 +103,7 @@ class WeightGradEngine:
     @contextmanager
     def deferring(self) -> Generator[Queue, None, None]:
         """Weight gradients of the backward run inside go into the queue it yields (a checkpoint's forward too)."""
-        self._queue = Queue()
+        self._queue = Queue(self._through_autograd)
         self.active = True
         try:
             yield self._queue
@@ -100,8 +111,8 @@ class WeightGradEngine:
             self._queue = None
             self.active = False
 
-    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Note a weight gradient for later.
+    def defer(self, parameter: Tensor, compute: Callable[..., Tensor], *given: Any) -> None:
+        """Note a weight gradient for later: ``compute(*given)``, which keeps what is given alive until then.
 
         Raises:
             RuntimeError: If no backward of a stage is running.
@@ -111,7 +122,7 @@ class WeightGradEngine:
                 "a forward recorded by a WeightGradEngine got its backward elsewhere, and its weight gradients would "
                 "be lost. Run it through the stage, or inside engine.deferring()."
             )
-        self._queue.notes.append((parameter, compute))
+        self._queue.notes.append((parameter, compute, given))
 
     def detach(self) -> None:
         """Give every layer its own forward back."""
@@ -165,20 +176,30 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (grad,) = grads
         layer: nn.Linear = ctx.layer
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if ctx.needs_input_grad[1]:
-            grad_x = rows.mm(weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1]).to(x.dtype)
-
-        def weight_grad() -> Tensor:
-            return rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(weight.dtype)
-
+            same = grad.dtype == weight.dtype == x.dtype  # other than under autocast; each cast costs a microsecond
+            grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
+            if grad.dim() != 2:
+                grad_x = grad_x.view(x.shape)
         if layer.weight.requires_grad:
-            ctx.engine.defer(layer.weight, weight_grad)
+            ctx.engine.defer(layer.weight, _linear_weight_grad, rows, x, weight.dtype)
         layer_bias = cast(nn.Parameter | None, layer.bias)
         if layer_bias is not None and layer_bias.requires_grad:
-            ctx.engine.defer(layer_bias, lambda: rows.sum(0).to(layer_bias.dtype))
+            ctx.engine.defer(layer_bias, _linear_bias_grad, rows, layer_bias.dtype)
         return None, grad_x, None, None, None, None
+
+
+def _linear_weight_grad(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    columns = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if rows.dtype == columns.dtype == dtype:
+        return rows.t().mm(columns)
+    return rows.t().mm(columns.to(rows.dtype)).to(dtype)
+
+
+def _linear_bias_grad(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.sum(0) if rows.dtype == dtype else rows.sum(0).to(dtype)
 
 
 class _Embedding(torch.autograd.Function):
@@ -196,10 +217,8 @@ class _Embedding(torch.autograd.Function):
         (grad,) = grads
         parameter, padding = ctx.layer.weight, ctx.padding
 
-        def weight_grad() -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(grad, tokens, parameter.shape[0], padding, False)
-
-        ctx.engine.defer(parameter, weight_grad)
+        compute = torch.ops.aten.embedding_dense_backward
+        ctx.engine.defer(parameter, compute, grad, tokens, parameter.shape[0], padding, False)
         return None, None, None, None, None, None
 
 
@@ -214,8 +233,12 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        ctx.engine.defer(ctx.parameter, lambda: grad)
+        ctx.engine.defer(ctx.parameter, _itself, grad)
         return None, None, None, None
+
+
+def _itself(grad: Tensor) -> Tensor:
+    return grad
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -233,13 +256,13 @@ class _GroupedLinear(torch.autograd.Function):
         (grad,) = grads
         ends = ctx.ends
         grad_x = _by_group(grad, ends, lambda g, rows: rows.mm(weight[g].t())) if ctx.needs_input_grad[1] else None
-
-        def weight_grad() -> Tensor:
-            starts = [0, *ends[:-1]]
-            return torch.stack([x[a:b].t().mm(grad[a:b]) for a, b in zip(starts, ends, strict=True)])
-
-        ctx.engine.defer(ctx.parameter, weight_grad)
+        ctx.engine.defer(ctx.parameter, _grouped_weight_grad, x, grad, ends)
         return None, grad_x, None, None, None, None
+
+
+def _grouped_weight_grad(x: Tensor, grad: Tensor, ends: list[int]) -> Tensor:
+    starts = [0, *ends[:-1]]
+    return torch.stack([x[a:b].t().mm(grad[a:b]) for a, b in zip(starts, ends, strict=True)])
 
 
 def _by_group(rows: Tensor, ends: list[int], product: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -279,9 +302,6 @@ def _wait(engine: WeightGradEngine, parameter: Tensor | None) -> Tensor | None:
     return cast(Tensor, _Deferred.apply(engine.anchor, parameter.detach(), [parameter], engine))
 
 
-DEFAULT_RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _linear_rule,
-    nn.Embedding: _embedding_rule,
-    nn.LayerNorm: _layer_norm_rule,
-    nn.RMSNorm: _rms_norm_rule,
-}
+DEFAULT_RULES: dict[type[nn.Module], Rule] = {nn.Linear: _linear_rule, nn.Embedding: _embedding_rule}
+
+NORM_RULES: dict[type[nn.Module], Rule] = {nn.LayerNorm: _layer_norm_rule, nn.RMSNorm: _rms_norm_rule}
