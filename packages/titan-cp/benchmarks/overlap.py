@@ -11,9 +11,9 @@ overlap costs. Median over repeats, of the slowest rank.
 Output: a table, and one JSON object on the last line.
 
 Limits: the delay stands for latency, not for bandwidth shared with other traffic; waiting for a slower rank is not
-counted; compute is the CPU's, so compare the delay with the printed time of a step. In the backward the very
-last message (dK, dV going home) has nothing behind it, so 1 of the ring's 3N - 2 messages is always exposed: at most
-0.90 can be hidden at N = 4, 0.95 at N = 8.
+counted, nor is the time that posting takes; compute is the CPU's, so compare the delay with the printed time of a step.
+In the backward the very last message (dK, dV going home) has nothing behind it, so 1 of the ring's 3N - 2 messages is
+always exposed: at most 0.90 can be hidden at N = 4, 0.95 at N = 8.
 
 Example: ``python packages/titan-cp/benchmarks/overlap.py --ranks 4 --delay-ms 20``
 """
@@ -54,8 +54,8 @@ def run(mode, tokens, delay_s, repeats):
 
     def delayed(ops):
         posted.append(delay_s)
-        deadline = time.perf_counter() + delay_s
         works = post(ops)
+        deadline = time.perf_counter() + delay_s
         if mode == "serial":
             held = [HeldBack(w, deadline, exposed) for w in works]
             for work in held:

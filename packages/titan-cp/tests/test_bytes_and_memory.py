@@ -95,3 +95,42 @@ def test_saved_bytes_are_constant_when_sequence_and_ranks_double():
         if o["method"] == "ulysses":
             continue  # repeats KV heads once ranks exceed them; the formula above says by how much
         assert len(set(by_size)) == 1, (o, by_size)
+
+
+def peak_bytes(run):
+    """The most bytes held at once during ``run()``, on top of what there was; the kernels' own buffers included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak, result
+
+
+def peaks_over_predictions():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ratios = {}
+    for num_kv_heads in (8, 2):
+        for method in ("ring", "allgather", "ulysses"):
+            for dtype in (torch.float32, torch.bfloat16):
+                p = plan(
+                    2048, size=size, rank=rank, num_heads=8, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype,
+                    method=method,
+                )  # fmt: skip
+                heads = (8, num_kv_heads, num_kv_heads)
+                leaves = [torch.randn(1, h, p.local_len, 64, dtype=dtype, requires_grad=True) for h in heads]
+                forward, out = peak_bytes(lambda p=p, leaves=leaves: attention(*leaves, plan=p, group=dist.group.WORLD))
+                grad = torch.ones_like(out)
+                backward, _ = peak_bytes(lambda o=out, x=leaves, g=grad: torch.autograd.grad(o, x, g))
+                case = f"{method}, {num_kv_heads} KV heads, {dtype}"
+                ratios[case, "forward"] = forward / p.costs.forward_buffer_bytes
+                ratios[case, "backward"] = backward / p.costs.backward_buffer_bytes
+    return ratios
+
+
+def test_peak_memory_is_within_25_percent_of_the_prediction():
+    ratios = run_ranks(peaks_over_predictions, 4)[0]
+    off = {case: round(ratio, 2) for case, ratio in ratios.items() if not 1 / 1.25 <= ratio <= 1.25}
+    assert not off

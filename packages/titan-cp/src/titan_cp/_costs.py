@@ -64,41 +64,79 @@ def kv_heads_for(num_kv_heads: int, ulysses_degree: int) -> int:
 def plan_costs(method: str, shape: Shape, *, ulysses_degree: int, ring_degree: int, hops: int) -> Costs:
     """The closed forms of the module's docstring, for one rank."""
     size = ulysses_degree * ring_degree
-    each = torch.empty((), dtype=shape.dtype).element_size() * shape.head_dim
-    wide_element = torch.empty((), dtype=accumulator_dtype(shape.dtype)).element_size()
-    wide = wide_element * shape.head_dim
+    element, wide_element = (
+        torch.empty((), dtype=d).element_size() for d in (shape.dtype, accumulator_dtype(shape.dtype))
+    )
     kv_heads = kv_heads_for(shape.num_kv_heads, ulysses_degree)
     tokens = shape.seq_len // size
-    # Head-tokens a rank computes on: the same before and after the all-to-all.
-    q_rows, kv_rows = tokens * shape.num_heads, tokens * kv_heads
-    forward = backward = 0
-    forward_buffers = q_rows * (each + 2 * wide + wide_element)
-    backward_buffers = q_rows * wide + 2 * kv_rows * wide
-    if ulysses_degree > 1:
-        exchanged = (2 * q_rows + 2 * kv_rows) * each
-        forward = backward = exchanged * (ulysses_degree - 1) // ulysses_degree
-        forward_buffers += 2 * exchanged
-        backward_buffers += 2 * exchanged
-    kv, grad_kv = 2 * kv_rows * each, 2 * kv_rows * wide
+    # What a rank computes on has the same size before and after the all-to-all.
+    q, kv = (tokens * heads * shape.head_dim * element for heads in (shape.num_heads, 2 * kv_heads))
+    wide_q, wide_kv = (x // element * wide_element for x in (q, kv))
+    lse = tokens * shape.num_heads * wide_element
+    exchanged = (2 * q + kv) * (ulysses_degree - 1) // ulysses_degree
     if method == "allgather":
-        forward += (size - 1) * kv
-        backward += (size - 1) * (kv + grad_kv)
-        # One KV head at a time, the next one in flight: gathered, and in the order of the sequence.
-        forward_buffers += 3 * size * kv // kv_heads
-        backward_buffers += (3 * kv + 2 * grad_kv) * size // kv_heads
-    elif hops:
-        forward += hops * kv
-        backward += hops * kv + (hops + 1) * grad_kv
-        forward_buffers += 2 * kv
-        backward_buffers += 2 * kv + 2 * grad_kv
-    saved = (2 * q_rows + 2 * kv_rows) * each + q_rows * wide_element
+        forward, backward = (size - 1) * kv, (size - 1) * (kv + wide_kv)
+    else:
+        forward = exchanged + hops * kv
+        backward = exchanged + hops * kv + (hops + 1) * wide_kv * (hops > 0)
+    buffers = _Buffers(q, kv, wide_q, wide_kv, lse)
+    if method == "allgather":
+        transient = buffers.allgather(size, kv_heads)
+    else:
+        transient = buffers.ring(hops)
+    if ulysses_degree > 1:
+        transient = buffers.around_ulysses(transient, repeated=kv_heads > shape.num_kv_heads)
     return Costs(
         forward_bytes=forward,
         backward_bytes=backward,
-        saved_bytes=saved,
-        forward_buffer_bytes=forward_buffers,
-        backward_buffer_bytes=backward_buffers,
+        saved_bytes=2 * q + kv + lse,
+        forward_buffer_bytes=transient[0],
+        backward_buffer_bytes=transient[1],
     )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What the code holds at its peak, on top of the arguments and of what is kept: ``(forward, backward)`` bytes.
+
+    An estimate in multiples of the tensors' sizes, within 25 % of a memory profile (``tests/test_bytes_and_memory.py``).
+    """
+
+    q: int
+    kv: int
+    """Keys and values together."""
+    wide_q: int
+    """Queries' size in the accumulators' dtype."""
+    wide_kv: int
+    lse: int
+
+    @property
+    def cast(self) -> int:
+        """A block's output in the accumulators' dtype, where that is another than the queries'."""
+        return self.wide_q if self.wide_q != self.q else 0
+
+    def ring(self, hops: int) -> tuple[int, int]:
+        """Two KV buffers; in the backward three dKV: computed, arriving, and leaving."""
+        turns = 2 if hops else 1
+        forward = self.wide_q + self.lse + self.q + self.cast + turns * self.kv
+        backward = self.wide_q + turns * self.kv + (3 if hops else 1) * self.wide_kv + self.q + self.kv
+        return forward, backward
+
+    def allgather(self, size: int, kv_heads: int) -> tuple[int, int]:
+        """Per KV head: in use, in flight, and being put in order; gradients: computed, reordered, in flight."""
+        head, wide_head = size * self.kv // kv_heads, size * self.wide_kv // kv_heads
+        block = (self.q + self.cast) // kv_heads
+        gathered = min(kv_heads + 2, 5) * head  # the pipeline is short when heads are few
+        forward = self.wide_q + self.lse + self.kv + block + gathered
+        backward = self.wide_q + 2 * self.kv + gathered + 3 * wide_head + block
+        return forward, backward
+
+    def around_ulysses(self, inner: tuple[int, int], *, repeated: bool) -> tuple[int, int]:
+        """The exchange sends, receives and reorders queries, keys and values; or the attention inside is the peak."""
+        one = self.q + self.kv
+        forward = max(3 * one + self.kv * repeated, one + inner[0])
+        backward = max(4 * one, one + self.q + inner[1])
+        return forward, backward
 
 
 def crossover_size(shape: Shape, limit: int = 4096) -> int | None:
