@@ -161,7 +161,7 @@ class Sleeper:
         pass
 
 
-TIMES = (0.020, 0.018, 0.012)
+TIMES = (0.040, 0.036, 0.024)
 
 
 def _sleep(texts, repeats):
@@ -192,7 +192,7 @@ SLEEP_FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb"
 def test_measured_steps_are_within_five_percent_of_the_simulation():
     """Four gloo ranks that sleep; median of five steps. Needs a quiet machine."""
     schedules = [build_schedule(name, 4, 8) for name in SLEEP_FAMILIES]
-    by_rank = testing.run_ranks(_sleep, 4, [s.to_text() for s in schedules], 5, timeout_s=120)
+    by_rank = testing.run_ranks(_sleep, 4, [s.to_text() for s in schedules], 5, timeout_s=170)
     good = []
     for k, schedule in enumerate(schedules):
         measured = statistics.median(max(rank[k][i] for rank in by_rank) for i in range(5))

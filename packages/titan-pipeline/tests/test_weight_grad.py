@@ -288,12 +288,12 @@ def test_a_recorded_forward_refuses_a_backward_elsewhere():
 
 def held_bytes(*roots):
     """Bytes of the distinct storages reachable from autograd nodes (saved tensors) and queued notes."""
-    seen, sizes, stack = set(), {}, list(roots)
+    seen, sizes, stack = {}, {}, list(roots)
     while stack:
         thing = stack.pop()
         if thing is None or id(thing) in seen:
             continue
-        seen.add(id(thing))
+        seen[id(thing)] = thing  # kept alive, so that no other object gets its id
         if isinstance(thing, torch.Tensor):
             sizes[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
         elif isinstance(thing, torch.autograd.graph.Node):
