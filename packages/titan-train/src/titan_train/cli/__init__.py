@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         print(f"titan-train: no command {name!r}.{hint} Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"titan_train.cli.{name}")
+    # a module called `list` would hide the built-in one in this package
+    command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name}")
     parser = argparse.ArgumentParser(
         prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter
     )

@@ -21,7 +21,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--max-mb", type=float, default=32.0, metavar="MB", help="text to train on, at most (default 32)"
     )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)  # files may stand after options
 
     from titan_train.config import SourceConfig
     from titan_train.data import train_tokenizer_command

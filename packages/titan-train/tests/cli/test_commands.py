@@ -1,0 +1,145 @@
+"""The commands around a run, called in this process as the command line calls them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.inputs import prepare_inputs
+from titan_train.run_folder import write_config
+from titan_train.train import Trainer
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A finished run of a few steps, made in this process."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "text.txt").write_text("".join(f"def f{i % 9}(x):\n    return x + {i}\n" for i in range(900)))
+    (folder / "tiny.toml").write_text(
+        f'[model]\nname = "llama3_debug"\nseq_len = 32\n[tokenizer]\nkind = "bytes"\n[data]\ncache_dir = "{folder}/cache"\n'
+        f'[[data.sources]]\nname = "text"\nkind = "text"\npaths = ["{folder}/text.txt"]\n'
+        f'[run]\ndir = "{folder}/runs"\n[train]\nsteps = 4\nglobal_batch = 4\n'
+        '[launch]\ndevice = "cpu"\n[metrics]\nprogress = "off"\n'
+    )
+    config = load_config(str(folder / "tiny.toml"))
+    prepare_inputs(config, quiet=True)
+    write_config(config, folder / "runs" / "tiny")
+    with Trainer(config) as trainer:
+        trainer.fit()
+    return folder / "runs" / "tiny"
+
+
+def test_generate_continues_the_prompt_and_the_seed_decides(run_dir, capsys):
+    def sample(seed):
+        assert main(["generate", str(run_dir), "--prompt", "def f", "--max-new-tokens", "12", "--seed", str(seed)]) == 0
+        return capsys.readouterr().out
+
+    assert sample(1).startswith("def f")
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_generate_says_what_is_wrong_with_a_folder(tmp_path, run_dir, capsys):
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert "is not a run's folder" in capsys.readouterr().err
+    shutil.copy(run_dir / "config.toml", tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert "has no finished checkpoint yet" in capsys.readouterr().err
+    assert main(["generate", str(run_dir), "--prompt", ""]) == 2
+    assert "--prompt is empty" in capsys.readouterr().err
+
+
+def test_report_writes_one_page(run_dir, tmp_path, capsys):
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "page.html")]) == 0
+    assert "<html" in (tmp_path / "page.html").read_text()
+    assert "Training loss" in capsys.readouterr().out
+
+
+def test_check_explains_405b_without_memory(capsys):
+    assert main(["check", "llama3_405b", "--launch.nnodes", "64", "--launch.nproc", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "405,853,388,800 parameters" in out
+    assert "126 x 3,187,703,808" in out
+    assert "the configuration is valid" in out
+    assert not torch.cuda.is_initialized()
+
+
+def test_check_refuses_what_does_not_fit(capsys):
+    assert main(["check", "llama3_8b", "--parallel.dp-shard", "3"]) == 2
+    assert "dp_shard=3" in capsys.readouterr().err.replace(" ", "")
+
+
+def test_tokenizer_train_writes_a_tokenizer_that_loads(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)))
+    out = tmp_path / "tokenizer"
+    assert main(["tokenizer", "train", "--out", str(out), "--vocab-size", "400", str(text)]) == 0
+
+    from titan_train.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.decode(tokenizer.encode("value_7 = compute(49)\n")) == "value_7 = compute(49)\n"
+    assert "400 pieces" in capsys.readouterr().out
+
+
+def test_prepare_fills_the_cache(run_dir, tmp_path, capsys):
+    config = run_dir.parent.parent / "tiny.toml"
+    assert main(["prepare", str(config), "--data.cache-dir", str(tmp_path / "cache")]) == 0
+    assert list((tmp_path / "cache").glob("text-*/manifest.json"))
+
+
+def test_list_names_configurations_and_models(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "quickstart" in out
+    assert "llama3_405b" in out
+
+
+def test_doctor_finds_what_training_needs(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "gloo", "stdlib corpus", "everything that training needs is here"):
+        assert word in out
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert main(["generat"]) == 2
+    assert "Did you mean 'generate'?" in capsys.readouterr().err
+
+
+def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):
+    shutil.copy(EXAMPLES / "03_your_own_model" / "my_model.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = load_config(
+        str(run_dir.parent.parent / "tiny.toml"),
+        ["--model.name", "my_model:Recurrent", "--run.dir", str(tmp_path), "--train.steps", "6", "--optimizer.lr", "0.01"],
+    )
+    with Trainer(config) as trainer:
+        trainer.fit()
+    assert trainer.losses[-1] < trainer.losses[0]
+
+
+def test_bf16_trains_near_float32(run_dir, tmp_path):
+    import os
+
+    import torch.distributed as dist
+
+    losses = {}
+    for dtype in ("fp32", "bf16"):
+        config = load_config(
+            str(run_dir.parent.parent / "tiny.toml"), ["--train.dtype", dtype, "--run.dir", str(tmp_path), "--run.name", dtype]
+        )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with Trainer(config) as trainer:
+            trainer.fit()
+        dist.destroy_process_group()
+        losses[dtype] = trainer.losses
+    # bfloat16 keeps eight bits: a relative error of a few 1e-3 in each activation, of losses near 5
+    assert max(abs(a - b) for a, b in zip(losses["fp32"], losses["bf16"], strict=True)) < 0.05
+    assert losses["fp32"] != losses["bf16"]
