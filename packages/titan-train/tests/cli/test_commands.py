@@ -77,13 +77,13 @@ def test_tokenizer_train_writes_a_tokenizer_that_loads(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)))
     out = tmp_path / "tokenizer"
-    assert main(["tokenizer", "train", "--out", str(out), "--vocab-size", "400", str(text)]) == 0
+    assert main(["tokenizer", "train", "--out", str(out), "--vocab-size", "310", str(text)]) == 0
 
     from titan_train.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(out)
     assert tokenizer.decode(tokenizer.encode("value_7 = compute(49)\n")) == "value_7 = compute(49)\n"
-    assert "400 pieces" in capsys.readouterr().out
+    assert "310 pieces" in capsys.readouterr().out
 
 
 def test_prepare_fills_the_cache(run_dir, tmp_path, capsys):
