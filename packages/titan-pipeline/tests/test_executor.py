@@ -320,3 +320,14 @@ def test_finish_runs_once_a_step_after_the_last_gradient():
     assert len(seen) == 1
     for grad, parameter in zip(seen[0], layers[0].parameters(), strict=True):
         assert torch.equal(grad, parameter.grad)
+
+
+def test_a_trace_holds_every_action_of_the_rank_in_order():
+    schedule = build_schedule("zb_h1", 1, 3)
+    stage = TorchStage(build_layers(1)[0], 0, loss=loss_sum)
+    executor = Executor(schedule, [stage], count_tokens=lambda t: t.numel(), trace=True)
+    executor.step(*batch(3, "even"))
+    assert [span.action for span in executor.spans] == list(schedule.ranks[0])
+    times = [t for span in executor.spans for t in (span.start, span.end)]
+    assert times == sorted(times)
+    assert times[0] >= 0
