@@ -30,7 +30,7 @@ def explain_plan(plan: "Plan") -> str:
         f"layout      {plan.layout}: {plan.reasons[1]}",
         f"sent        {_size(costs.forward_bytes)} forward, {_size(costs.backward_bytes)} backward",
         f"kept        {_size(kept)} from forward to backward",
-        f"peak        {forward} forward, {backward} backward (kept + buffers, without kernel workspace)",
+        f"peak        {forward} forward, {backward} backward (estimate: kept + buffers)",
         f"work        {least} to {most} pair-heads a rank, imbalance {plan.imbalance:.3f}",
     ]
     if plan.method in ("ring", "usp") and plan.ring_degree > 1:
