@@ -79,19 +79,11 @@ def slow(session: nox.Session, package: str) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device."""
+    """The tests that need a CUDA device, then the measurements that do."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run(
-        "pytest",
-        "-q",
-        "--gpu",
-        "-m",
-        "gpu or multi_gpu",
-        "packages",
-        *session.posargs,
-        env=TEST_ENV,
-        success_codes=[0, 5],
-    )
+    gpu_tests = ["--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs]
+    session.run("pytest", "-q", *gpu_tests, env=TEST_ENV, success_codes=[0, 5])
+    session.run("python", "packages/titan-cp/benchmarks/simulated_ring.py", "--tokens", "8192", "32768")
 
 
 @nox.session
