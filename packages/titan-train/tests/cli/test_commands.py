@@ -117,7 +117,16 @@ def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config(
         str(run_dir.parent.parent / "tiny.toml"),
-        ["--model.name", "my_model:Recurrent", "--run.dir", str(tmp_path), "--train.steps", "6", "--optimizer.lr", "0.01"],
+        [
+            "--model.name",
+            "my_model:Recurrent",
+            "--run.dir",
+            str(tmp_path),
+            "--train.steps",
+            "6",
+            "--optimizer.lr",
+            "0.01",
+        ],
     )
     with Trainer(config) as trainer:
         trainer.fit()
@@ -132,7 +141,8 @@ def test_bf16_trains_near_float32(run_dir, tmp_path):
     losses = {}
     for dtype in ("fp32", "bf16"):
         config = load_config(
-            str(run_dir.parent.parent / "tiny.toml"), ["--train.dtype", dtype, "--run.dir", str(tmp_path), "--run.name", dtype]
+            str(run_dir.parent.parent / "tiny.toml"),
+            ["--train.dtype", dtype, "--run.dir", str(tmp_path), "--run.name", dtype],
         )
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
