@@ -118,6 +118,8 @@ class Trainer:
             peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
             world_size=world_size,
         )
+        if config.train.gc_every:
+            gc.collect()  # what building left behind; from here on `fit` decides when
 
     def fit(self, until: int | None = None) -> None:
         """Train up to step ``until`` (default: ``train.steps``), saving, validating and logging as configured.
@@ -334,7 +336,6 @@ class _garbage_collected_every:
 
     def __enter__(self) -> "_garbage_collected_every":
         if self._steps:
-            gc.collect()
             gc.disable()
         return self
 
