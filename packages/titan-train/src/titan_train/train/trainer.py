@@ -75,7 +75,7 @@ class Trainer:
         _seed(config.run.seed, config.run.deterministic)
 
         self.mesh: Mesh | None = None
-        if dist.is_initialized():
+        if dist.is_initialized() or mode != "none":  # alone, `build` makes a group of one and ends it on close
             self.mesh = build(
                 layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
             )
@@ -136,7 +136,7 @@ class Trainer:
         if self._batches is None:
             self._batches = iter(self._loader)
         saved_time = time.monotonic()
-        with self._requests.installed(), _garbage_collected_every(self.config.train.gc_every) as collect:
+        with self._requests.installed(), _CollectedTogether(self.config.train.gc_every) as collect:
             while self.step < last:
                 result = self._train_one_step(save_due=self._minutes_due(saved_time))
                 stop, save_asked, save_due = result.requests
@@ -328,13 +328,13 @@ class _DataPosition:
         self._loader.load_state_dict(state, allow_data_change=self._allow_change)
 
 
-class _garbage_collected_every:
+class _CollectedTogether:
     """Collect garbage on every rank at the same step: a rank that pauses alone makes all others wait."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
-    def __enter__(self) -> "_garbage_collected_every":
+    def __enter__(self) -> "_CollectedTogether":
         if self._steps:
             gc.disable()
         return self
