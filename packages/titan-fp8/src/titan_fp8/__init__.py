@@ -1,0 +1,1 @@
+"""float8 training for any PyTorch model: casts, products, layers and a converter."""
