@@ -2,6 +2,7 @@
 
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.config.errors import ConfigError
+from titan_train.config.launch import LaunchConfig
 from titan_train.config.load import dump_config, list_configs, load_config, parse_config
 from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
@@ -9,7 +10,6 @@ from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.schema import (
     CheckpointConfig,
     Config,
-    LaunchConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
