@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titan_train.models.attention import CausalAttention, SequenceContext, document_mask, document_positions
 from titan_train.models.gpt.configs import GPTArgs
+from titan_train.models.shared_input import SharedInput
 
 
 class GPT(nn.Module):
@@ -28,12 +29,12 @@ class GPT(nn.Module):
         super().__init__()
         self.args = args
         self.max_seq_len = args.max_seq_len
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings: nn.Embedding | None = nn.Embedding(args.max_seq_len, args.dim)
         # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
         self.layers = nn.ModuleDict({str(i): GPTBlock(args) for i in range(args.num_layers)})
-        self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
-        self.lm_head = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(args.dim, eps=args.norm_eps)
+        self.lm_head: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
@@ -41,27 +42,31 @@ class GPT(nn.Module):
         """Logits of every next token.
 
         Args:
-            tokens: ``[B, S]`` int64.
+            tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
+                (then ``positions`` must be given).
             positions: Position of each token in its document, ``[B, S]`` int64 below ``max_seq_len``; the default
                 counts from each document's start.
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
 
         Returns:
-            ``[B, S, V]``, in the parameters' dtype.
+            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
 
         Raises:
             ValueError: Rows longer than ``max_seq_len`` without positions or documents that would keep them below.
         """
         context = self.sequence_context(tokens, positions, cu_seqlens)
-        x = self.tok_embeddings(tokens) + self.pos_embeddings(context.positions)
+        if self.tok_embeddings is None or self.pos_embeddings is None:
+            x = tokens
+        else:
+            x = self.tok_embeddings(tokens) + self.pos_embeddings(context.positions)
         for layer in self.layers.values():
             x = layer(x, context)
-        return self.lm_head(self.norm(x))
+        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
 
     def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
         """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
-        seq_len = tokens.shape[1]
+        seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, seq_len)
         elif positions is None:
@@ -122,12 +127,13 @@ class GPTAttention(nn.Module):
         self.wk = nn.Linear(args.dim, args.dim)
         self.wv = nn.Linear(args.dim, args.dim)
         self.wo = nn.Linear(args.dim, args.dim)
+        self.linears = SharedInput()
         self.inner_attention = CausalAttention(args.num_heads, args.num_heads, self.head_dim)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
         # -1 heads: a module whose projections were cut over ranks holds only its own
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(x, self.wq, self.wk, self.wv))
         return self.wo(self.inner_attention(q, k, v, context).flatten(-2))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan_train.models.attention import CausalAttention, SequenceContext, document_mask, document_positions
 from titan_train.models.llama.configs import LlamaArgs
 from titan_train.models.rope import RopeScaling, apply_rope, rope_cos_sin
+from titan_train.models.shared_input import SharedInput
 
 
 class Llama(nn.Module):
@@ -28,11 +29,11 @@ class Llama(nn.Module):
         """Build the modules; weights are set by `init_weights`."""
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
         self.layers = nn.ModuleDict({str(i): LlamaBlock(args) for i in range(args.num_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.lm_head = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.lm_head: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
@@ -40,24 +41,25 @@ class Llama(nn.Module):
         """Logits of every next token.
 
         Args:
-            tokens: ``[B, S]`` int64.
+            tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
+                (then ``positions`` must be given).
             positions: Position of each token in its document, ``[B, S]`` int64; the default counts from each
                 document's start.
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
 
         Returns:
-            ``[B, S, V]``, in the parameters' dtype.
+            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
         """
         context = self.sequence_context(tokens, positions, cu_seqlens)
-        x = self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, context)
-        return self.lm_head(self.norm(x))
+        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
 
     def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
         """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
-        seq_len = tokens.shape[1]
+        seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, seq_len)
         elif positions is None:
@@ -115,13 +117,14 @@ class LlamaAttention(nn.Module):
         self.wk = nn.Linear(args.dim, args.num_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(args.num_heads * self.head_dim, args.dim, bias=False)
+        self.linears = SharedInput()
         self.inner_attention = CausalAttention(args.num_heads, args.num_kv_heads, self.head_dim)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
         assert context.rope is not None
         # -1 heads: a module whose projections were cut over ranks holds only its own
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(x, self.wq, self.wk, self.wv))
         out = self.inner_attention(apply_rope(q, *context.rope), apply_rope(k, *context.rope), v, context)
         return self.wo(out.flatten(-2))
 
@@ -134,10 +137,12 @@ class SwiGLU(nn.Module):
         self.w1 = nn.Linear(dim, ffn_dim, bias=False)
         self.w2 = nn.Linear(ffn_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.linears = SharedInput()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.linears(x, self.w1, self.w3)
+        return self.w2(F.silu(gate) * up)
 
 
 def rope_scaling(args: LlamaArgs) -> RopeScaling | None:
