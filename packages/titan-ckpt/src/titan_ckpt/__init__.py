@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt._errors import CheckpointError, Damage, DamageError
 from titan_ckpt._manifest import Manifest
-from titan_ckpt._names import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, KeyMap
+from titan_ckpt._names import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, KeyMap, Pair
 from titan_ckpt._retention import Retention
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "DamageError",
     "KeyMap",
     "Manifest",
+    "Pair",
     "Retention",
     "SaveJob",
     "Stateful",

@@ -83,12 +83,12 @@ class Job:
         return cls(folder=Path(value["folder"]), shards=shards, texts=texts, lead=lead, **rest)
 
 
-def write_job(job: Job, buffers: Iterable[Buffer]) -> list[FileRecord]:
+def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
     """Write a rank's files and bring them to disk.
 
     Args:
         job: What to write.
-        buffers: Bytes of each tensor, shard after shard, entry after entry.
+        buffers: Bytes of each tensor, whole or in pieces, shard after shard, entry after entry.
 
     Raises:
         OSError: If the disk refuses.

@@ -1,0 +1,201 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from titan_ckpt import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, Checkpointer, KeyMap, Pair, TrainState, export_hf, import_hf
+from titan_ckpt._hf import import_hf_step
+from titan_testing import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def module_of(state: dict[str, torch.Tensor]) -> nn.Module:
+    """A module whose state dict has these names."""
+    root = nn.Module()
+    for name, value in state.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        module.register_parameter(last, nn.Parameter(value.clone(), requires_grad=value.is_floating_point()))
+    return root
+
+
+def saved(root, state: dict[str, torch.Tensor]):
+    return Checkpointer(root).save(1, TrainState(model=module_of(state), rng=False)).path
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    assert not [name for name, value in want.items() if not torch.equal(got[name], value)]
+
+
+@pytest.mark.parametrize("family", sorted(KEY_MAPS))
+def test_key_maps_are_one_to_one_where_nothing_is_stacked(family):
+    key_map = KEY_MAPS[family]
+    for pair in key_map.pairs:
+        ours, theirs = pair.ours.format(i=31, j=7), pair.theirs.format(i=31, j=7)
+        assert any(found.ours.format(**letters) == ours for found, letters in key_map.match_theirs(theirs))
+        if not pair.stacked and not pair.part and key_map.match_ours(ours)[0] == pair:
+            assert key_map.to_hf(ours) == theirs
+    assert key_map.from_hf("model.layers.0.self_attn.rotary_emb.inv_freq") is None
+    with pytest.raises(ValueError, match=f"is no name here in the {family} family"):
+        key_map.to_hf("layers.0.nonsense")
+    with pytest.raises(ValueError, match=r"names\.ignoring"):
+        key_map.from_hf("model.nonsense")
+
+
+def test_key_maps_give_the_published_names():
+    assert LLAMA.to_hf("layers.3.feed_forward.w2.weight") == "model.layers.3.mlp.down_proj.weight"
+    assert QWEN3.to_hf("layers.3.attention.q_norm.weight") == "model.layers.3.self_attn.q_norm.weight"
+    assert QWEN3.to_hf("layers.3.moe.experts.w1") == "model.layers.3.mlp.experts.{j}.gate_proj.weight"
+    assert DEEPSEEK.to_hf("layers.3.attention.wkv_a.weight") == "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
+    assert DEEPSEEK.from_hf("model.layers.3.mlp.gate.e_score_correction_bias") == "layers.3.moe.expert_bias"
+    assert DEEPSEEK.ignoring(r"model\.layers\.61\..*").from_hf("model.layers.61.eh_proj.weight") is None
+
+
+def rotate(x: torch.Tensor, neighbours: bool) -> torch.Tensor:
+    """Rotary embedding of ``[S, H, D]`` with either pairing."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[0])[:, None, None] / 100 ** (torch.arange(half) / half)
+    a, b = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
+    turned = a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
+    return torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)
+
+
+def test_a_model_with_neighbouring_rotary_channels_is_the_same_model_after_the_permutation(tmp_path):
+    torch.manual_seed(0)
+    heads, width, dim = 4, 8, 24
+    wq, wk = torch.randn(heads * width, dim), torch.randn(2 * width, dim)
+    step = saved(tmp_path, {"layers.0.attention.wq.weight": wq, "layers.0.attention.wk.weight": wk})
+    names = LLAMA.interleaved(head_dim=width)
+    export_hf(step, tmp_path / "hf", names=names)
+    theirs = tensors_of(tmp_path / "hf")
+    x = torch.randn(5, dim)
+
+    def scores(q, k, neighbours):
+        q, k = (rotate((x @ w.T).unflatten(-1, (-1, width)), neighbours) for w in (q, k))
+        return torch.einsum("shd,tgd->hgst", q, k)
+
+    prefix = "model.layers.0.self_attn"
+    halves = scores(theirs[f"{prefix}.q_proj.weight"], theirs[f"{prefix}.k_proj.weight"], False)
+    # the same products, added in another order: float32 rounding of sums of 24 and 8 terms
+    torch.testing.assert_close(halves, scores(wq, wk, True), atol=1e-4, rtol=1e-5)
+    back = module_of({f"layers.0.attention.{n}.weight": torch.zeros_like(w) for n, w in (("wq", wq), ("wk", wk))})
+    import_hf(tmp_path / "hf", back, names=names)
+    assert_same(back.state_dict(), {"layers.0.attention.wq.weight": wq, "layers.0.attention.wk.weight": wk})
+    with pytest.raises(ValueError, match="cannot be halved"):
+        LLAMA.interleaved(head_dim=7)
+    with pytest.raises(ValueError, match="one order of rotary channels"):
+        DEEPSEEK.interleaved(head_dim=64)
+
+
+def experts(num: int = 3, width: int = 6, dim: int = 4) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    prefix = "layers.2.moe"
+    return {
+        f"{prefix}.experts.w1": torch.randn(num, width, dim),
+        f"{prefix}.experts.w2": torch.randn(num, dim, width),
+        f"{prefix}.experts.w3": torch.randn(num, width, dim),
+        f"{prefix}.router.gate.weight": torch.randn(num, dim),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-by-one", "packed"])
+def test_stacked_experts_go_out_and_come_back_bit_for_bit(tmp_path, packed):
+    state = experts()
+    names = QWEN3.packed() if packed else QWEN3
+    export_hf(saved(tmp_path, state), tmp_path / "hf", names=names)
+    theirs = tensors_of(tmp_path / "hf")
+    prefix = "model.layers.2.mlp.experts"
+    if packed:
+        gate, up = theirs[f"{prefix}.gate_up_proj"].chunk(2, dim=1)
+        assert torch.equal(gate, state["layers.2.moe.experts.w1"])
+        assert torch.equal(up, state["layers.2.moe.experts.w3"])
+    else:
+        assert len(theirs) == 3 * 3 + 1
+        assert torch.equal(theirs[f"{prefix}.2.down_proj.weight"], state["layers.2.moe.experts.w2"][2])
+    model = module_of({name: torch.zeros_like(value) for name, value in state.items()})
+    import_hf(tmp_path / "hf", model, names=QWEN3)  # reads both forms
+    assert_same(model.state_dict(), state)
+
+
+def test_the_model_decides_whether_experts_are_stacked(tmp_path):
+    state = experts()
+    export_hf(saved(tmp_path, state), tmp_path / "hf", names=QWEN3)
+    apart = {
+        f"layers.2.moe.experts.{j}.{w}.weight": state[f"layers.2.moe.experts.{w}"][j]
+        for j in range(3)
+        for w in ("w1", "w2", "w3")
+    }
+    apart["layers.2.moe.router.gate.weight"] = state["layers.2.moe.router.gate.weight"]
+    model = module_of({name: torch.zeros_like(value) for name, value in apart.items()})
+    import_hf(tmp_path / "hf", model, names=QWEN3)
+    assert_same(model.state_dict(), apart)
+
+
+def test_a_missing_expert_and_a_missing_half_are_refused(tmp_path):
+    save_file(
+        {f"model.layers.0.mlp.experts.{j}.up_proj.weight": torch.ones(2, 2) for j in (0, 2)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"'layers.0.moe.experts.w3' lacks experts \[1\] of 3"):
+        import_hf_step(tmp_path, tmp_path / "out", names=QWEN3)
+    state = experts()
+    del state["layers.2.moe.experts.w3"]
+    with pytest.raises(ValueError, match="made of 2 tensors, but the step holds 1"):
+        export_hf(saved(tmp_path / "half", state), tmp_path / "hf", names=QWEN3.packed())
+
+
+def import_experts(folder: str) -> dict[str, torch.Tensor]:
+    """Experts over one mesh axis and their rows over the other, on four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    state = {name: torch.zeros_like(value) for name, value in experts().items()}
+    model = module_of(state)
+    for name in ("w1", "w2", "w3"):
+        owner = model.get_submodule("layers.2.moe.experts")
+        whole = getattr(owner, name).detach()
+        setattr(owner, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Shard(1)])))
+    import_hf(folder, model, names=QWEN3)
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one-by-one", "packed"])
+def test_experts_are_imported_into_an_expert_parallel_model(tmp_path, packed):
+    export_hf(saved(tmp_path, experts()), tmp_path / "hf", names=QWEN3.packed() if packed else QWEN3)
+    for got in run_ranks(import_experts, 4, str(tmp_path / "hf")):
+        assert_same(got, experts())
+
+
+def test_float8_weights_are_multiplied_with_their_block_scales_on_import(tmp_path):
+    torch.manual_seed(0)
+    values = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2) + 0.5
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    save_file({name: values, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
+    want = values.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    model = module_of({"layers.0.attention.wkv_b.weight": torch.zeros(300, 200)})
+    import_hf(tmp_path, model, names=DEEPSEEK)
+    assert torch.equal(model.state_dict()["layers.0.attention.wkv_b.weight"], want)
+    import_hf_step(tmp_path, tmp_path / "steps", names=DEEPSEEK)
+    half = module_of({"layers.0.attention.wkv_b.weight": torch.zeros(300, 200, dtype=torch.bfloat16)})
+    Checkpointer(tmp_path / "steps").restore(TrainState(model=half, rng=False))
+    assert torch.equal(half.state_dict()["layers.0.attention.wkv_b.weight"], want.bfloat16())
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [64, 64]}}')
+    with pytest.raises(ValueError, match=r"blocks of \[64, 64\] need \[5, 4\]"):
+        import_hf(tmp_path, model, names=DEEPSEEK)
+
+
+def test_a_users_own_map_can_join_projections(tmp_path):
+    joined = KeyMap("mine", tuple(Pair(w, "qkv", part=(n, 3, 0)) for n, w in enumerate("qkv")))
+    state = {w: torch.randn(4, 3) for w in "qkv"}
+    export_hf(saved(tmp_path, state), tmp_path / "hf", names=joined)
+    assert torch.equal(tensors_of(tmp_path / "hf")["qkv"], torch.cat([state[w] for w in "qkv"]))
+    model = module_of({w: torch.zeros(4, 3) for w in "qkv"})
+    import_hf(tmp_path / "hf", model, names=joined)
+    assert_same(model.state_dict(), state)
