@@ -65,7 +65,7 @@ def bench_weight_grad(layers: int, repeats: int) -> dict[str, float]:
         t = time.perf_counter()
         out.backward(grad)
         lap("backward", t)
-        stage.forward(0, (x,), None, True)
+        stage.forward(0, (x,), None, {}, True)
         t = time.perf_counter()
         stage.backward(0, (grad,), True)
         t = lap("input", t)
@@ -95,11 +95,14 @@ class NullStage:
     def configure(self, splits_backward: bool) -> None:
         """Nothing to prepare."""
 
+    def begin(self, training: bool, aux_weight: float) -> None:
+        """Nothing to prepare."""
+
     def _wait(self, seconds: float) -> None:
         if seconds:
             time.sleep(seconds)
 
-    def forward(self, microbatch: int, inputs: tuple, target: object, training: bool) -> tuple:
+    def forward(self, microbatch: int, inputs: tuple, target: object, extra: object, training: bool) -> tuple:
         """A constant."""
         self._wait(self.times[0])
         return self.out if target is None else self.loss
@@ -113,7 +116,7 @@ class NullStage:
         """Nothing is deferred."""
         self._wait(self.times[2])
 
-    def finish(self) -> None:
+    def finish(self, training: bool) -> None:
         """No reduction."""
 
     def clear(self) -> None:

@@ -162,9 +162,9 @@ class Failing(TorchStage):
 
     fail_at = None
 
-    def forward(self, microbatch, inputs, target, training):
+    def forward(self, microbatch, *args):
         self._trip("F", microbatch)
-        return super().forward(microbatch, inputs, target, training)
+        return super().forward(microbatch, *args)
 
     def backward(self, microbatch, grads, defer):
         self._trip("B", microbatch)

@@ -93,7 +93,8 @@ def bytes_of_one_microbatch(num_stages, split):
         stage.configure(split)
         x = torch.randn(3, 6)
         last = s == num_stages - 1
-        stage.forward(0, (x,), x if last else None, True)
+        stage.begin(True, 1.0)
+        stage.forward(0, (x,), x if last else None, {}, True)
         stage.backward(0, (1.0,) if last else (torch.ones(3, 6),), split)
         activation.append(seen[0])
         context.append(seen[1])
@@ -143,7 +144,10 @@ class Sleeper:
     def configure(self, splits_backward):
         pass
 
-    def forward(self, microbatch, inputs, target, training):
+    def begin(self, training, aux_weight):
+        pass
+
+    def forward(self, microbatch, inputs, target, extra, training):
         time.sleep(self.times[0])
         return (torch.zeros(()) if target is not None else torch.zeros(4),)
 
@@ -154,7 +158,7 @@ class Sleeper:
     def backward_weight(self, microbatch):
         time.sleep(self.times[2])
 
-    def finish(self):
+    def finish(self, training):
         pass
 
     def clear(self):

@@ -55,7 +55,7 @@ def plain_grads(module, x, grad):
 def split_grads(module, x, grad, index=1):
     stage = TorchStage(module, index, rules=NORM_RULES)
     stage.configure(True)
-    stage.forward(0, (x,), None, True)
+    stage.forward(0, (x,), None, {}, True)
     (grad_x,) = stage.backward(0, (grad,), True) or (None,)
     between = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
     stage.backward_weight(0)
@@ -202,7 +202,7 @@ def test_accumulation_through_autograd_reaches_the_nodes():
     handle = node.register_hook(lambda *args: fired.append(1))
     stage = TorchStage(layer, 1, through_autograd=True)
     stage.configure(True)
-    stage.forward(0, (torch.randn(1, 2),), None, True)
+    stage.forward(0, (torch.randn(1, 2),), None, {}, True)
     stage.backward(0, (torch.randn(1, 2),), True)
     assert not fired
     stage.backward_weight(0)
@@ -268,7 +268,7 @@ def test_a_layer_can_bring_its_own_rule():
     stage = TorchStage(layer, 1, rules={HalfPrecisionLinear: rule})
     stage.configure(True)
     x, grad = torch.randn(3, 4), torch.randn(3, 4)
-    stage.forward(0, (x,), None, True)
+    stage.forward(0, (x,), None, {}, True)
     stage.backward(0, (grad,), True)
     assert (seen, layer.weight.grad) == ([(3, 4)], None)
     stage.backward_weight(0)
@@ -311,7 +311,7 @@ def test_memory_falls_between_the_two_passes():
     stage = TorchStage(block, 1)
     stage.configure(True)
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    stage.forward(0, (torch.randn(2, 64, 64),), None, True)
+    stage.forward(0, (torch.randn(2, 64, 64),), None, {}, True)
     inputs, edges, _ = stage._kept[0]
     keeps = [held_bytes(inputs, *[e.node for e in edges])]
     stage.backward(0, (torch.randn(2, 64, 64),), True)

@@ -24,10 +24,14 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], through_autograd: bool = 
         if through_autograd or has_hooks(parameter):
             parameters.append(parameter)
             grads.append(grad)
-        elif parameter.grad is None:
-            parameter.grad = grad
+            continue
+        known = parameter.grad
+        if known is not None:
+            known.add_(grad)
         else:
-            parameter.grad.add_(grad)
+            # FSDP2 asks for sums in the precision of its reduction
+            wanted = getattr(parameter, "grad_dtype", None)
+            parameter.grad = grad if wanted is None or wanted == grad.dtype else grad.to(wanted)
     if parameters:
         torch.autograd.backward(parameters, grads)
 

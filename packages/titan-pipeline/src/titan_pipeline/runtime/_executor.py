@@ -13,7 +13,7 @@ ragged microbatches weigh what they should.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ class StepResult:
     """What it was divided by: tokens, or microbatches."""
     losses: tuple[Any, ...]
     """Loss sums by microbatch, on the last stage's rank; empty elsewhere."""
+    aux_loss: float = 0.0
+    """Weighted sum of all stages' auxiliary losses, the same on every rank; not part of ``loss``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +118,45 @@ class Executor:
         inputs: Sequence[Any] | None = None,
         targets: Sequence[Any] | None = None,
         *,
+        extras: Sequence[Mapping[str, Any]] | None = None,
         denominator: float | None = None,
+        aux_weight: float | None = None,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to the parameters'.
 
         Args:
             inputs: On the rank of stage 0: one entry a microbatch, a tensor or a tuple of them. Shapes may differ.
             targets: On the rank of the last stage: one entry a microbatch.
+            extras: Keyword tensors by microbatch for every stage of this rank (positions, document ids). They are not
+                sent from stage to stage: every rank gives its own.
             denominator: Divide the loss by this instead of the counted tokens (with data parallelism, the tokens of
-                all ranks). Give it on every rank or on none.
+                all ranks; where the wrapper averages gradients, those over the number of replicas). Give it on every
+                rank or on none.
+            aux_weight: What one microbatch's auxiliary losses weigh; ``1 / num_microbatches`` by default.
 
         Raises:
             PipelineAborted: Another rank failed.
             ValueError: Inputs, targets or the schedule do not fit; every other rank then raises `PipelineAborted`.
         """
-        return self._run(self._program, inputs, targets, denominator, training=True)[0]
+        batch = _Batch(inputs, targets, extras, denominator, aux_weight, training=True)
+        return self._run(self._program, batch)[0]
 
-    def evaluate(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> StepResult:
+    def evaluate(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        extras: Sequence[Mapping[str, Any]] | None = None,
+        denominator: float | None = None,
+    ) -> StepResult:
         """The loss of one batch without gradients; any schedule, as many microbatches as a step has."""
-        return self._run(self._evaluation(), inputs, targets, None, training=False)[0]
+        return self._run(self._evaluation(), _Batch(inputs, targets, extras, denominator, None, training=False))[0]
 
-    def infer(self, inputs: Sequence[Any] | None = None) -> list[Any]:
+    def infer(
+        self, inputs: Sequence[Any] | None = None, *, extras: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Any]:
         """The outputs of the last stage by microbatch, on its rank; an empty list elsewhere."""
-        outputs = self._run(self._evaluation(), inputs, None, None, training=False)[1]
+        outputs = self._run(self._evaluation(), _Batch(inputs, None, extras, None, None, training=False))[1]
         return [outputs[mb] for mb in sorted(outputs)]
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -156,19 +174,11 @@ class Executor:
             self._forward_program = _compile(self.schedule.for_evaluation(), self.rank)
         return self._forward_program
 
-    def _run(
-        self,
-        program: "_Program",
-        inputs: Sequence[Any] | None,
-        targets: Sequence[Any] | None,
-        denominator: float | None,
-        *,
-        training: bool,
-    ) -> tuple[StepResult, dict[int, Any]]:
+    def _run(self, program: "_Program", batch: "_Batch") -> tuple[StepResult, dict[int, Any]]:
         if self._broken:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
-        transport = self.transport
-        run = _Run(self, program, inputs, targets, denominator, training)
+        transport, training = self.transport, batch.training
+        run = _Run(self, program, batch)
         error: BaseException | None = None
         failure: Failure | None = None
         transport.begin(*program.traffic_with(self.tied if training else (), self.rank))
@@ -177,25 +187,35 @@ class Executor:
             run.execute()
             if training:
                 reduce_tied(self.tied, self.stages, self.schedule.placement, transport)
-                for stage in self.stages.values():
-                    stage.finish()
         except PipelineAborted as err:
             failure = err.failure
             transport.announce(failure)
         except BaseException as err:
             error = err
-            action = str(program.actions[run.position]) if run.position >= 0 else ""
-            failure = Failure(self.rank, run.position, action, f"{type(err).__name__}: {err}")
+            failure = Failure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
             transport.announce(failure)
-        first, reports = transport.close_step(failure, (run.loss_sum, run.denominator))
+        first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
         self.spans = run.spans
         if first is not None:
             self._broken = True
             if error is not None:
                 raise error
             raise PipelineAborted(first)
-        loss_sum, divisor = reports[self.schedule.placement[-1]]
-        return StepResult(loss_sum / divisor, divisor, tuple(run.losses)), run.outputs
+        loss_sum, divisor, _ = reports[self.schedule.placement[-1]]
+        aux = sum(report[2] for report in reports)
+        return StepResult(loss_sum / divisor, divisor, tuple(run.losses), aux), run.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What a step was called with."""
+
+    inputs: Sequence[Any] | None
+    targets: Sequence[Any] | None
+    extras: Sequence[Mapping[str, Any]] | None
+    denominator: float | None
+    aux_weight: float | None
+    training: bool
 
 
 class _Program:
@@ -205,7 +225,19 @@ class _Program:
         place = schedule.placement
         self.num_microbatches = schedule.num_microbatches
         self.num_stages = schedule.num_stages
-        self.actions = [a for a in schedule.ranks[rank] if a.kind not in (Kind.RECV_F, Kind.RECV_B)]
+        self._written = schedule.ranks[rank]
+        last = {a.stage: i for i, a in enumerate(self._written) if a.kind in COMPUTE}
+        # Receives happen where their message is needed. After the last action of a stage comes an entry of kind None:
+        # its gradients are complete.
+        self.actions: list[tuple[Kind | None, int, int]] = []
+        self._positions: list[int] = []
+        for i, action in enumerate(self._written):
+            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
+                self.actions.append(action)
+                self._positions.append(i)
+            if action.kind in COMPUTE and last[action.stage] == i:
+                self.actions.append((None, action.stage, action.microbatch))
+                self._positions.append(i)
         self.local = [place[s] == place[s + 1] for s in range(schedule.num_stages - 1)]
         self.place = place
         self.expected: dict[int, list[Key]] = {}
@@ -219,6 +251,14 @@ class _Program:
             else:
                 key = (0 if what is Kind.F else 1, target, action.microbatch)
                 self.expected.setdefault(place[source], []).append(key)
+
+    def where(self, entry: int) -> tuple[int, str]:
+        """Position and name of the action of an entry; ``(-1, "")`` outside of the program."""
+        if entry < 0:
+            return -1, ""
+        position = self._positions[entry]
+        after = "the reduction after " if self.actions[entry][0] is None else ""
+        return position, after + str(self._written[position])
 
     def traffic_with(self, tied: Sequence[TiedWeight], rank: int) -> tuple[dict[int, list[Key]], dict[int, int]]:
         """What a training step receives and sends, the gradients of tied weights included."""
@@ -241,20 +281,20 @@ class _Run:
         self,
         executor: Executor,
         program: _Program,
-        inputs: Sequence[Any] | None,
-        targets: Sequence[Any] | None,
-        denominator: float | None,
-        training: bool,
+        batch: _Batch,
     ) -> None:
         self.executor = executor
         self.program = program
-        self.inputs = inputs
-        self.targets = targets
-        self.training = training
+        self.inputs = batch.inputs
+        self.targets = batch.targets
+        self.extras = batch.extras
+        self.training = batch.training
         self.position = -1
         self.loss_sum = 0.0
-        self.denominator = 1.0 if denominator is None else denominator
-        self._given = denominator
+        self.aux_sum = 0.0
+        self.denominator = 1.0 if batch.denominator is None else batch.denominator
+        self._given = batch.denominator
+        self.aux_weight = 1.0 / program.num_microbatches if batch.aux_weight is None else batch.aux_weight
         self.losses: list[Any] = []
         self.outputs: dict[int, Any] = {}
         self.spans: list[Span] = []
@@ -269,6 +309,8 @@ class _Run:
                 f"the schedule runs {m} microbatches and rank {self.executor.rank} holds stage 0, but got {given} "
                 f"inputs. Give {m}, or swap() to a schedule for another number."
             )
+        if self.extras is not None and len(self.extras) != m:
+            raise ValueError(f"the schedule runs {m} microbatches but got {len(self.extras)} extras. Give one each.")
         if last in stages and (self.training or self.targets is not None):
             if self.targets is None or len(self.targets) != m:
                 given = "none" if self.targets is None else str(len(self.targets))
@@ -291,6 +333,11 @@ class _Run:
         backward: dict[tuple[int, int], Any] = {}
         loss_parts: dict[int, Any] = {}
         seed = (1.0 / self.denominator,)
+        nothing: Mapping[str, Any] = {}
+        extras = self.extras
+        aux: list[Any] = []
+        for stage in stages.values():
+            stage.begin(training, self.aux_weight)
         clock, begin = time.perf_counter, time.perf_counter()
         started = 0.0
         for position, (kind, s, mb) in enumerate(program.actions):
@@ -308,7 +355,8 @@ class _Run:
                 if self.executor._trace:
                     started = clock()
                 target = targets[mb] if s == last and targets is not None else None
-                outputs = stages[s].forward(mb, given, target, training)
+                extra = nothing if extras is None else extras[mb]
+                outputs = stages[s].forward(mb, given, target, extra, training)
                 if s < last:
                     forward[s, mb] = outputs
                 elif target is not None:
@@ -325,6 +373,9 @@ class _Run:
             elif kind is Kind.SEND_B:
                 transport.send(place[s - 1], (1, s - 1, mb), backward.pop((s, mb)))
                 continue
+            elif kind is None:
+                aux.append(stages[s].finish(training))
+                continue
             else:
                 if s == last:
                     grads: Any = seed
@@ -338,10 +389,11 @@ class _Run:
                 if s:
                     backward[s, mb] = result
             if self.executor._trace:
-                self.spans.append(Span(program.actions[position], started - begin, clock() - begin))
+                self.spans.append(Span(Action(kind, s, mb), started - begin, clock() - begin))
         self.position = -1
         self.losses = [loss_parts[mb] for mb in sorted(loss_parts)]
         self.loss_sum = float(sum(float(x) for x in self.losses))
+        self.aux_sum = self.aux_weight * sum(float(x) for x in aux if x is not None)
 
     def _receive(self, source: int, key: Key) -> Any:
         got = self.executor.transport.receive(source, key)

@@ -13,10 +13,11 @@ out of rows that never got a gradient. The price is one copy of parameters and o
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_pipeline.runtime._executor import Executor
 
@@ -24,7 +25,8 @@ from titan_pipeline.runtime._executor import Executor
 def clip_grad_norm(executor: Executor, max_norm: float, *, skip: Iterable[Tensor] = ()) -> float:
     """Scale the gradients of all stages so that their global 2-norm is at most ``max_norm``.
 
-    Call on every rank, with the same ``max_norm``. A tied weight counts once, on its first stage.
+    Call on every rank, with the same ``max_norm``. A tied weight counts once, on its first stage. Gradients may be
+    sharded (FSDP2, tensor-parallel): the norm is that of the whole.
 
     Args:
         executor: Its stages must have a ``module``.
@@ -119,8 +121,23 @@ def _module(executor: Executor, stage: int) -> torch.nn.Module:
 
 
 def _global_norm(executor: Executor, parameters: Sequence[Tensor]) -> float:
-    """Sum in float64 in the order of ranks, so that every rank gets the same bits."""
-    local = sum(float(p.grad.detach().double().square().sum()) for p in parameters if p.grad is not None)
+    """Sum in float64 in the order of ranks, so that every rank gets the same bits.
+
+    Sharded gradients (DTensor) are summed over the ranks of their own mesh first. Every rank of a stage holds the same
+    parameters in the same order, so these sums are collectives in the same order.
+    """
+    local = 0.0
+    shards: dict[tuple[Any, tuple[Any, ...]], Tensor] = {}
+    for p in parameters:
+        grad = cast(Tensor, p.grad).detach()
+        if isinstance(grad, DTensor):
+            layout = (grad.device_mesh, tuple(Partial() if q.is_shard() else Replicate() for q in grad.placements))
+            square = grad.to_local().double().square().sum()
+            shards[layout] = shards[layout] + square if layout in shards else square
+        else:
+            local += float(grad.double().square().sum())
+    for (mesh, placements), square in shards.items():
+        local += float(DTensor.from_local(square, mesh, placements).full_tensor())
     return math.sqrt(sum(report[0] for report in executor.gather((local,))))
 
 

@@ -1,8 +1,9 @@
 """Parameters that several stages share, such as an embedding tied to the output layer.
 
-Each stage holds its own copy. After the last backward the copies' gradients are summed, in the order of the stages, by
-the rank of the first, and the sum goes back to all: equal copies with equal gradients stay equal under any optimizer
-that treats them alike.
+Each stage holds its own copy. At the end of a step the copies' gradients are summed, in the order of the stages, by the
+rank of the first, and the sum goes back to all: equal copies with equal gradients stay equal under any optimizer that
+treats them alike. Data-parallel gradients are summed after their reduction; of FSDP's, each rank sums the shard it
+holds, so the copies must be sharded alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_pipeline.runtime._messages import Failure, Key, PipelineAborted
 from titan_pipeline.runtime._transport import Transport
@@ -49,13 +51,12 @@ def reduce_tied(
                 )
             for s in order:
                 if placement[s] == placement[owner]:
-                    _parameter(stages[s], weight.names[s]).grad = total.clone()
+                    _gradient(stages[s], weight.names[s]).copy_(total)
                 else:
                     transport.send(placement[s], (3, s, index), (total.clone(),))
         for s in order[1:]:
             if s in stages and placement[s] != placement[owner]:
-                parameter = _parameter(stages[s], weight.names[s])
-                parameter.grad = _receive(transport, placement[owner], (3, s, index)).to(parameter.device)
+                _gradient(stages[s], weight.names[s]).copy_(_receive(transport, placement[owner], (3, s, index)))
 
 
 def tied_messages(
@@ -79,13 +80,13 @@ def tied_messages(
     return expected, sends
 
 
-def _parameter(stage: Any, name: str) -> Tensor:
-    return cast(Tensor, stage.module.get_parameter(name))
-
-
 def _gradient(stage: Any, name: str) -> Tensor:
-    parameter = _parameter(stage, name)
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    """The gradient this rank holds, zeros if there was none; a sharded one is its local part."""
+    parameter = cast(Tensor, stage.module.get_parameter(name))
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _receive(transport: Transport, source: int, key: Key) -> Tensor:

@@ -34,6 +34,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titan_pipeline.runtime._accumulate import accumulate
 
@@ -85,10 +86,19 @@ class WeightGradEngine:
         self.active = False
         self._queue: Queue | None = None
         table: dict[type[nn.Module], Rule] = {**DEFAULT_RULES, **(rules or {})}
+        compiled = {id(inner) for outer in module.modules() if _is_compiled(outer) for inner in outer.modules()}
+        self.not_deferred: dict[str, str] = {}
+        """Parameters whose gradients come with the input gradient, and why."""
         self._wrapped: list[nn.Module] = []
-        for layer in module.modules():
-            rule = table.get(type(layer))
-            if rule is not None and "forward" not in layer.__dict__:
+        for name, layer in module.named_modules():
+            rule = table.get(original_type(layer))
+            if id(layer) in compiled:
+                self._leave_out(name, layer, "inside a compiled module, whose backward is one piece")
+            elif rule is None:
+                self._leave_out(name, layer, f"no rule for {original_type(layer).__name__}")
+            elif "forward" in layer.__dict__:
+                self._leave_out(name, layer, "the module's forward is already replaced by another library")
+            else:
                 self._wrap(layer, rule)
 
     @contextmanager
@@ -130,16 +140,32 @@ class WeightGradEngine:
             del layer.__dict__["forward"]
         self._wrapped.clear()
 
+    def _leave_out(self, prefix: str, layer: nn.Module, reason: str) -> None:
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if parameter.requires_grad:
+                self.not_deferred[name] = reason
+
     def _wrap(self, layer: nn.Module, rule: Rule) -> None:
         plain = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self.active or not torch.is_grad_enabled():
+            if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return plain(*args, **kwargs)
             return rule(self, layer, plain, *args, **kwargs)
 
         layer.forward = forward
         self._wrapped.append(layer)
+
+
+def original_type(module: nn.Module) -> type[nn.Module]:
+    """The module's class; for one that FSDP2 has wrapped (it makes a subclass in place), the class before."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) and len(kind.__mro__) > 2 else kind
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the module went through ``torch.compile`` (a wrapper) or ``Module.compile`` (in place)."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def grouped_linear(engine: WeightGradEngine | None, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -163,11 +189,12 @@ def grouped_linear(engine: WeightGradEngine | None, x: Tensor, weight: Tensor, o
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, engine: Any
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, owners: list[Tensor], engine: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The parameters by way of the layer: saved tensors come back as aliases, inside a checkpoint as copies.
-        ctx.layer = layer
+        # The parameters themselves, in a list that autograd does not look into: saved tensors come back as aliases,
+        # inside a checkpoint as copies. Not by way of the layer, where FSDP may have put the shards back by then.
+        ctx.owners = owners
         ctx.engine = engine
         return F.linear(x, weight, bias)
 
@@ -175,7 +202,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         (grad,) = grads
-        layer: nn.Linear = ctx.layer
+        owners: list[Tensor] = ctx.owners
         rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if ctx.needs_input_grad[1]:
@@ -183,11 +210,10 @@ class _Linear(torch.autograd.Function):
             grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
             if grad.dim() != 2:
                 grad_x = grad_x.view(x.shape)
-        if layer.weight.requires_grad:
-            ctx.engine.defer(layer.weight, _linear_weight_grad, rows, x, weight.dtype)
-        layer_bias = cast(nn.Parameter | None, layer.bias)
-        if layer_bias is not None and layer_bias.requires_grad:
-            ctx.engine.defer(layer_bias, _linear_bias_grad, rows, layer_bias.dtype)
+        if owners[0].requires_grad:
+            ctx.engine.defer(owners[0], _linear_weight_grad, rows, x, weight.dtype)
+        if len(owners) == 2 and owners[1].requires_grad:
+            ctx.engine.defer(owners[1], _linear_bias_grad, rows, owners[1].dtype)
         return None, grad_x, None, None, None, None
 
 
@@ -205,18 +231,17 @@ def _linear_bias_grad(rows: Tensor, dtype: torch.dtype) -> Tensor:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, padding: int, layer: nn.Embedding, engine: Any
+        ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, padding: int, owner: list[Tensor], engine: Any
     ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.layer, ctx.padding, ctx.engine = layer, padding, engine
+        ctx.parameter, ctx.padding, ctx.engine = owner[0], padding, engine
         return F.embedding(tokens, weight, None if padding < 0 else padding)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (tokens,) = ctx.saved_tensors
         (grad,) = grads
-        parameter, padding = ctx.layer.weight, ctx.padding
-
+        parameter, padding = ctx.parameter, ctx.padding
         compute = torch.ops.aten.embedding_dense_backward
         ctx.engine.defer(parameter, compute, grad, tokens, parameter.shape[0], padding, False)
         return None, None, None, None, None, None
@@ -271,20 +296,22 @@ def _by_group(rows: Tensor, ends: list[int], product: Callable[[int, Tensor], Te
 
 
 def _linear_rule(engine: WeightGradEngine, module: nn.Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
-    module_bias = cast(nn.Parameter | None, module.bias)
-    frozen = not module.weight.requires_grad and (module_bias is None or not module_bias.requires_grad)
-    if frozen or type(module.weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
+    weight, bias = module.weight, cast(nn.Parameter | None, module.bias)
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    if frozen or type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
         return plain(x)
-    bias = None if module_bias is None else module_bias.detach()
-    return cast(Tensor, _Linear.apply(engine.anchor, x, module.weight.detach(), bias, module, engine))
+    if bias is None:
+        return cast(Tensor, _Linear.apply(engine.anchor, x, weight.detach(), None, [weight], engine))
+    return cast(Tensor, _Linear.apply(engine.anchor, x, weight.detach(), bias.detach(), [weight, bias], engine))
 
 
 def _embedding_rule(engine: WeightGradEngine, module: nn.Embedding, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+    weight = module.weight
     special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    if special or type(module.weight) is not nn.Parameter or not module.weight.requires_grad:
+    if special or type(weight) is not nn.Parameter or not weight.requires_grad:
         return plain(x)
     padding = -1 if module.padding_idx is None else module.padding_idx
-    return cast(Tensor, _Embedding.apply(engine.anchor, x, module.weight.detach(), padding, module, engine))
+    return cast(Tensor, _Embedding.apply(engine.anchor, x, weight.detach(), padding, [weight], engine))
 
 
 def _layer_norm_rule(engine: WeightGradEngine, module: nn.LayerNorm, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
