@@ -10,7 +10,8 @@ from typing import Literal
 from titan_mesh import Layout, MeshSpec, Topology
 
 from titan_train.config import Config
-from titan_train.config.schema import ParallelConfig, nearest_divisor
+from titan_train.config.nearest import nearest_divisor
+from titan_train.config.parallel import ParallelConfig
 
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
 
@@ -30,7 +31,7 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in one optimizer step."""
+        """Micro-batches of one rank in one optimizer step; a pipeline runs them all in one schedule."""
         return self.global_batch // (self.dp_size * self.microbatch)
 
 
@@ -49,8 +50,10 @@ def build_layout(config: Config, world_size: int) -> Layout:
                 "Remove dp_shard, or use mode 'hsdp'."
             )
         replicate, shard = (replicate if replicate > 1 else -1), 1
-    spec = MeshSpec(dp_replicate=replicate, dp_shard=shard).resolve(world_size)
-    if parallel.mode == "hsdp" and 1 in (spec.dp_replicate, spec.dp_shard):
+    spec = MeshSpec(
+        pp=parallel.pp, dp_replicate=replicate, dp_shard=shard, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep
+    ).resolve(world_size)
+    if parallel.mode == "hsdp" and 1 in (spec.dp_replicate, spec.dp_shard * spec.cp):
         raise ValueError(
             f"parallel.mode='hsdp' needs dp_replicate > 1 and dp_shard > 1, not {spec.dp_replicate} and {spec.dp_shard} on "
             f"{world_size} ranks. " + _hsdp_hint(world_size)
@@ -68,19 +71,21 @@ def build_layout(config: Config, world_size: int) -> Layout:
 def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32") -> Mode:
     """The wrapping that ``parallel.mode`` means on this layout.
 
-    One rank that computes in float32 needs no wrapper; in bf16, fsdp's mixed precision does the casts.
+    Where no gradients are added over ranks, float32 needs no wrapper; in bf16, fsdp's mixed precision does the casts.
+    Ranks that share sequences (cp) share parameters as well, so they count as shards.
 
     Raises:
         ValueError: An option was set that the resolved mode cannot honour.
     """
     mode: Mode
     spec = layout.spec
+    copies = spec.dp_replicate * spec.dp_shard * spec.cp  # ranks whose gradients are added
     if parallel.mode != "auto":
         mode = parallel.mode
-    elif layout.world_size == 1:
+    elif copies == 1:
         mode = "fsdp" if dtype == "bf16" or parallel.offload != "none" else "none"
     elif spec.dp_replicate > 1:
-        mode = "hsdp" if spec.dp_shard > 1 else "ddp"
+        mode = "hsdp" if spec.dp_shard * spec.cp > 1 else "ddp"
     else:
         mode = "fsdp"
     if parallel.compress in ("fp16", "powersgd") and mode != "ddp":
@@ -92,10 +97,11 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
         raise ValueError(
             f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'."
         )
-    if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and spec.dp_shard % parallel.reshard:
+    shards = spec.dp_shard * spec.cp
+    if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and shards % parallel.reshard:
         raise ValueError(
-            f"parallel.reshard={parallel.reshard} does not divide the {spec.dp_shard} ranks that parameters are sharded over. "
-            f"The nearest valid choice is {nearest_divisor(spec.dp_shard, parallel.reshard)}."
+            f"parallel.reshard={parallel.reshard} does not divide the {shards} ranks that parameters are sharded over. "
+            f"The nearest valid choice is {nearest_divisor(shards, parallel.reshard)}."
         )
     if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
         raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
@@ -119,7 +125,8 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
             f"train.global_batch={batch} cannot be cut evenly over {dp_size} data-parallel ranks{per_rank}: it must be a "
             f"multiple of {unit}. The nearest valid choice is {near}."
         )
-    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or batch // dp_size)
+    whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
+    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
 
 
 def _hsdp_hint(world_size: int) -> str:

@@ -58,7 +58,7 @@ MALFORMED = {
     ),
     "quoted integer": ('[train]\nsteps = "10"\n', ["train.steps", '"10"', "without quotes"]),
     "fraction for an integer": ("[train]\nsteps = 10.6\n", ["train.steps", "10.6", "the nearest is 11"]),
-    "integer for a boolean": ("[train]\ncompile = 1\n", ["train.compile", "1", "true or false"]),
+    "integer for a boolean": ("[compile]\nenabled = 1\n", ["compile.enabled", "1", "true or false"]),
     "misspelt choice": ('[parallel]\nmode = "fdsp"\n', ["parallel.mode", '"fdsp"', 'did you mean "fsdp"?']),
     "unlike any choice": ('[train]\ndtype = "int8"\n', ["train.dtype", '"int8"', "fp32"]),
     "string for a list": ('[parallel]\nkeep_fp32 = "norm"\n', ["parallel.keep_fp32", '"norm"', "a list"]),

@@ -1,5 +1,6 @@
 """Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
 
+from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.config.errors import ConfigError
 from titan_train.config.launch import LaunchConfig
@@ -7,25 +8,30 @@ from titan_train.config.load import dump_config, list_configs, load_config, pars
 from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
+from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.schema import (
     CheckpointConfig,
     Config,
-    ParallelConfig,
     RunConfig,
     TrainConfig,
     ValidationConfig,
 )
 
 __all__ = [
+    "ActivationsConfig",
     "CheckpointConfig",
+    "CompileConfig",
     "Config",
     "ConfigError",
+    "ContextConfig",
     "DataConfig",
+    "Float8Config",
     "LaunchConfig",
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PipelineConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

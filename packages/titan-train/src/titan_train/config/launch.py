@@ -1,29 +1,128 @@
 """Where the ranks of a run come from, and what happens when one is lost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """The Ray cluster that `--launcher ray` places ranks on (`pip install titan-train[ray]`)."""
+
+    address: str = ""
+    """host:port of a cluster's head, or "auto" for the one this machine belongs to; empty starts one here, on
+    loopback only, for the length of the run."""
+
+    placement: Literal["auto", "strict_pack", "pack", "spread", "strict_spread"] = "auto"
+    """How nodes are chosen: auto takes strict_pack for one node and strict_spread for several, each node holding
+    launch.nproc ranks whole."""
+
+    cpus_per_rank: float = 1.0
+    """Processor cores that Ray sets aside for each rank."""
+
+    wait_s: float = 60.0
+    """Seconds to wait for nodes, at the start and after one is lost, before the run fails (or, elastic, shrinks)."""
+
+    env: tuple[str, ...] = ()
+    """Names of environment variables that ranks on other nodes get too; OMP_*, NCCL_*, GLOO_* and TORCH_* always go."""
+
+    def __post_init__(self) -> None:
+        if self.cpus_per_rank <= 0:
+            raise ValueError(f"launch.ray.cpus_per_rank={self.cpus_per_rank} must be positive; the default is 1.")
+        if self.wait_s <= 0:
+            raise ValueError(f"launch.ray.wait_s={self.wait_s} must be positive; the default is 60.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """The ranks that `titan-train run` starts on this machine. Under torchrun, torchrun's own ranks are used."""
+    """The ranks that `titan-train run` starts, and when it starts them again."""
+
+    launcher: Literal["local", "torchrun", "ray"] = "local"
+    """Who starts the ranks: this machine (local), torchrun on every machine, or Ray over its cluster's nodes."""
 
     nproc: int = 0
-    """Ranks on this machine; 0 takes all GPUs or, where there are none, two CPU ranks."""
+    """Ranks on each machine; 0 takes all GPUs or, where there are none, two CPU ranks."""
 
     nnodes: int = 1
-    """Machines. `run` starts ranks on this one only: for more, use torchrun. `check` takes any number."""
+    """Machines: more than one needs launcher 'torchrun' or 'ray'. `check` takes any number."""
+
+    node_rank: int = 0
+    """Which of launch.nnodes machines this is, for launcher 'torchrun'. Machine 0 decides when to start again."""
+
+    endpoint: str = ""
+    """host:port on machine 0 at which several machines meet under launcher 'torchrun'."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where it can."""
 
+    port: int = 0
+    """Port at which ranks of several nodes meet under launcher 'ray'; 0 takes a free one."""
+
     timeout_s: float = 600.0
-    """Seconds a collective may take before the run fails."""
+    """Seconds a collective may take during start-up, a save or a validation before the run fails."""
+
+    step_timeout_s: float = 120.0
+    """Seconds a collective may take after the first step; 0 keeps timeout_s."""
+
+    max_restarts: int = 3
+    """Restarts from the last finished checkpoint within restart_window_s before the run gives up; 0 never restarts."""
+
+    restart_window_s: float = 3600.0
+    """Seconds after which a restart no longer counts against max_restarts."""
+
+    hang_factor: float = 20.0
+    """A rank hangs when its step takes this many times the median step; 0 turns the watch off."""
+
+    hang_least_s: float = 60.0
+    """Never call a rank hanging before this many seconds, however short the steps are."""
+
+    straggler_factor: float = 1.5
+    """Report a rank whose own time for a step is this many times the median of all ranks; 0 turns the report off."""
+
+    elastic: bool = False
+    """When ranks are lost and do not come back, go on with fewer (data-parallel degrees shrink), and grow back."""
+
+    min_ranks: int = 1
+    """Elastic: never go on with fewer ranks than this."""
+
+    rejoin_s: float = 300.0
+    """Elastic, local: seconds that a place whose rank was lost twice in a row stays out of use."""
+
+    faults: str = ""
+    """Faults to inject, to see the run survive them: "kill rank=3 step=20; hang rank=1 step=40". `--faults` is short."""
+
+    ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        if self.nproc < 0:
-            raise ValueError(f"launch.nproc={self.nproc} must be >= 0; 0 takes all GPUs.")
-        if self.nnodes < 1:
-            raise ValueError(f"launch.nnodes={self.nnodes} must be at least 1; the nearest valid choice is 1.")
-        if self.timeout_s <= 0:
-            raise ValueError(f"launch.timeout_s={self.timeout_s} must be positive; the default is 600.")
+        for name, least in (("nproc", 0), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0), ("min_ranks", 1)):
+            value = getattr(self, name)
+            if value < least:
+                note = "; 0 takes all GPUs" if name == "nproc" else ""
+                raise ValueError(
+                    f"launch.{name}={value} must be >= {least}; the nearest valid choice is {least}{note}."
+                )
+        for name, default in (("timeout_s", 600), ("restart_window_s", 3600), ("hang_least_s", 60), ("rejoin_s", 300)):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"launch.{name}={getattr(self, name)} must be positive; the default is {default}.")
+        for name in ("step_timeout_s", "hang_factor", "straggler_factor"):
+            value = getattr(self, name)
+            if value < 0 or (name != "step_timeout_s" and 0 < value <= 1):
+                raise ValueError(
+                    f"launch.{name}={value} must be 0 (off) or above {0 if name == 'step_timeout_s' else 1}."
+                )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"launch.node_rank={self.node_rank} is not below launch.nnodes={self.nnodes}: machines count from 0."
+            )
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"launch.port={self.port} is not a port; 0 takes a free one.")
+        if self.launcher == "local" and self.nnodes > 1:
+            return  # `check` describes any number of machines; `run` says what starts them
+        if self.launcher == "torchrun" and self.nnodes > 1 and not self.endpoint.rpartition(":")[2].isdigit():
+            raise ValueError(
+                f"launch.endpoint={self.endpoint!r}: {self.nnodes} machines need a place to meet. Give host:port of "
+                "machine 0, the same on every machine, such as 'node0:29500'."
+            )
+        if self.faults:
+            from titan_train.launch.faults import parse_faults
+
+            parse_faults(self.faults)

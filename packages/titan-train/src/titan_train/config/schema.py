@@ -7,11 +7,14 @@ number of ranks is checked by `titan_train.layout` before any rank starts.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
 from titan_train.config.data import DataConfig, TokenizerConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
+from titan_train.config.nearest import nearest_divisor
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
+from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,61 +41,6 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
-    """How the ranks share the work, and what they exchange."""
-
-    mode: Literal["auto", "fsdp", "hsdp", "ddp"] = "auto"
-    """auto follows the degrees: dp_replicate > 1 and dp_shard > 1 is hsdp, dp_shard = 1 is ddp, else fsdp."""
-
-    dp_replicate: int = 1
-    """Ranks that hold copies of the same shard; -1 takes what dp_shard leaves."""
-
-    dp_shard: int = -1
-    """Ranks that parameters, gradients and optimizer state are sharded over; -1 takes all that is left."""
-
-    reshard: Literal["default", "always", "never"] | int = "default"
-    """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
-    them sharded over that many ranks."""
-
-    reshard_overrides: dict[str, Literal["always", "never"] | int] = field(default_factory=dict)
-    """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}."""
-
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which gradients are reduced."""
-
-    keep_fp32: tuple[str, ...] = ()
-    """Patterns of modules that compute in float32 though train.dtype is bf16, such as "*norm*"."""
-
-    offload: Literal["none", "cpu", "cpu-nopin"] = "none"
-    """Keep parameters, gradients and optimizer state in host memory (fsdp and hsdp)."""
-
-    compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
-
-    accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
-    """What is kept between micro-batches: sharded gradients (least memory), unsharded gradients (least
-    communication), unsharded parameters too (zero1), or hsdp with the all-reduce on the last one only (hsdp-ar)."""
-
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard"):
-            value = getattr(self, name)
-            if value < 1 and value != -1:
-                raise ValueError(f"parallel.{name}={value} must be a positive number of ranks, or -1 for what is left.")
-        if self.dp_replicate == -1 and self.dp_shard == -1:
-            raise ValueError(
-                "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1."
-            )
-        if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
-            raise ValueError(
-                f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
-            )
-        if isinstance(self.reshard, int) and self.reshard < 1:
-            raise ValueError(
-                f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never."
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The optimizer step: how many, over how much data, in which precision."""
 
@@ -103,7 +51,8 @@ class TrainConfig:
     """Sequences in one optimizer step, over all ranks."""
 
     microbatch: int = 0
-    """Sequences in one forward and backward of one rank; 0 takes all of the rank's share at once."""
+    """Sequences in one forward and backward of one rank; 0 takes all of the rank's share at once, with pipeline
+    parallelism one."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
@@ -116,9 +65,6 @@ class TrainConfig:
 
     gc_every: int = 50
     """Collect Python's garbage every this many steps, on all ranks at once; 0 leaves it to Python."""
-
-    compile: bool = False
-    """torch.compile each repeated block."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -174,6 +120,10 @@ class CheckpointConfig:
     keep_every: int = 0
     """Never delete a step that is a multiple of this; 0 keeps none for ever."""
 
+    async_save: bool = True
+    """Write in the background, by a process of its own that finishes even if training is killed; training goes on
+    after copying the state."""
+
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's last valid checkpoint; never refuses a run folder that has one."""
 
@@ -199,12 +149,12 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-
-
-def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of ``n`` nearest to ``wanted``; of two as near, the smaller."""
-    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -5,7 +5,7 @@ the mask is causal inside each document and closed outside. `SequenceContext` ca
 about the rows (positions, documents, rotary angles); it is computed once per forward and handed to every block.
 
 `CausalAttention` has no parameters. It is a module, rather than a function, so that something outside the model can
-replace it: the key-value cache of generation does, and ring attention would.
+replace it: the key-value cache of generation and ring attention do.
 
 Cost: without documents the fused causal kernel, O(S) memory. With documents a boolean mask ``[B, 1, S, S]``.
 
@@ -13,6 +13,7 @@ Shapes: B batch, S sequence, T keys, H query heads, K key-value heads, D head wi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,9 @@ class SequenceContext:
     """True where a query may look, ``[B, 1, S, S]``; None is plain causal."""
     rope: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary angles, each ``[B or 1, S, 1, D / 2]`` float32, for models that rotate."""
+    attention_plan: Any = None
+    """For what replaces `CausalAttention`: context parallelism's plan of these rows. The mask is then None, as the plan
+    knows the documents."""
 
 
 class CausalAttention(nn.Module):

@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, d width, H heads, D head width, V vocabulary.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,14 @@ class GPT(nn.Module):
         if args.tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_plan: Any = None,
+    ) -> Tensor:
         """Logits of every next token.
 
         Args:
@@ -48,6 +56,7 @@ class GPT(nn.Module):
                 counts from each document's start.
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
+            attention_plan: Passed on to the attention, see `SequenceContext`.
 
         Returns:
             ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
@@ -55,7 +64,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: Rows longer than ``max_seq_len`` without positions or documents that would keep them below.
         """
-        context = self.sequence_context(tokens, positions, cu_seqlens)
+        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
         if self.tok_embeddings is None or self.pos_embeddings is None:
             x = tokens
         else:
@@ -64,7 +73,9 @@ class GPT(nn.Module):
             x = layer(x, context)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
 
-    def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
+    def sequence_context(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
+    ) -> SequenceContext:
         """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
@@ -77,7 +88,7 @@ class GPT(nn.Module):
                 )
             positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, seq_len)
-        return SequenceContext(positions=positions, cu_seqlens=cu_seqlens, mask=mask)
+        return SequenceContext(positions=positions, cu_seqlens=cu_seqlens, mask=mask, attention_plan=attention_plan)
 
     def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one full parameter with its initial value.

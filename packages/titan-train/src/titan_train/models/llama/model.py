@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head w
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,14 @@ class Llama(nn.Module):
         if args.tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_plan: Any = None,
+    ) -> Tensor:
         """Logits of every next token.
 
         Args:
@@ -47,17 +55,20 @@ class Llama(nn.Module):
                 document's start.
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
+            attention_plan: Passed on to the attention, see `SequenceContext`.
 
         Returns:
             ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
         """
-        context = self.sequence_context(tokens, positions, cu_seqlens)
+        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, context)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
 
-    def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
+    def sequence_context(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
+    ) -> SequenceContext:
         """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
@@ -69,6 +80,7 @@ class Llama(nn.Module):
             cu_seqlens=cu_seqlens,
             mask=None if cu_seqlens is None else document_mask(cu_seqlens, seq_len),
             rope=rope_cos_sin(positions, self.args.head_width, self.args.rope_theta, rope_scaling(self.args)),
+            attention_plan=attention_plan,
         )
 
     def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -1,0 +1,77 @@
+"""What trades speed against memory inside one rank: recomputation, precision, compilation."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationsConfig:
+    """What forward keeps for backward, and where."""
+
+    checkpoint: Literal["none", "full", "every", "pattern", "selective", "budget"] = "none"
+    """Recompute in backward: nothing (none), every block (full), each k-th block (every), the modules that match
+    patterns (pattern), all but matrix products and attention (selective), or what torch.compile chooses within a
+    memory budget (budget)."""
+
+    every: int = 2
+    """With checkpoint = "every": recompute each k-th block."""
+
+    patterns: tuple[str, ...] = ()
+    """With checkpoint = "pattern": names of modules to recompute, such as "layers.*.feed_forward"."""
+
+    matmul_every: int = 2
+    """With checkpoint = "selective": recompute each k-th matrix product of a block; 0 keeps them all."""
+
+    budget: float = 0.5
+    """With checkpoint = "budget": share of the activations to keep, 0 to 1 (needs compile.enabled)."""
+
+    offload: bool = False
+    """Move what is kept to host memory until backward needs it (CUDA only; on CPU ranks it is there already)."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"activations.every={self.every} must be at least 1; 1 recomputes every block.")
+        if self.matmul_every < 0 or self.matmul_every == 1:
+            raise ValueError(
+                f"activations.matmul_every={self.matmul_every} must be 0 (keep all) or at least 2; for all to be recomputed "
+                "use checkpoint = 'full'."
+            )
+        if not 0 <= self.budget <= 1:
+            raise ValueError(
+                f"activations.budget={self.budget} must be between 0 (least memory) and 1 (no recomputation)."
+            )
+        if self.checkpoint == "pattern" and not self.patterns:
+            raise ValueError(
+                "activations.checkpoint='pattern' needs activations.patterns, such as ['layers.*.feed_forward']."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float8Config:
+    """Matrix products in float8, by titan-fp8."""
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"] = "none"
+    """How values are scaled; blockwise is the best on Hopper."""
+
+    skip: tuple[str, ...] = ("lm_head", "*router*")
+    """Patterns of modules that stay in higher precision."""
+
+    min_speedup: float = 1.0
+    """Leave layers alone whose expected speed-up on a GPU is below this; 0 converts all that can be."""
+
+    all_gather: Literal["auto", "on", "off"] = "auto"
+    """Gather sharded weights in float8; auto does where the recipe can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileConfig:
+    """torch.compile of each repeated block."""
+
+    enabled: bool = False
+    """Compile; the first step takes longer."""
+
+    backend: str = "inductor"
+    """A backend of torch.compile; "aot_eager" checks the graphs without generating code."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """inductor's mode."""

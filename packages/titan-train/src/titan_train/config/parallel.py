@@ -1,0 +1,144 @@
+"""Which ranks share what: data, sequence, weights, layers, experts."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the ranks share the work, and what they exchange."""
+
+    mode: Literal["auto", "fsdp", "hsdp", "ddp"] = "auto"
+    """auto follows the degrees: dp_replicate > 1 and dp_shard > 1 is hsdp, dp_shard = 1 is ddp, else fsdp."""
+
+    dp_replicate: int = 1
+    """Ranks that hold copies of the same shard; -1 takes what dp_shard leaves."""
+
+    dp_shard: int = -1
+    """Ranks that parameters, gradients and optimizer state are sharded over; -1 takes all that is left."""
+
+    pp: int = 1
+    """Pipeline stages' ranks; see [pipeline]."""
+
+    cp: int = 1
+    """Ranks that share each sequence; see [context]. They also shard the parameters."""
+
+    tp: int = 1
+    """Ranks that share each weight matrix."""
+
+    ep: int = 1
+    """Ranks that share the experts of a layer; they are among the dp_shard x cp x tp ranks, so no further ones."""
+
+    sequence_parallel: bool = True
+    """With tp > 1: cut the sequence over the same ranks outside attention and feed-forward."""
+
+    replicate_kv: bool = False
+    """With tp above the number of key-value heads: keep copies of them, instead of refusing."""
+
+    async_tp: bool = False
+    """Overlap the transfers of tensor parallelism with its matrix products (needs sequence_parallel)."""
+
+    tp_plan: dict[str, str] = field(default_factory=dict)
+    """Tensor parallelism of your own module: pattern of module name to style, such as {"blocks.*.attn.q" =
+    "colwise"}. Shipped models bring theirs."""
+
+    reshard: Literal["default", "always", "never"] | int = "default"
+    """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
+    them sharded over that many ranks."""
+
+    reshard_overrides: dict[str, Literal["always", "never"] | int] = field(default_factory=dict)
+    """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are reduced."""
+
+    keep_fp32: tuple[str, ...] = ()
+    """Patterns of modules that compute in float32 though train.dtype is bf16, such as "*norm*"."""
+
+    offload: Literal["none", "cpu", "cpu-nopin"] = "none"
+    """Keep parameters, gradients and optimizer state in host memory (fsdp and hsdp)."""
+
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
+
+    accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
+    """What is kept between micro-batches: sharded gradients (least memory), unsharded gradients (least
+    communication), unsharded parameters too (zero1), or hsdp with the all-reduce on the last one only (hsdp-ar)."""
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "cp", "tp", "ep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name}={getattr(self, name)} must be a positive number of ranks; 1 is off.")
+        if self.async_tp and not self.sequence_parallel:
+            raise ValueError(
+                "parallel.async_tp=true overlaps the gathers of sequence parallelism, and parallel.sequence_parallel=false "
+                "has none. Set sequence_parallel=true."
+            )
+        for name in ("dp_replicate", "dp_shard"):
+            value = getattr(self, name)
+            if value < 1 and value != -1:
+                raise ValueError(f"parallel.{name}={value} must be a positive number of ranks, or -1 for what is left.")
+        if self.dp_replicate == -1 and self.dp_shard == -1:
+            raise ValueError(
+                "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1."
+            )
+        if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
+            )
+        if isinstance(self.reshard, int) and self.reshard < 1:
+            raise ValueError(
+                f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextConfig:
+    """Context parallelism (parallel.cp > 1): how attention reaches tokens that other ranks hold."""
+
+    method: Literal["auto", "ring", "allgather", "ulysses", "usp"] = "auto"
+    """auto takes what sends the fewest bytes."""
+
+    layout: Literal["auto", "contiguous", "zigzag", "per_document", "block"] = "auto"
+    """Which tokens a rank holds; auto takes the balanced one."""
+
+    ulysses_degree: int = 0
+    """Ranks that share the heads under usp; 0 takes what sends least."""
+
+    def __post_init__(self) -> None:
+        if self.ulysses_degree < 0:
+            raise ValueError(f"context.ulysses_degree={self.ulysses_degree} must be >= 0; 0 chooses.")
+        if self.ulysses_degree and self.method != "usp":
+            raise ValueError(
+                f"context.ulysses_degree={self.ulysses_degree} means something for method 'usp' only, not "
+                f"{self.method!r}. Set method = 'usp', or leave it at 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """Pipeline parallelism (parallel.pp > 1): the schedule, and where the model is cut."""
+
+    schedule: str = "1f1b"
+    """A family of titan-pipeline (gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv, …: `titan-pipeline gen --help`), or
+    the path of a schedule's JSON file."""
+
+    stages_per_rank: int = 0
+    """Model chunks on each rank; 0 takes the family's least (1, or 2 for interleaved and V-shaped ones)."""
+
+    cuts: tuple[int, ...] = ()
+    """First layer of every stage but the first, such as [2, 4, 6]; empty balances by computed cost, embedding and head
+    counted."""
+
+    deterministic: bool = False
+    """Refuse schedules that would add gradients in another order than one process does."""
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank < 0:
+            raise ValueError(
+                f"pipeline.stages_per_rank={self.stages_per_rank} must be >= 0; 0 takes the family's least."
+            )
+        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 0 for cut in self.cuts):
+            raise ValueError(
+                f"pipeline.cuts={list(self.cuts)} must be layer numbers in rising order, such as [2, 4, 6]."
+            )

@@ -1,0 +1,141 @@
+"""Activation checkpointing and offload: what forward keeps, what backward computes again, and where it waits.
+
+Applied inside a module's ``forward``, below its hooks, so that FSDP's gathers and tensor parallelism's boundaries stay
+where they are and parameter names do not change. Recomputation gives the same bits: the random state is restored, and
+nothing in the models changes state in forward.
+
+| checkpoint | recomputed in backward |
+|---|---|
+| none | nothing |
+| full | every block |
+| every | each k-th block |
+| pattern | the modules that the patterns name |
+| selective | all but matrix products (each k-th is), attention, communication and routing |
+| budget | what torch.compile picks to stay within a share of the activations' memory |
+
+Selective follows "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198); the budget is
+torch.compile's min-cut solver.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_train.config import ActivationsConfig
+
+_MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
+# Costly, or communicating, or deciding: recomputing them would cost more than keeping their results.
+_KEPT = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_attention_math",
+    "topk",
+)
+_KEPT_COMMUNICATION = ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce")
+_OFFLOAD_LEAST_BYTES = 1 << 20
+
+
+def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
+    """Make ``model`` recompute and offload as configured; in place, before compilation and FSDP.
+
+    Args:
+        model: The model, for ``patterns``.
+        blocks: Its repeated blocks, in order.
+        config: What to do.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    if config.checkpoint in ("full", "every", "selective"):
+        every = config.every if config.checkpoint == "every" else 1
+        context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
+        for block in blocks[::every]:
+            _recompute(block, context_fn)
+    elif config.checkpoint == "pattern":
+        for module in _matching(model, config.patterns):
+            _recompute(module, None)
+    if config.offload:
+        for block in blocks[:-1]:  # backward begins with the last: moving it away and back hides nothing
+            _offload(block)
+
+
+def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
+    inner = module.forward
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
+
+    module.forward = forward
+
+
+def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one region: forward marks what to keep, recomputation reads it back."""
+    matmuls = {getattr(torch.ops.aten, name).default for name in _MATMULS if hasattr(torch.ops.aten, name)}
+    kept = {
+        getattr(packet, overload)
+        for namespace, names in ((torch.ops.aten, _KEPT), (torch.ops._c10d_functional, _KEPT_COMMUNICATION))
+        for name in names
+        if (packet := getattr(namespace, name, None)) is not None
+        for overload in packet.overloads()
+    }
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in matmuls:
+            seen[context.is_recompute] += 1
+            skipped = matmul_every and seen[context.is_recompute] % matmul_every == 0
+            return CheckpointPolicy.PREFER_RECOMPUTE if skipped else CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _offload(module: nn.Module) -> None:
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            small = tensor.numel() * tensor.element_size() < _OFFLOAD_LEAST_BYTES
+            if small or not tensor.is_cuda or tensor.untyped_storage().data_ptr() in parameters:
+                return tensor.device, tensor
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+            return tensor.device, host.copy_(tensor, non_blocking=True)
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            return packed[1].to(packed[0], non_blocking=True)
+
+        with saved_tensors_hooks(pack, unpack):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    named = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matched = {name: module for name, module in named.items() if name and fnmatchcase(name, pattern)}
+        if not matched:
+            raise ValueError(
+                f"activations.patterns: {pattern!r} matches no module of {type(model).__name__}; it has "
+                f"{', '.join(list(named)[1:8])}, …"
+            )
+        found |= matched
+    # a module inside one that is recomputed as a whole needs no region of its own
+    return [m for name, m in found.items() if not any(name.startswith(f"{other}.") for other in found)]

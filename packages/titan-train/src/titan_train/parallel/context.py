@@ -1,0 +1,194 @@
+"""Context parallelism: each rank computes on its share of every sequence; attention reaches the rest.
+
+titan-cp decides which tokens a rank holds and how attention exchanges keys; here a model's attention inners are replaced
+and each batch is cut accordingly. Positions and labels are computed before the cut, so neither the model nor the loss
+notices.
+
+Packed documents: the rows of a microbatch are laid one after the other into a single row whose document boundaries
+include the ends of rows. Attention never crosses them, so that is the same computation, and every row may have its own
+documents.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import titan_cp
+import torch
+import torch.distributed as dist
+from titan_mesh import Mesh
+from torch import Tensor, nn
+
+from titan_train.config import ContextConfig
+from titan_train.data import Batch
+from titan_train.models import CausalAttention, SequenceContext
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """The part of a batch that this rank computes on: what a model and its loss read."""
+
+    tokens: Tensor
+    """``[B, S]`` int64."""
+    labels: Tensor
+    """``[B, S]`` int64."""
+    positions: Tensor
+    """``[B, S]`` int64."""
+    cu_seqlens: Tensor | None
+    """As in `titan_train.data.Batch`; None where the plan knows the documents."""
+    attention_plan: titan_cp.Plan | None
+    """For `ContextAttention`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention of one rank, after tensor parallelism."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, model: nn.Module, tp: int) -> "Heads":
+        """Read them off the model's first `CausalAttention`; fewer key-value heads than ``tp`` are replicated.
+
+        Raises:
+            ValueError: The model has none.
+        """
+        inner = next((m for m in model.modules() if isinstance(m, CausalAttention)), None)
+        if inner is None:
+            raise ValueError(
+                f"parallel.cp: {type(model).__name__} has no titan_train.models.CausalAttention to replace. Use it in your "
+                "model for the part that takes queries, keys and values, or set parallel.cp=1."
+            )
+        return cls(max(1, inner.num_heads // tp), max(1, inner.num_kv_heads // tp), inner.head_dim)
+
+
+class ContextParallel:
+    """Cuts batches over the ranks that share a sequence, and replaces a model's attention."""
+
+    def __init__(self, config: ContextConfig, mesh: Mesh, heads: Heads, *, seq_len: int, dtype: torch.dtype) -> None:
+        """Prepare. Collective over all ranks where the method needs two groups (USP).
+
+        Raises:
+            ValueError: Length, heads and method do not fit; the message names the nearest that do.
+        """
+        self._config = config
+        self._size, self._rank = mesh.size("cp"), mesh.rank_in("cp")
+        self._heads = heads
+        self._dtype = dtype
+        self._whole = plan_rows(config, self._size, self._rank, heads, seq_len=seq_len, dtype=dtype)
+        self._groups: dict[str, dist.ProcessGroup | None] = {"group": mesh.group("cp")}
+        if self._whole.method == "usp":
+            self._groups = _usp_groups(mesh, self._whole.ulysses_degree)
+
+    def apply(self, model: nn.Module) -> None:
+        """Replace every `CausalAttention` of ``model``."""
+        for name in [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]:
+            model.set_submodule(name, ContextAttention(self._groups))
+
+    def cut(self, batch: Batch) -> LocalBatch:
+        """Cut this rank's part from ``batch``, which is the same on all ranks of the group.
+
+        Returns:
+            Tensors of ``[B, S / cp]``, or ``[1, B * S / cp]`` where documents are kept apart.
+        """
+        tokens, labels, positions = batch.tokens, batch.labels, batch.positions
+        plan = self._whole
+        if batch.cu_seqlens is not None:
+            tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
+            plan = plan_rows(
+                self._config, self._size, self._rank, self._heads, dtype=self._dtype,
+                method=self._whole.method, ulysses_degree=self._whole.ulysses_degree,
+                cu_seqlens=joined_documents(batch.cu_seqlens, batch.tokens.shape[1]),
+            )  # fmt: skip
+        return LocalBatch(
+            tokens=plan.shard(tokens),
+            labels=plan.shard(labels, pad_value=-100),
+            positions=plan.shard(positions.expand_as(tokens)),
+            cu_seqlens=None,
+            attention_plan=plan,
+        )
+
+
+class ContextAttention(nn.Module):
+    """In place of `CausalAttention`: attention over tokens that the group's ranks hold."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup | None]) -> None:
+        super().__init__()
+        self._attention = titan_cp.CPAttention(
+            dim_order="bthd",
+            group=groups.get("group"),
+            ring_group=groups.get("ring_group"),
+            ulysses_group=groups.get("ulysses_group"),
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """As `CausalAttention`, on this rank's tokens.
+
+        Args:
+            q: ``[B, S, H, D]``.
+            k: ``[B, S, K, D]``.
+            v: ``[B, S, K, D]``.
+            context: With its ``attention_plan``.
+        """
+        return self._attention(q, k, v, plan=context.attention_plan)
+
+
+def plan_rows(
+    config: ContextConfig,
+    size: int,
+    rank: int,
+    heads: Heads,
+    *,
+    dtype: torch.dtype,
+    seq_len: int | None = None,
+    cu_seqlens: list[int] | None = None,
+    method: str | None = None,
+    ulysses_degree: int = 0,
+) -> titan_cp.Plan:
+    """titan-cp's plan for rows of ``seq_len`` tokens, or for one row of these documents. Needs no ranks.
+
+    Raises:
+        ValueError: It cannot work; the message names the nearest length or degree that does.
+    """
+    method = method or config.method
+    degree = (ulysses_degree or config.ulysses_degree or None) if method in ("usp", "auto") else None
+    return titan_cp.plan(
+        seq_len,
+        cu_seqlens=cu_seqlens,
+        size=size,
+        rank=rank,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        dtype=dtype,
+        method=method,
+        layout=config.layout,
+        ulysses_degree=degree,
+    )
+
+
+def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:
+    """Boundaries of the row that all rows make one after the other.
+
+    Args:
+        cu_seqlens: ``[B, N + 1]``, each row padded by repeating ``seq_len``.
+        seq_len: Tokens of a row.
+    """
+    ends = cu_seqlens.long().cpu() + torch.arange(cu_seqlens.shape[0])[:, None] * seq_len
+    return torch.unique(ends).tolist()
+
+
+def _usp_groups(mesh: Mesh, ulysses_degree: int) -> dict[str, dist.ProcessGroup | None]:
+    """The two groups of USP: rank ``ring * ulysses_degree + ulysses`` of the context group."""
+    mine: dict[str, Any] = {"group": None}
+    for ranks in mesh.layout.groups("cp"):
+        rings = [ranks[u::ulysses_degree] for u in range(ulysses_degree)]
+        heads = [ranks[i : i + ulysses_degree] for i in range(0, len(ranks), ulysses_degree)]
+        for name, lists in (("ring_group", rings), ("ulysses_group", heads)):
+            for members in lists:
+                made = dist.new_group(list(members))  # every rank takes part in making every group
+                if mesh.global_rank in members:
+                    mine[name] = made
+    return mine

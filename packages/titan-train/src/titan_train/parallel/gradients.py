@@ -1,0 +1,106 @@
+"""Gradients of a step, once the last backward is done: finish partial sums, then the norm over all ranks.
+
+Tensor parallelism leaves some gradients as partial sums (norms under sequence parallelism, replicas of key-value
+heads), and a pipeline leaves two halves of a tied embedding's on two stages. They are added here, all of one group in
+one collective, once in an optimizer step.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import titan_fsdp as fsdp
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_train.models import named_parameters
+from titan_train.parallel.cut import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCopies:
+    """One parameter that lives on several pipeline stages under different names, equal on all."""
+
+    names: tuple[str, ...]
+    """Its names; this rank may hold some, all or none of them."""
+    group: dist.ProcessGroup | None
+    """The ranks that hold the copies; None if all of them are on one rank."""
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The trainable parameters of this rank, and how their gradients become whole."""
+
+    parts: Sequence[nn.Module]
+    """The model, or this rank's pipeline stages."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
+    """What tensor and expert parallelism cut."""
+    axis_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
+    """The ranks of each axis named in ``cuts``."""
+    tied: TiedCopies | None = None
+    pp_group: dist.ProcessGroup | None = None
+    """The pipeline's ranks; None without one."""
+    _named: dict[str, nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = itertools.chain.from_iterable(named_parameters(part) for part in self.parts)
+        self._named = {name: parameter for name, parameter in every if parameter.requires_grad}
+
+    def finish(self) -> None:
+        """Add up what is partial. Collective over the groups concerned."""
+        partial: dict[int, tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
+        for name, parameter in self._named.items():
+            cut = self.cuts.get(name)
+            if cut is not None and cut.partial_over is not None:
+                partial.setdefault(id(cut.partial_over), (cut.partial_over, []))[1].append(parameter)
+        for group, parameters in partial.values():
+            _all_reduce([_local_gradient(p) for p in parameters], group)
+        copies = self._tied_here()
+        if len(copies) > 1:
+            gradients = [_local_gradient(p) for p in copies]
+            total = torch.stack(gradients).sum(0)
+            for gradient in gradients:
+                gradient.copy_(total)
+        elif copies and self.tied is not None and self.tied.group is not None:
+            _all_reduce([_local_gradient(p) for p in copies], self.tied.group)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the 2-norm of the whole gradient to ``max_norm`` (infinity only measures) and return it as it was.
+
+        Collective over all ranks that hold part of the model; each element counts once, however many hold it.
+        """
+        split: list[tuple[list[Tensor], dist.ProcessGroup]] = []
+        copies: list[tuple[list[Tensor], int]] = []
+        for name, parameter in self._named.items():
+            cut = self.cuts.get(name)
+            if cut is None or cut.pieces == 1:
+                continue
+            group = self.axis_groups[cut.axis]
+            split.append(([parameter], group))
+            if cut.pieces < group.size():
+                copies.append(([parameter], group.size() // cut.pieces))
+        if self.tied is not None:
+            copies.append((list(self._tied_here()), len(self.tied.names)))
+        return fsdp.clip_grad_norm_(
+            self._named.values(), max_norm, pp_group=self.pp_group, sharded_over=split, copies=copies
+        )
+
+    def _tied_here(self) -> list[nn.Parameter]:
+        return [] if self.tied is None else [self._named[name] for name in self.tied.names if name in self._named]
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """The local part of the gradient, to be changed in place; zeros where no backward reached it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each gradient over ``group``, as one message."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
