@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titan_ckpt._async import SaveJob
     from titan_ckpt._checkpointer import Checkpointer
     from titan_ckpt._hf import export_hf, import_hf
+    from titan_ckpt._layout import LocalShard
     from titan_ckpt._state import Stateful, TrainState
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Damage",
     "DamageError",
     "KeyMap",
+    "LocalShard",
     "Manifest",
     "Pair",
     "Retention",
@@ -45,6 +47,7 @@ __all__ = [
 
 _LAZY = {
     "Checkpointer": "_checkpointer",
+    "LocalShard": "_layout",
     "SaveJob": "_async",
     "Stateful": "_state",
     "TrainState": "_state",

@@ -21,7 +21,7 @@ from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import DamageError
 from titan_ckpt._foreign import HF_INDEX_NAME, SafetensorsReader
 from titan_ckpt._format import ITEM_BYTES, Entry
-from titan_ckpt._layout import local_part
+from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._model import as_modules, model_state
 from titan_ckpt._names import KeyMap
 from titan_ckpt._plan import Box
@@ -93,7 +93,12 @@ def export_hf(
 
 
 def import_hf(
-    folder: Path | str, model: nn.Module | list[nn.Module], *, names: KeyMap | None = None, strict: bool = True
+    folder: Path | str,
+    model: nn.Module | list[nn.Module],
+    *,
+    names: KeyMap | None = None,
+    strict: bool = True,
+    shards: Mapping[str, LocalShard] | None = None,
 ) -> None:
     """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
 
@@ -106,6 +111,7 @@ def import_hf(
         names: The key map of the model's family; None if names are the same.
         strict: Refuse if the model lacks a tensor of the folder or the folder one of the model. Pass False for a
             pipeline stage, which holds only some.
+        shards: Name of a tensor to where it lies in a larger one, as `TrainState.shards`.
 
     Raises:
         ValueError: If names or shapes do not fit, or a file is damaged. The model is untouched then.
@@ -128,7 +134,7 @@ def import_hf(
         if len(listed) > 1 and not _equal([available[alias] for alias in listed]):
             raise ValueError(f"{listed} are one tied weight in this model, but differ in {folder}. Build it untied.")
         if listed:
-            fills += _fills(available[listed[0]], state.tensors[name], name)
+            fills += _fills(available[listed[0]], state.tensors[name], name, (shards or {}).get(name))
     with torch.no_grad():
         for view, box, into in fills:
             view.fill(box, into)
@@ -159,9 +165,9 @@ def _views_of(folder: Path, names: KeyMap | None, wanted: Container[str] | None 
     return from_hf(views, names, wanted) if names else views
 
 
-def _fills(view: View, target: Tensor, name: str) -> list[tuple[View, Box, Tensor]]:
+def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> list[tuple[View, Box, Tensor]]:
     """What fills this rank's part of ``target``."""
-    part = local_part(target, name)
+    part = local_part(target, name, shard)
     if part.shape != view.shape:
         raise ValueError(
             f"{name} has shape {list(part.shape)}, but {list(view.shape)} was saved. Build the same model."

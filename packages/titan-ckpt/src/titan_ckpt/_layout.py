@@ -70,18 +70,52 @@ class LocalPart:
         return view
 
 
-def local_part(tensor: Tensor, path: str) -> LocalPart:
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """Where a tensor that a rank holds lies in a larger one that no `DTensor` describes.
+
+    Expert parallelism that keeps each rank's experts as a plain parameter, for one: of 64 experts ``[64, F, D]`` on 8
+    ranks, rank 3 holds ``LocalShard(shape=(64, F, D), offsets=(24, 0, 0))``. The tensor itself may be sharded further.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the larger tensor."""
+    offsets: tuple[int, ...]
+    """Where this rank's tensor starts in it, one number a dimension."""
+
+
+def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> LocalPart:
     """Find what this rank holds of ``tensor``.
 
     Args:
         tensor: A plain tensor (the whole of it is here), a `DTensor`, or a subclass that wraps one tensor of its
             own shape and dtype (as float8 all-gather weights do).
         path: Name of the tensor, for errors.
+        shard: Where ``tensor`` lies in a larger one; None if it is whole.
 
     Raises:
         TypeError: If the tensor is of a subclass, or sparse or quantized, that safetensors cannot hold.
-        ValueError: If the tensor has partial (unreduced) placements, or its local shape fits no reading of them.
+        ValueError: If the tensor has partial (unreduced) placements, its local shape fits no reading of them, or it
+            does not fit into ``shard.shape`` at ``shard.offsets``.
     """
+    part = _own_part(tensor, path)
+    if shard is None:
+        return part
+    ends = [at + n for at, n in zip(shard.offsets, part.shape, strict=False)]
+    lengths = {len(shard.shape), len(shard.offsets), len(part.shape)}
+    if len(lengths) > 1 or min(shard.offsets) < 0 or any(e > n for e, n in zip(ends, shard.shape, strict=True)):
+        raise ValueError(
+            f"{path} of shape {list(part.shape)} does not fit into {list(shard.shape)} at {list(shard.offsets)}. "
+            "Give the whole tensor's shape, and where this rank's part of it starts."
+        )
+    moved = tuple(
+        (Chunk(tuple(map(sum, zip(chunk.offsets, shard.offsets, strict=True))), chunk.sizes), at)
+        for chunk, at in part.boxes
+    )
+    return LocalPart(part.local, shard.shape, moved)
+
+
+def _own_part(tensor: Tensor, path: str) -> LocalPart:
     if not isinstance(tensor, DTensor):
         local = _plain(tensor, path)
         shape = tuple(local.shape)

@@ -17,7 +17,7 @@ from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt._index import StoredChunk, StoredTensor
-from titan_ckpt._layout import local_part
+from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._plan import Box, intersect
 from titan_ckpt._read import FolderReader
 
@@ -37,13 +37,15 @@ class Copy:
     """The overlap, in the whole tensor's coordinates."""
 
 
-def plan_copies(stored: StoredTensor, target: Tensor, path: str, *, cast: bool) -> list[Copy]:
+def plan_copies(
+    stored: StoredTensor, target: Tensor, path: str, *, cast: bool, shard: LocalShard | None = None
+) -> list[Copy]:
     """The copies that fill this rank's part of ``target``.
 
     Raises:
         ValueError: If shapes differ, dtypes differ and ``cast`` is off, or the step does not hold every element.
     """
-    part = local_part(target, path)
+    part = local_part(target, path, shard)
     if part.shape != stored.shape:
         raise ValueError(
             f"{path} has shape {list(part.shape)}, but {list(stored.shape)} was saved. Build the same model."

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._index import Index
+from titan_ckpt._layout import LocalShard
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 
@@ -77,6 +78,7 @@ class OptimRestore:
         owners: ``id`` of each parameter to its name.
         index: The step's index.
         saved: ``{"groups", "leaves"}`` as decoded from the step.
+        shards: Parameter to where it lies in a larger one, for those that do.
 
     Raises:
         ValueError: If a parameter was not optimized when the step was saved, a group joins parameters that had
@@ -84,7 +86,12 @@ class OptimRestore:
     """
 
     def __init__(
-        self, optims: Iterable[Optimizer], owners: Mapping[int, str], index: Index, saved: Mapping[str, Any]
+        self,
+        optims: Iterable[Optimizer],
+        owners: Mapping[int, str],
+        index: Index,
+        saved: Mapping[str, Any],
+        shards: Mapping[str, LocalShard],
     ) -> None:
         self.targets: dict[str, Tensor] = {}
         """Key in the ``optim`` section to the tensor to fill."""
@@ -109,7 +116,7 @@ class OptimRestore:
                 old = names[name]
                 state: dict[str, Any] = dict(saved["leaves"].get(old, {}))
                 for key in stored.get(old, []):
-                    target = _target(optim, group, param, name, key, index)
+                    target = _target(optim, group, param, name, key, index, shards.get(name))
                     self.targets[f"{old}/{key}"] = state[key] = target
                 self._finish.append(lambda optim=optim, param=param, state=state: _set_state(optim, param, state))
 
@@ -159,16 +166,27 @@ def _check_known(names: Mapping[str, str], hypers: Mapping[str, Any]) -> None:
         )
 
 
-def _target(optim: Optimizer, group: dict[str, Any], param: Tensor, name: str, key: str, index: Index) -> Tensor:
+def _target(
+    optim: Optimizer,
+    group: dict[str, Any],
+    param: Tensor,
+    name: str,
+    key: str,
+    index: Index,
+    shard: LocalShard | None,
+) -> Tensor:
     stored = index.tensors["optim"][f"{_stored_key(index, name, key)}"]
     dtype = DTYPES[stored.dtype]
     present = optim.state.get(param, {}).get(key)
-    if isinstance(present, Tensor) and tuple(present.shape) == stored.shape and present.dtype == dtype:
+    whole = tuple(param.shape) if shard is None else shard.shape
+    like_param = stored.shape == whole
+    shape = tuple(param.shape) if like_param else stored.shape
+    if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
         return present
     if key == "step":  # a counter; on the device only where the optimizer reads it there
         device = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return torch.zeros(stored.shape, dtype=dtype, device=device)
-    if tuple(param.shape) == stored.shape:
+    if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and stored.shape:
         raise ValueError(

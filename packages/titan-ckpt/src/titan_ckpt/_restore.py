@@ -15,13 +15,14 @@ from torch import Tensor
 from titan_ckpt import _leaves
 from titan_ckpt._errors import CheckpointError, DamageError
 from titan_ckpt._format import STATE_NAME, rank_state_name
+from titan_ckpt._index import StoredTensor
 from titan_ckpt._load import Copy, Verify, check_copies, plan_copies, read_tensor, run_copies
 from titan_ckpt._model import ModelState, as_modules, model_state
 from titan_ckpt._optim import OptimRestore, as_optims
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._read import StepReader
 from titan_ckpt._rng import reseed, set_rng_state
-from titan_ckpt._state import Stateful, TrainState, as_stateful
+from titan_ckpt._state import Stateful, TrainState, as_stateful, shard_of
 
 _log = logging.getLogger("titan_ckpt")
 
@@ -118,7 +119,7 @@ class _Restore:
                 missing.append(name)
             else:
                 self._check_tied_equal([alias for alias in names[name] if alias in index.tensors["model"]])
-                self.copies[f"model.{name}"] = plan_copies(stored, tensor, f"model.{name}", cast=not self.strict)
+                self.copies[f"model.{name}"] = self._copies(stored, tensor, "model", name, cast=not self.strict)
         if missing and self.strict:
             raise ValueError(
                 f"{len(missing)} entries of the model are not in {self.reader.manifest.path}: {missing[:6]}. Build the "
@@ -148,11 +149,15 @@ class _Restore:
         optims = as_optims(self.state.optim)
         if not optims or "optim" not in self.shared["has"]:
             return
-        restore = OptimRestore(optims, self.model.owners, self.reader.index, self.shared["optim"])
+        restore = OptimRestore(optims, self.model.owners, self.reader.index, self.shared["optim"], self.state.shards)
         for key, target in restore.targets.items():
             stored = self.reader.index.tensors["optim"][key]
-            self.copies[f"optim.{key}"] = plan_copies(stored, target, f"optim.{key}", cast=False)
+            self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=False)
         self.apply_steps.append(restore.finish)
+
+    def _copies(self, stored: StoredTensor, target: Tensor, section: str, key: str, *, cast: bool) -> list[Copy]:
+        shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
+        return plan_copies(stored, target, f"{section}.{key}", cast=cast, shard=shard)
 
     def _match_plain(self) -> None:
         scheds, saved = as_stateful(self.state.sched), self.shared["sched"]

@@ -26,7 +26,7 @@ from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._retention import Retention
-from titan_ckpt._state import Collected, TrainState, collect
+from titan_ckpt._state import Collected, TrainState, collect, shard_of
 from titan_ckpt._version import VERSION
 
 
@@ -178,7 +178,12 @@ def _take_apart(
         if step < 0:
             raise ValueError(f"step={step} is negative. Count steps from 0.")
         collected = collect(state, ranks.rank, ranks.size)
-        parts = [local_part(tensor, f"{section}.{key}") for section, key, tensor in collected.tensors]
+        parts = [
+            local_part(
+                tensor, f"{section}.{key}", shard_of(state.shards, section, key, tuple(tensor.shape), collected.model)
+            )
+            for section, key, tensor in collected.tensors
+        ]
         held = [
             Held(
                 section,

@@ -1,12 +1,13 @@
 """What a training loop consists of, and how it becomes tensors and plain data."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_ckpt._layout import LocalShard
 from titan_ckpt._leaves import TensorSink
 from titan_ckpt._model import ModelState, as_modules, model_state
 from titan_ckpt._optim import as_optims, optim_state
@@ -47,8 +48,32 @@ class TrainState:
     """Whether to save and load the random generators: python, numpy, torch, CUDA."""
     extra: MutableMapping[str, Any] = field(default_factory=dict[str, Any])
     """Further values, the same on every rank; plain data, tensors, or `Stateful`. Loading updates it in place."""
+    shards: Mapping[str, LocalShard] = field(default_factory=dict[str, LocalShard])
+    """Name of a model tensor that is this rank's part of a larger one, without being a `DTensor` of it, to where it
+    lies; optimizer state of the same shape lies there too. Each rank gives its own."""
     dp: tuple[int, int] | None = None
     """This rank's place among the data-parallel ranks and their number; None for (rank, world size)."""
+
+
+def shard_of(
+    shards: Mapping[str, LocalShard], section: str, key: str, shape: tuple[int, ...], model: ModelState
+) -> LocalShard | None:
+    """Where a tensor of this rank lies in a larger one; None if it is whole.
+
+    Args:
+        shards: `TrainState.shards`.
+        section: "model", "optim" or "extra".
+        key: The tensor's key there.
+        shape: Its shape on this rank.
+        model: The model's tensors.
+    """
+    if section == "model":
+        return shards.get(key)
+    name = key.rpartition("/")[0]
+    if section != "optim" or name not in shards or name not in model.tensors:
+        return None
+    # a step counter or a factored moment is not cut as the parameter is
+    return shards[name] if shape == tuple(model.tensors[name].shape) else None
 
 
 @dataclass(slots=True)
@@ -72,6 +97,9 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
         ValueError: If names clash, or the optimizer's parameters are not the model's.
     """
     model = model_state(as_modules(state.model))
+    strangers = [name for name in state.shards if name not in model.tensors]
+    if strangers:
+        raise ValueError(f"shards names {strangers[:4]}, which are no tensors of the model on this rank.")
     optim = optim_state(as_optims(state.optim), model.owners)
     sink = TensorSink()
     dp = state.dp or (rank, size)
