@@ -55,10 +55,18 @@ def read_config(run_dir: Path) -> Config:
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """The step of the newest finished checkpoint: its manifest is written last. None if there is none."""
-    manifests = (run_dir / "checkpoints").glob("step-*/MANIFEST.json")
-    names = [re.fullmatch(r"step-(\d+)(\.r\d+)?", manifest.parent.name) for manifest in manifests]
-    return max((int(name[1]) for name in names if name), default=None)
+    """The step of the newest finished checkpoint. None if there is none."""
+    return max(checkpoint_folders(run_dir), default=None)
+
+
+def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
+    """The folder of every finished checkpoint, by step: one that has its manifest, which is written last."""
+    folders: dict[int, Path] = {}
+    for manifest in sorted((run_dir / "checkpoints").glob("step-*/MANIFEST.json")):
+        name = re.fullmatch(r"step-(\d+)(\.r\d+)?", manifest.parent.name)
+        if name:
+            folders[int(name[1])] = manifest.parent
+    return folders
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -40,6 +40,7 @@ from titan_train.observe import (
 )
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.train.build import build_parallel_model, describe_layout
+from titan_train.train.monitor import StepMonitor
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
@@ -54,17 +55,19 @@ class Trainer:
     configuration).
     """
 
-    def __init__(self, config: Config, run_dir: str | Path | None = None) -> None:
+    def __init__(self, config: Config, run_dir: str | Path | None = None, monitor: StepMonitor | None = None) -> None:
         """Build everything and resume from the run's last valid checkpoint, if it has one.
 
         Args:
             config: The run's configuration.
             run_dir: The run's folder; the default is ``run.dir/run.name``.
+            monitor: Told of every step, save and validation; None where nobody watches.
 
         Raises:
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
         """
         self.config = config
+        self._monitor = monitor or StepMonitor()
         self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -142,7 +145,8 @@ class Trainer:
                 stop, save_asked, save_due = result.requests
                 every = self.config.validation.every
                 if every and (self.step % every == 0 or self.step == steps):
-                    self._validate()
+                    with self._monitor.phase("validate", self.step):
+                        self._validate()
                 every = self.config.checkpoint.every
                 if stop or save_asked or save_due or self.step == steps or (every and self.step % every == 0):
                     self.save()
@@ -156,7 +160,8 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
-        self._checkpointer.save(self.step, self._state())
+        with self._monitor.phase("save", self.step):
+            self._checkpointer.save(self.step, self._state())
         self._event("checkpoint_saved", seconds=round(time.monotonic() - started, 3))
 
     def close(self) -> None:
@@ -197,9 +202,11 @@ class Trainer:
         with Stopwatch() as waiting:
             microbatches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        self._monitor.before_step(self.step + 1, self.model)
         result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
         self.scheduler.step()
         self.step += 1
+        self._monitor.step_made(self.step)
         self.losses.append(result.loss)
         self._guard_nonfinite(result)
         self._record(result, microbatches, learning_rate, time.perf_counter() - started, waiting.elapsed_s)
@@ -287,7 +294,7 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        return self._checkpointer.restore(self._state())
+        return self._checkpointer.restore(self._state(), fallback=True)
 
     def _minutes_due(self, since: float) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""

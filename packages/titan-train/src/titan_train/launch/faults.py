@@ -1,0 +1,125 @@
+"""Faults to inject into a run on purpose: what they are called, and how they are written.
+
+    kill rank=3 step=20                 SIGKILL just before step 20
+    hang rank=1 step=40                 stop making progress, for ever
+    slow rank=2 factor=3                every step takes three times as long (from step=, for steps= of them)
+    sigterm rank=0 step=20              SIGTERM, as a preempted machine gets it
+    raise rank=0 step=20                an exception in the training loop
+    nan step=25                         the loss of this step is not a number, on every rank
+    corrupt-checkpoint step=30          flip one bit in the newest finished checkpoint
+    disk-full step=30                   the first save at or after this step cannot be written
+    lose rank=3 step=20 seconds=60      SIGKILL, and its place stays out of use for so long (see launch.elastic)
+
+Several are separated by ";". Each fires once in a run, whatever the number of restarts; `slow` goes on. The plan is
+text and numbers only: `titan_train.launch.inject` carries it out inside a rank.
+"""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of a plan."""
+
+    number: int
+    """Its place in the plan, from 0: what makes two alike entries two."""
+    kind: str
+    rank: int
+    """The rank it strikes; rank 0 where the kind is about the run as a whole."""
+    step: int
+    """It fires before this step is made."""
+    factor: float = 1.0
+    """slow: how many times as long a step takes."""
+    steps: int = 0
+    """slow: for how many steps; 0 to the end."""
+    seconds: float = 0.0
+    """lose: how long the place stays out of use."""
+
+    def __str__(self) -> str:
+        words = [self.kind, f"rank={self.rank}", f"step={self.step}"]
+        words += [
+            f"{name}={getattr(self, name):g}" for name in ("factor", "steps", "seconds") if name in _KEYS[self.kind][1]
+        ]
+        return " ".join(words)
+
+
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # kind: keys it needs, keys it may have
+    "kill": (("rank", "step"), ()),
+    "hang": (("rank", "step"), ()),
+    "slow": (("rank", "factor"), ("step", "steps", "factor")),
+    "sigterm": (("step",), ("rank",)),
+    "raise": (("rank", "step"), ()),
+    "nan": (("step",), ()),
+    "corrupt-checkpoint": (("step",), ("rank",)),
+    "disk-full": (("step",), ("rank",)),
+    "lose": (("rank", "step"), ("seconds",)),
+}
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Read a plan.
+
+    Raises:
+        ValueError: A kind, a key or a value is unknown or missing; the message says which are there.
+    """
+    entries = [entry.split() for entry in text.split(";") if entry.strip()]
+    return tuple(_fault(number, words) for number, words in enumerate(entries))
+
+
+def check_faults(faults: tuple[Fault, ...], world_size: int) -> None:
+    """Refuse a fault of a rank that the run does not have.
+
+    Raises:
+        ValueError: Names the fault and the ranks there are.
+    """
+    for fault in faults:
+        if fault.rank >= world_size:
+            raise ValueError(f"--faults {str(fault)!r}: the run has ranks 0 to {world_size - 1}.")
+
+
+def _fault(number: int, words: list[str]) -> Fault:
+    kind, entry = words[0], " ".join(words)
+    if kind not in _KEYS:
+        near = difflib.get_close_matches(kind, _KEYS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"--faults {entry!r}: no fault {kind!r}; {hint}There are {', '.join(_KEYS)}.")
+    needed, allowed = _KEYS[kind]
+    values: dict[str, float] = {}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in (*needed, *allowed):
+            keys = ", ".join(dict.fromkeys((*needed, *allowed)))
+            raise ValueError(f"--faults {entry!r}: {word!r} is not key=value with one of the keys of {kind!r}: {keys}.")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ValueError(f"--faults {entry!r}: {word!r} needs a number after the '='.") from None
+    missing = [key for key in needed if key not in values]
+    if missing:
+        raise ValueError(f"--faults {entry!r}: {kind!r} needs {missing[0]}=, such as {missing[0]}=2.")
+    for key, least in (("rank", 0), ("step", 1), ("steps", 0), ("factor", 1), ("seconds", 0)):
+        if values.get(key, least) < least or (key in ("rank", "step", "steps") and values.get(key, 0) % 1):
+            raise ValueError(f"--faults {entry!r}: {key}={values[key]:g} must be at least {least}, whole if it counts.")
+    return Fault(
+        number=number,
+        kind=kind,
+        rank=int(values.get("rank", 0)),
+        step=int(values.get("step", 1)),
+        factor=values.get("factor", 1.0),
+        steps=int(values.get("steps", 0)),
+        seconds=values.get("seconds", 60.0 if kind == "lose" else 0.0),
+    )
+
+
+def struck_file(run_dir: Path, fault: Fault) -> Path:
+    """The marker that a fault leaves in the run's folder when it strikes: JSON with ``fault`` and ``time``."""
+    return run_dir / "faults" / f"{fault.number:02d}-{fault.kind}.json"
+
+
+def forget_struck(run_dir: Path) -> None:
+    """Let every fault strike again: for a new command, not for a restart."""
+    for file in (run_dir / "faults").glob("*.json"):
+        file.unlink(missing_ok=True)

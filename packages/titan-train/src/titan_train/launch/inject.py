@@ -1,0 +1,116 @@
+"""Carries out a fault plan inside a rank.
+
+A fault leaves a marker in the run's folder before it strikes, so that the restarted run does not meet it again and a
+reader can see when it struck.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titan_train.launch.faults import Fault, struck_file
+from titan_train.run_folder import checkpoint_folders
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the fault `raise`."""
+
+
+class Injector:
+    """The faults of one rank."""
+
+    def __init__(self, faults: tuple[Fault, ...], rank: int, run_dir: Path) -> None:
+        self._faults = [fault for fault in faults if fault.rank == rank]
+        self._run_dir = run_dir
+
+    def before_step(self, step: int, model: nn.Module, step_s: float) -> None:
+        """Strike with what is due before ``step``.
+
+        Args:
+            step: The step about to be made.
+            model: The wrapped model.
+            step_s: What a step takes this rank, waiting left out.
+        """
+        for fault in self._faults:
+            if fault.kind == "slow":
+                if fault.step <= step and (not fault.steps or step < fault.step + fault.steps):
+                    time.sleep((fault.factor - 1) * step_s)
+            elif fault.kind != "disk-full" and fault.step == step and self._first_time(fault):
+                self._strike(fault, model)
+
+    @contextlib.contextmanager
+    def during_save(self, step: int) -> Generator[None]:
+        """Refuse this rank's writes inside the block, if a full disk is due."""
+        due = [f for f in self._faults if f.kind == "disk-full" and f.step <= step and self._first_time(f)]
+        if not due:
+            yield
+            return
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for child in _children():  # a background saver keeps the limit until it ends with this rank
+            resource.prlimit(child, resource.RLIMIT_FSIZE, (1024, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def _first_time(self, fault: Fault) -> bool:
+        file = struck_file(self._run_dir, fault)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with file.open("x", encoding="utf-8") as marker:
+                json.dump({"fault": str(fault), "time": time.time()}, marker)
+        except FileExistsError:
+            return False
+        return True
+
+    def _strike(self, fault: Fault, model: nn.Module) -> None:
+        if fault.kind in ("kill", "lose"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "hang":
+            while True:
+                time.sleep(3600)
+        elif fault.kind == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif fault.kind == "raise":
+            raise InjectedFault(f"asked for by --faults {str(fault)!r}")
+        elif fault.kind == "nan":
+            _spoil_one_forward(model)
+        else:
+            assert fault.kind == "corrupt-checkpoint"
+            corrupt_newest_checkpoint(self._run_dir)
+
+
+def corrupt_newest_checkpoint(run_dir: Path) -> Path | None:
+    """Flip one bit in the middle of the newest finished checkpoint's largest file; return the file, if there is one."""
+    folders = checkpoint_folders(run_dir)
+    if not folders:
+        return None
+    file = max((f for f in folders[max(folders)].rglob("*.safetensors")), key=lambda f: f.stat().st_size)
+    with file.open("r+b") as damaged:
+        middle = file.stat().st_size // 2
+        damaged.seek(middle)
+        byte = damaged.read(1)[0]
+        damaged.seek(middle)
+        damaged.write(bytes([byte ^ 1]))
+    return file
+
+
+def _spoil_one_forward(model: nn.Module) -> None:
+    def spoil(_module: nn.Module, _args: object, output: object) -> object:
+        handle.remove()
+        return output * float("nan") if isinstance(output, torch.Tensor) else output
+
+    handle = model.register_forward_hook(spoil)
+
+
+def _children() -> list[int]:
+    return [int(word) for task in Path("/proc/self/task").glob("*/children") for word in task.read_text().split()]

@@ -1,0 +1,73 @@
+"""What a launcher asks of a rank while it trains: a named pipe per rank, on the rank's machine.
+
+A pipe needs no port, works the same for ranks that this process forked and for ranks that torchrun started, and closes
+when the launcher is gone, however it went: then a rank saves and stops by itself. A thread of the rank reads it, so a
+rank that is stuck inside a collective still answers.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+_ORPHAN_GRACE_S = 60.0  # for a last checkpoint after the launcher is gone
+
+
+class Order(Enum):
+    """One letter down the pipe."""
+
+    STOP = b"s"
+    """Save, then end with success."""
+    SAVE = b"u"
+    """Save, then go on."""
+    DUMP = b"d"
+    """Write down where you are: Python stacks and the flight recorder."""
+
+
+class OrderSender:
+    """The launcher's end of one rank's pipe."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the pipe at ``path``."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        # For reading too: so opening does not wait for the rank, and writing never raises SIGPIPE.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def send(self, order: Order) -> None:
+        """Send; a rank that never reads loses it once the pipe is full."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._descriptor, order.value)
+
+    def close(self) -> None:
+        """Close; the rank takes it as the launcher's end."""
+        os.close(self._descriptor)
+
+
+def obey(path: Path, dump: Callable[[], None]) -> None:
+    """In the rank: act on what comes through ``path`` from now on, in a thread.
+
+    Args:
+        path: The pipe that the launcher made.
+        dump: Writes down where this rank is.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    threading.Thread(target=_listen, args=(descriptor, dump), name="orders", daemon=True).start()
+
+
+def _listen(descriptor: int, dump: Callable[[], None]) -> None:
+    while letters := os.read(descriptor, 64):
+        for letter in letters:
+            order = Order(bytes([letter]))
+            if order is Order.DUMP:
+                dump()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM if order is Order.STOP else signal.SIGUSR1)
+    # The launcher is gone: save and stop; where that cannot be (a peer is gone too), end.
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    os._exit(1)
