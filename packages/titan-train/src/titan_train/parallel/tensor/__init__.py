@@ -1,0 +1,22 @@
+"""Tensor parallelism with sequence parallelism, from one declarative table per model.
+
+- `styles`: the words of a table, and how it is read.
+- `tables`: the tables of the shipped families (imported by itself, since it imports the models).
+- `plan`, `checks`: what each rank holds, and what is refused, before any rank starts.
+- `apply`: cuts the parameters (`cutting`) and puts hooks (`boundaries`) with the `collectives` around them.
+- `loss`: cross-entropy on logits cut along the vocabulary.
+"""
+
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.styles import Style, Table, merge_tables
+
+__all__ = [
+    "Style",
+    "Table",
+    "apply_tensor_parallel",
+    "check_tensor_parallel",
+    "merge_tables",
+    "vocab_parallel_cross_entropy_sum",
+]

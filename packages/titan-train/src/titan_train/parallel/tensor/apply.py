@@ -1,0 +1,84 @@
+"""Cut a model over the ranks of a group and put the communication around what was cut.
+
+The model keeps its structure and its names. Each rank's parameters become plain tensors of its own shape (no DTensor:
+about 3 ms a layer cheaper on the host, and float8, compilation, pipelines and checkpointing see ordinary modules); the
+returned table says which box of the whole each one is.
+
+A rowwise linear's bias is to be added once, to the sum. The first rank has it and adds it to its summand, the others have
+none: its gradient there is the whole one, and nothing has to be added up.
+"""
+
+import torch.distributed as dist
+from torch import nn
+
+from titan_train.parallel.cut import Cut
+from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
+from titan_train.parallel.tensor.cutting import cut_parameters
+from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
+from titan_train.parallel.tensor.styles import Table
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    table: Table,
+    sequence_parallel: bool,
+    replicate_kv: bool = False,
+    async_tp: bool = False,
+) -> dict[str, Cut]:
+    """Cut ``model`` in place.
+
+    Collective over ``group`` where key-value heads are replicated (it makes a subgroup); local otherwise.
+
+    Args:
+        model: A whole model or a pipeline stage of one, on the meta device or with real weights; after conversion to
+            float8, before expert parallelism, activation checkpointing, compilation and FSDP.
+        group: The tensor-parallel ranks.
+        table: Of the model's family, or a user's own.
+        sequence_parallel: Split the tokens outside of regions over the ranks. The model's hidden states are then
+            ``[B, S / n, d]`` there, between pipeline stages too; S is the number of ``tokens``.
+        replicate_kv: Where there are more ranks than key-value heads, give each head to several ranks.
+        async_tp: Overlap each gather and scatter with the matrix product beside it, by the ring of
+            `titan_train.parallel.tensor.ring`. Needs ``sequence_parallel``.
+
+    Returns:
+        By clean name, each parameter that was cut or whose gradient is a partial sum. A tied parameter is there under
+        each of its names. Logits stay cut by the vocabulary, from the entry ``cuts["lm_head.weight"].offset[0]`` on.
+
+    Raises:
+        ValueError: As `titan_train.parallel.tensor.check_tensor_parallel`.
+    """
+    if group.size() == 1:
+        return {}
+    plan = plan_tensor_parallel(
+        model, group.size(), table=table, sequence_parallel=sequence_parallel, replicate_kv=replicate_kv
+    )
+    cuts = cut_parameters(model, plan, group)
+    for module, attribute, count in plan.heads:
+        setattr(module, attribute, count)
+    for entry in plan.modules:
+        _communicate(entry, group, sequence_parallel=sequence_parallel)
+    return cuts
+
+
+def _communicate(entry: PlannedModule, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Put the hooks of one module's style on it."""
+    module, alone = entry.module, not entry.in_region
+    match entry.style:
+        case "region":
+            make_input_whole(module, group, sequence_parallel=sequence_parallel)
+            sum_output(module, group, sequence_parallel=sequence_parallel)
+        case "head":
+            make_input_whole(module, group, sequence_parallel=sequence_parallel)
+        case "colwise" | "heads" | "kv_heads" if alone:
+            make_input_whole(module, group, sequence_parallel=sequence_parallel)
+        case "rowwise" if alone:
+            sum_output(module, group, sequence_parallel=sequence_parallel)
+        case "embedding":
+            start, count = entry.share(group.size(), group.rank())
+            look_up_own_rows(module, group, first_row=start, num_rows=count, sequence_parallel=sequence_parallel)
+        case "positions" if sequence_parallel:
+            look_up_own_tokens(module, group)
+        case _:
+            pass

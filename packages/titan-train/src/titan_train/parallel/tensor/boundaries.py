@@ -1,0 +1,92 @@
+"""Hooks that communicate where a module's input must be whole, or its output be summed.
+
+They are plain module hooks on the modules that the table names, so the model's code stays as its author wrote it,
+linears stay `nn.Linear` with plain weights (float8 and deferred weight gradients can take them over), activation
+checkpointing repeats the collectives in the same order on every rank, and `torch.compile` traces through them.
+
+Hidden states are ``[..., S, d]``: the sequence is the last dimension but one.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum, share, sum_partials
+
+
+def make_input_whole(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Before the module runs, make its first argument the whole sequence on every rank."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError(
+                f"a tensor-parallel {type(module).__name__} must be given its hidden states as first positional argument."
+            )
+        return enter(args[0], group, sequence_parallel=sequence_parallel), *args[1:]
+
+    module.register_forward_pre_hook(before)
+
+
+def sum_output(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+    """After the module has run, sum its output over the ranks; each keeps its own tokens, or all."""
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"a tensor-parallel {type(module).__name__} must return one tensor, not a {type(output).__name__}."
+            )
+        return leave(output, group, sequence_parallel=sequence_parallel)
+
+    module.register_forward_hook(after)
+
+
+def look_up_own_rows(
+    module: nn.Module, group: dist.ProcessGroup, *, first_row: int, num_rows: int, sequence_parallel: bool
+) -> None:
+    """Make an embedding that holds some rows give zero for the others', and sum its output over the ranks."""
+    rows = _OwnRows(first_row, num_rows)
+    module.register_forward_pre_hook(rows.before)
+    module.register_forward_hook(rows.after)
+    sum_output(module, group, sequence_parallel=sequence_parallel)
+
+
+def look_up_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make an embedding look up only the tokens that this rank keeps, of ids ``[..., S]``."""
+    size, rank = group.size(), group.rank()
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids: Tensor = args[0]
+        length = ids.shape[-1] // size
+        return ids.narrow(-1, rank * length, length), *args[1:]
+
+    module.register_forward_pre_hook(before)
+
+
+def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+    """Into a region: ``[..., S / n, d]`` (or ``[..., S, d]`` on all) to ``[..., S, d]``."""
+    return gather_parts(x, x.ndim - 2, group) if sequence_parallel else share(x, group)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
+    """Out of a region: summands ``[..., S, d]`` to the sum, ``[..., S / n, d]`` (or ``[..., S, d]`` on all)."""
+    return scatter_sum(x, x.ndim - 2, group) if sequence_parallel else sum_partials(x, group)
+
+
+class _OwnRows:
+    """The two hooks of one embedding, and the mask that the second needs from the first."""
+
+    def __init__(self, first_row: int, num_rows: int) -> None:
+        self._first_row = first_row
+        self._num_rows = num_rows
+        self._elsewhere: Tensor | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids: Tensor = args[0] - self._first_row
+        self._elsewhere = (ids < 0) | (ids >= self._num_rows)
+        return ids.masked_fill(self._elsewhere, 0), *args[1:]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert self._elsewhere is not None
+        mask, self._elsewhere = self._elsewhere.unsqueeze(-1), None
+        return output.masked_fill(mask, 0.0)

@@ -1,0 +1,47 @@
+"""Whether tensor parallelism fits a model: asked before any rank starts."""
+
+from torch import nn
+
+from titan_train.parallel.tensor.plan import plan_tensor_parallel
+from titan_train.parallel.tensor.styles import Table
+
+
+def check_tensor_parallel(
+    model: nn.Module,
+    tp: int,
+    *,
+    table: Table,
+    seq_len_local: int,
+    sequence_parallel: bool,
+    replicate_kv: bool = False,
+    async_tp: bool = False,
+) -> None:
+    """Refuse what cannot work; nothing is changed and no process group is needed.
+
+    Args:
+        model: The whole model, on the meta device.
+        tp: Ranks.
+        table: Of the model's family, or a user's own.
+        seq_len_local: Tokens of a row that a tensor-parallel group holds: the sequence over context-parallel ranks.
+        sequence_parallel: Tokens outside of regions are split over the ranks.
+        replicate_kv: Ranks may share a key-value head where there are more ranks than heads.
+        async_tp: Transfers overlapped with the matrix products.
+
+    Raises:
+        ValueError: One sentence on what does not fit, with both numbers, and one on what would.
+    """
+    if tp == 1:
+        return
+    plan_tensor_parallel(model, tp, table=table, sequence_parallel=sequence_parallel, replicate_kv=replicate_kv)
+    if sequence_parallel and seq_len_local % tp:
+        near = max(1, round(seq_len_local / tp)) * tp
+        raise ValueError(
+            f"tp={tp} with sequence parallelism does not divide the {seq_len_local} tokens of a row (after context "
+            f"parallelism): ranks would hold different numbers. The nearest that works is {near} tokens; or turn "
+            "sequence parallelism off."
+        )
+    if async_tp and not sequence_parallel:
+        raise ValueError(
+            f"asynchronous tensor parallelism over tp={tp} ranks overlaps the gather and scatter of sequence "
+            "parallelism, which is off, so there is nothing to overlap. Turn sequence parallelism on."
+        )

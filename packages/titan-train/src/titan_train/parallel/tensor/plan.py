@@ -1,0 +1,232 @@
+"""What each rank holds of each parameter: a table applied to a model, as plain arithmetic.
+
+No process group and no weights are needed, so `check_tensor_parallel` makes the same plan on a laptop that
+`apply_tensor_parallel` carries out on the ranks, and refuses what would fail there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from titan_train.models.names import clean_fqn, named_parameters
+from titan_train.parallel.tensor.styles import Style, Table, style_of
+
+ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "head")
+"""Styles that cut dimension 0 of the weight (and the bias, where there is one)."""
+
+_COLWISE = ("colwise", "heads", "kv_heads")
+_STREAM = ("embedding", "positions", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModule:
+    """One module that takes part."""
+
+    fqn: str
+    module: nn.Module
+    style: Style
+    in_region: bool
+    """A region around it communicates for it."""
+    units: int = 0
+    """What cannot be cut further: heads, or single rows or columns. A rank holds a whole number of them, at least one."""
+    size: int = 0
+    """Rows (or columns) of the whole weight, a multiple of ``units``."""
+
+    def share(self, tp: int, rank: int) -> tuple[int, int]:
+        """First row (or column) of ``rank`` and how many it holds."""
+        start, count = own_units(self.units, tp, rank)
+        width = self.size // self.units
+        return start * width, count * width
+
+    def pieces(self, tp: int) -> int:
+        """Different shares among the ranks: fewer than ``tp`` where heads are replicated."""
+        return min(self.units, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A model's tensor parallelism."""
+
+    modules: tuple[PlannedModule, ...]
+    """Modules with a style, in the model's order."""
+    partial: tuple[str, ...]
+    """Whole parameters whose gradient on one rank is a partial sum."""
+    heads: tuple[tuple[nn.Module, str, int], ...]
+    """(module, attribute, new value): where a module counts its heads, it is to count this rank's."""
+
+
+def own_units(units: int, tp: int, rank: int) -> tuple[int, int]:
+    """The first of this rank's units, and how many: as even as can be, or one that several ranks share."""
+    start = rank * units // tp
+    return start, max(1, (rank + 1) * units // tp - start)
+
+
+def plan_tensor_parallel(
+    model: nn.Module, tp: int, *, table: Table, sequence_parallel: bool, replicate_kv: bool
+) -> TensorPlan:
+    """Read a table against a model, or a pipeline stage of one.
+
+    Args:
+        model: On any device; not cut yet.
+        tp: Ranks.
+        table: Of the model's family, or a user's own.
+        sequence_parallel: Tokens outside of regions are split over the ranks.
+        replicate_kv: Ranks may share a key-value head where there are more ranks than heads.
+
+    Raises:
+        ValueError: The model cannot be cut like that; the message names both numbers, or the module.
+    """
+    named = {clean_fqn(name): module for name, module in model.named_modules()}
+    styles: dict[str, Style] = {}
+    for name in named:
+        style = style_of(name, table) if name else None
+        if style is not None:
+            styles[name] = style
+    regions = [name for name, style in styles.items() if style == "region"]
+    planned: list[PlannedModule] = []
+    counters: dict[tuple[int, str], tuple[nn.Module, str, int]] = {}
+    for name, style in styles.items():
+        module, inside = named[name], _is_inside(name, regions)
+        if inside and style in ("region", *_STREAM):
+            raise ValueError(
+                f"the table puts {name} ({style}) inside the region {_region_of(name, regions)}: its sum over ranks would "
+                "be made twice. Take one of the two out of the table."
+            )
+        units = size = 0
+        if style in ("heads", "kv_heads"):
+            size = _rows_or_columns(name, style, module)
+            units, holders = _count_heads(name, style, size, named)
+            _check_heads(name, style, units, tp, replicate_kv)
+            for holder, attribute, count in holders:
+                counters[id(holder), attribute] = (holder, attribute, own_units(count, tp, 0)[1])
+        elif style in ("embedding", "head", "colwise", "rowwise"):
+            units = size = _rows_or_columns(name, style, module)
+            _check_size(name, style, size, tp)
+        planned.append(PlannedModule(name, module, style, inside, units, size))
+    _check_regions(regions, planned)
+    partial = tuple(_partial_parameters(model, table, styles, regions, sequence_parallel))
+    return TensorPlan(tuple(planned), partial, tuple(counters.values()))
+
+
+def _rows_or_columns(name: str, style: Style, module: nn.Module) -> int:
+    """How long the dimension is that the style cuts."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.ndim != 2:
+        raise ValueError(
+            f"the table says {style} for {name}, a {type(module).__name__}: only a module with a two-dimensional weight "
+            "can be cut. Use 'replicated', or 'region' for a module that holds cut linears."
+        )
+    if style == "embedding" and (not isinstance(module, nn.Embedding) or module.max_norm or module.scale_grad_by_freq):
+        raise ValueError(
+            f"the table says embedding for {name}: it must be an nn.Embedding without max_norm and scale_grad_by_freq, "
+            "which need the whole table. Use 'replicated'."
+        )
+    return weight.shape[0 if style in ROW_CUT else 1]
+
+
+def _check_size(name: str, style: Style, size: int, tp: int) -> None:
+    if style in ("embedding", "head"):
+        if size < tp:
+            raise ValueError(
+                f"tp={tp} ranks cannot share the {size} rows of {name}: one would hold none. Use tp <= {size}."
+            )
+    elif size % tp:
+        what = "inputs" if style == "rowwise" else "outputs"
+        raise ValueError(
+            f"tp={tp} does not divide the {size} {what} of {name}: ranks would hold different amounts. Use one of "
+            f"{_divisors(size, limit=64)}, or a model whose size is a multiple of {tp}."
+        )
+
+
+def _count_heads(
+    name: str, style: Style, rows: int, named: dict[str, nn.Module]
+) -> tuple[int, list[tuple[nn.Module, str, int]]]:
+    """Heads of a projection, and everything beside it that counts them."""
+    parent = named[name.rpartition(".")[0]]
+    holders = [
+        (module, attribute, int(getattr(module, attribute)))
+        for module in (parent, *parent.children())
+        for attribute in ("num_heads", "num_kv_heads")
+        if isinstance(getattr(module, attribute, None), int)
+    ]
+    wanted = "num_heads" if style == "heads" else "num_kv_heads"
+    counts = [count for _, attribute, count in holders if attribute == wanted]
+    counts = counts or [count for _, attribute, count in holders if attribute == "num_heads"]
+    if not counts or rows % counts[0]:
+        found = f"{counts[0]}, which does not divide its {rows} rows" if counts else "none"
+        raise ValueError(
+            f"the table says {style} for {name}, but the number of heads is {found}: give the module that holds it, or "
+            f"one beside it, the attribute {wanted}; or use 'colwise'."
+        )
+    return counts[0], holders
+
+
+def _check_heads(name: str, style: Style, heads: int, tp: int, replicate_kv: bool) -> None:
+    if heads % tp == 0:
+        return
+    attribute = "num_heads" if style == "heads" else "num_kv_heads"
+    if style == "kv_heads" and tp % heads == 0:
+        if replicate_kv:
+            return
+        raise ValueError(
+            f"tp={tp} is more than {attribute}={heads} of {name}: a rank would hold part of a head. Use one of "
+            f"{_divisors(heads)}, or set parallel.replicate_kv=true, which gives each head to {tp // heads} ranks."
+        )
+    raise ValueError(
+        f"tp={tp} does not divide {attribute}={heads} of {name}: a rank would hold part of a head. Use one of "
+        f"{_divisors(heads)}, or a model whose {attribute} is a multiple of {tp}."
+    )
+
+
+def _check_regions(regions: list[str], planned: list[PlannedModule]) -> None:
+    for region in regions:
+        inside = [p.style for p in planned if p.fqn.startswith(f"{region}.")]
+        if "rowwise" not in inside or not set(_COLWISE) & set(inside):
+            raise ValueError(
+                f"the region {region} needs linears of style colwise (or heads) and of style rowwise inside, and has "
+                f"{sorted(set(inside)) or 'none'}: its output is summed over the ranks, so each must compute a part. Add "
+                "them to the table, or make it 'replicated'."
+            )
+
+
+def _partial_parameters(
+    model: nn.Module, table: Table, styles: dict[str, Style], regions: list[str], sequence_parallel: bool
+) -> Iterator[str]:
+    """Whole parameters of which each rank sees some of the tokens, or some of the heads."""
+    forgotten: list[str] = []
+    for name, _ in named_parameters(model):
+        style = style_of(name, table) or _owner_style(name, styles)
+        if style is None or style == "region":
+            forgotten.append(name)
+        elif style in ("replicated", "positions") and (sequence_parallel or _is_inside(name, regions)):
+            yield name
+    if forgotten:
+        more = f" and {len(forgotten) - 5} more" if len(forgotten) > 5 else ""
+        raise ValueError(
+            f"the tensor-parallel table says nothing about {', '.join(forgotten[:5])}{more}: whether their gradients are "
+            "partial sums is unknown. Give each a style; 'replicated' keeps it whole on every rank."
+        )
+
+
+def _owner_style(parameter: str, styles: dict[str, Style]) -> Style | None:
+    """The style of the module that holds a parameter, or "replicated" where a module further out is."""
+    owner = parameter.rpartition(".")[0]
+    if owner in styles:
+        return styles[owner]
+    while owner := owner.rpartition(".")[0]:
+        if styles.get(owner) == "replicated":
+            return "replicated"
+    return None
+
+
+def _is_inside(name: str, regions: list[str]) -> bool:
+    return any(name.startswith(f"{region}.") for region in regions)
+
+
+def _region_of(name: str, regions: list[str]) -> str:
+    return next(region for region in regions if name.startswith(f"{region}."))
+
+
+def _divisors(number: int, limit: int | None = None) -> list[int]:
+    return [d for d in range(1, min(number, limit or number) + 1) if number % d == 0]

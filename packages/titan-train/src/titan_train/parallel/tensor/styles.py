@@ -1,0 +1,102 @@
+"""The words of a tensor-parallel table, and how a table is read.
+
+A table maps patterns of module names to styles, in order; the first pattern that matches a module decides. ``*`` stands
+for one segment of a name, ``**`` for any number of them:
+
+    {
+        "tok_embeddings": "embedding",
+        "layers.*.attention": "region",
+        "layers.*.attention.wq": "heads",
+        "layers.*.attention.w[kv]": "kv_heads",
+        "layers.*.attention.wo": "rowwise",
+        "layers.*.*_norm": "replicated",
+        ...
+    }
+
+Every parameter of the model must be covered: under sequence parallelism, a parameter that the table forgot would get
+1/n of its gradient, and nothing would say so.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+
+from torch import nn
+
+from titan_train.models.names import clean_fqn
+
+Style = Literal[
+    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "rowwise", "replicated", "head"
+]  # fmt: skip
+"""How a module takes part in tensor parallelism. Weights are ``[out, in]``, as in `torch.nn.Linear`.
+
+- ``embedding``: an `nn.Embedding` cut by rows (the vocabulary); its output is summed over the ranks.
+- ``positions``: an `nn.Embedding` that is whole on every rank; under sequence parallelism each looks up its own tokens.
+- ``region``: a module (attention, feed-forward) whose first argument is made whole on every rank, and whose output is a
+  partial sum that is summed over the ranks. It holds the cut linears.
+- ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
+- ``heads``, ``kv_heads``: colwise in whole attention heads; the module that holds it, or a module beside it, tells how
+  many there are by its attributes ``num_heads`` and ``num_kv_heads``, which become this rank's numbers.
+- ``rowwise``: a linear cut by columns of its weight: each rank's output is a summand. Its bias is with the first rank.
+- ``replicated``: whole on every rank, with all that it holds: norms, routers, projections to a shared latent.
+- ``head``: the linear to the vocabulary, cut by rows; its input is made whole, its output stays cut (the loss sums).
+
+A linear outside of every region makes its input whole, or sums its output, by itself.
+"""
+
+Table = Mapping[str, Style]
+"""Pattern of module names to style; the first that matches decides."""
+
+
+def style_of(fqn: str, table: Table) -> Style | None:
+    """The style of the module (or parameter) of this name, or None where no pattern matches it."""
+    for pattern, style in table.items():
+        if matches(pattern, fqn):
+            return style
+    return None
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a pattern stands for a name: segment by segment, ``**`` for any number of them."""
+    return _match_segments(pattern.split("."), fqn.split("."))
+
+
+def merge_tables(model: nn.Module, family: Table, plan: Mapping[str, str]) -> Table:
+    """A user's ``parallel.tp_plan`` before the family's table, so that it wins where both match.
+
+    Args:
+        model: The whole model, on any device.
+        family: The shipped table of the model's family; empty for a user's own model.
+        plan: Pattern to style, from the configuration.
+
+    Raises:
+        ValueError: A style that does not exist, or a pattern that matches nothing in the model; with the nearest choice.
+    """
+    names = [clean_fqn(name) for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
+    merged: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        if style not in get_args(Style):
+            raise ValueError(
+                f"parallel.tp_plan: {pattern!r} = {style!r} is no style; did you mean {_nearest(style, get_args(Style))!r}? "
+                f"There are {', '.join(get_args(Style))}."
+            )
+        if not any(matches(pattern, name) for name in names):
+            raise ValueError(
+                f"parallel.tp_plan: {pattern!r} matches no module of {type(model).__name__}; did you mean "
+                f"{_nearest(pattern, names)!r}? '*' stands for one segment of a name, '**' for any number."
+            )
+        merged[pattern] = cast(Style, style)
+    return {**merged, **{pattern: style for pattern, style in family.items() if pattern not in merged}}
+
+
+def _match_segments(pattern: list[str], name: list[str]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_match_segments(pattern[1:], name[i:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _match_segments(pattern[1:], name[1:])
+
+
+def _nearest(word: str, choices: list[str] | tuple[str, ...]) -> str:
+    return (difflib.get_close_matches(word, choices, n=1, cutoff=0.0) or [""])[0]
