@@ -52,6 +52,9 @@ class Checkpointer:
         on_busy: With ``async_``, what a save does while the last one is in flight: "wait" for it, or "skip".
         overlap: With ``async_``, copy in a thread while training goes on. Weights must not change before the copy is
             made: put the optimizer's step inside ``with ck.guard():``.
+        compress: "auto" compresses optimizer state (byte-shuffle and zstd, in the saver process if there is one)
+            wherever a probe gains a tenth: float32 state takes 17 % less, bfloat16 35 %. Worth it where a writer gets
+            less than about 1 GB/s. Weights stay plain safetensors.
         group: The ranks that save together, over a backend with CPU tensors; None for all.
 
     Raises:
@@ -70,6 +73,7 @@ class Checkpointer:
         async_: bool = False,
         on_busy: Literal["wait", "skip"] = "wait",
         overlap: bool = False,
+        compress: Literal["none", "auto"] = "none",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if on_busy not in ("wait", "skip"):
@@ -78,7 +82,10 @@ class Checkpointer:
             raise ValueError(
                 "overlap=True copies in the background, which only asynchronous saves do. Set async_=True."
             )
+        if compress not in ("none", "auto"):
+            raise ValueError(f"compress={compress!r} is neither 'none' nor 'auto'.")
         self.root = Path(root)
+        self._compress = compress == "auto"
         self.retention = Retention(keep_last, keep_every, keep_best, best_is)
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
         self._ranks = Ranks(group)
@@ -129,6 +136,7 @@ class Checkpointer:
             self._cache,
             metrics=metrics or {},
             retention=self.retention,
+            compress=self._compress,
             owner=savers[0],
         )
         if not self._async:

@@ -99,6 +99,7 @@ def commit_save(
     encoded = index.encode()
     write_plain(folder / INDEX_NAME, encoded)
     manifest = encode_manifest(
+        format_version=index.format,
         step=step,
         save_id=save_id,
         world_size=world_size,

@@ -35,6 +35,6 @@ def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box
     if damages:
         raise DamageError(str(reader.manifest.path), damages)
     item = ITEM_BYTES[tensor.dtype]
-    data = np.frombuffer(reader.bytes_of(chunk.file), np.uint8, count=math.prod(chunk.sizes) * item, offset=begin)
+    data = np.frombuffer(reader.data(tensor, chunk, 0, math.prod(chunk.sizes) * item), np.uint8)
     slices = tuple(slice(at - o, at - o + n) for at, n, o in zip(*box, chunk.offsets, strict=True))
     return data.reshape((*chunk.sizes, item))[slices]

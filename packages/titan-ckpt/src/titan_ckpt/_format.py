@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 1
-"""Version of the format this code writes, and the highest it reads."""
+FORMAT_VERSION = 2
+"""Highest version of the format this code reads. A step is written in the lowest that can hold it: 2 if anything in it
+is compressed, else 1."""
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file covered by one digest: 16 bytes of digest for 4 MiB, so 4 MB for a terabyte."""
@@ -77,8 +78,13 @@ class Entry:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str], at_least: int = 0) -> bytes:
     """The length word and header of a safetensors file, padded so that data starts at a multiple of `DATA_ALIGN`.
+
+    Args:
+        entries: The tensors, in the order of their data.
+        metadata: The header's ``__metadata__``; left out if empty.
+        at_least: Pad to this many bytes in all, a multiple of `DATA_ALIGN`.
 
     Raises:
         ValueError: If the header passes the format's limit, or two tensors share a name.
@@ -91,7 +97,7 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> byte
         begin, end = end, end + entry.nbytes
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    padded = -(-(len(text) + 8) // DATA_ALIGN) * DATA_ALIGN - 8
+    padded = max(-(-(len(text) + 8) // DATA_ALIGN) * DATA_ALIGN, at_least) - 8
     if padded > MAX_HEADER_BYTES:
         raise ValueError(
             f"the safetensors header would be {padded} bytes, over the format's limit of {MAX_HEADER_BYTES}. "

@@ -18,6 +18,16 @@ from titan_ckpt._format import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES
 _MAX_INDEX_BYTES = 4 << 30  # a decompression bomb stops here
 
 
+class Moved(NamedTuple):
+    """Where a tensor of a file with compressed tensors lies."""
+
+    planned: int
+    """Where it would start if nothing were compressed; bytes from the start of the file's data, as the next."""
+    start: int
+    frames: tuple[int, ...] | None
+    """Stored length of each frame; None if it is not compressed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """One file of a step, as its writer reported it."""
@@ -30,17 +40,25 @@ class FileRecord:
     """Digest of each 4 MiB block, 32 hex digits."""
     data_start: int = 0
     """Where tensor data begins; 0 for files that hold no tensors."""
+    moved: tuple[Moved, ...] = ()
+    """Of a file with compressed tensors: where each tensor went. Reported to the commit, which writes it into the
+    tensors' boxes; not kept with the file."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; the digests joined, since they are all of one length."""
         return {"name": self.name, "size": self.size, "blocks": "".join(self.blocks), "data_start": self.data_start}
 
+    def to_report(self) -> dict[str, Any]:
+        """As a JSON object, with what the commit needs to know beside."""
+        return {**self.to_json(), "moved": self.moved}
+
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "FileRecord":
-        """Undo `to_json`."""
+        """Undo `to_json` or `to_report`."""
         joined: str = value["blocks"]
         blocks = tuple(joined[i : i + 32] for i in range(0, len(joined), 32))
-        return cls(value["name"], value["size"], blocks, value["data_start"])
+        moved = tuple(Moved(m[0], m[1], None if m[2] is None else tuple(m[2])) for m in value.get("moved", ()))
+        return cls(value["name"], value["size"], blocks, value["data_start"], moved)
 
 
 class StoredChunk(NamedTuple):
@@ -52,6 +70,8 @@ class StoredChunk(NamedTuple):
     """First byte, from the start of the file's data."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    frames: tuple[int, ...] | None = None
+    """Stored length of each compressed frame; None if the bytes are plain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +103,45 @@ class StoredTensor:
         sizes = [_unpack(column, n) for column in self.columns["sizes"]]
         where = list(zip(*offsets, strict=True)) if offsets else [()] * n
         shapes = list(zip(*sizes, strict=True)) if sizes else [()] * n
-        return [StoredChunk(*row) for row in zip(files, starts, where, shapes, strict=True)]
+        listed: list[list[int] | None] = self.columns.get("frames") or [None] * n
+        frames = [None if lengths is None else tuple(lengths) for lengths in listed]
+        return [StoredChunk(*row) for row in zip(files, starts, where, shapes, frames, strict=True)]
 
 
 def pack_tensor(dtype: str, shape: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredTensor:
     """Store a tensor's boxes by column."""
-    columns = {
+    columns: dict[str, Any] = {
         "count": len(chunks),
         "file": _pack([c.file for c in chunks]),
         "start": _pack([c.start for c in chunks]),
         "offsets": [_pack([c.offsets[d] for c in chunks]) for d in range(len(shape))],
         "sizes": [_pack([c.sizes[d] for c in chunks]) for d in range(len(shape))],
     }
+    if any(c.frames is not None for c in chunks):
+        columns["frames"] = [c.frames for c in chunks]
     return StoredTensor(dtype, tuple(shape), columns)
+
+
+def move_boxes(
+    tensors: dict[str, dict[str, StoredTensor]], files: Sequence[FileRecord]
+) -> dict[str, dict[str, StoredTensor]]:
+    """The tensors, with boxes where the files' writers say they went; the same if nothing was compressed."""
+    places = {
+        number: {moved.planned: moved for moved in record.moved} for number, record in enumerate(files) if record.moved
+    }
+
+    def moved(chunk: StoredChunk) -> StoredChunk:
+        if chunk.file not in places or not math.prod(chunk.sizes):
+            return chunk
+        place = places[chunk.file][chunk.start]
+        return chunk._replace(start=place.start, frames=place.frames)
+
+    if not places:
+        return tensors
+    return {
+        section: {k: pack_tensor(t.dtype, t.shape, [moved(c) for c in t.chunks]) for k, t in entries.items()}
+        for section, entries in tensors.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +163,15 @@ class Index:
         """The record of a file, by name."""
         return next((record for record in self.files if record.name == name), None)
 
+    @property
+    def format(self) -> int:
+        """The lowest version of the format that can hold it."""
+        return 2 if any("frames" in t.columns for entries in self.tensors.values() for t in entries.values()) else 1
+
     def encode(self) -> bytes:
         """As stored."""
         value = {
-            "format": FORMAT_VERSION,
+            "format": self.format,
             "block_bytes": BLOCK_BYTES,
             "files": [record.to_json() for record in self.files],
             "tensors": {

@@ -13,9 +13,9 @@ from typing import Any
 from titan_ckpt import _commit
 from titan_ckpt._digest import Buffer
 from titan_ckpt._format import Entry
-from titan_ckpt._index import FileRecord, Index, StoredTensor
+from titan_ckpt._index import FileRecord, Index, StoredTensor, move_boxes
 from titan_ckpt._retention import Retention
-from titan_ckpt._write import write_bytes, write_safetensors
+from titan_ckpt._write import write_bytes, write_packed_safetensors, write_safetensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Shard:
 
     name: str
     entries: tuple[Entry, ...]
+    compress: bool = False
+    """Whether to compress tensors where that is worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class Job:
         """Undo `encode`."""
         value: dict[str, Any] = json.loads(data)
         shards = tuple(
-            Shard(s["name"], tuple(Entry(e["name"], e["dtype"], tuple(e["shape"])) for e in s["entries"]))
+            Shard(
+                s["name"], tuple(Entry(e["name"], e["dtype"], tuple(e["shape"])) for e in s["entries"]), s["compress"]
+            )
             for s in value["shards"]
         )
         lead = None
@@ -98,7 +102,8 @@ def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[Fi
     for shard in job.shards:
         pieces = (next(supply) for _ in shard.entries)
         # Older readers of safetensors files refuse one that does not say it came from PyTorch.
-        records.append(write_safetensors(job.folder, shard.name, shard.entries, pieces, {"format": "pt"}))
+        write = write_packed_safetensors if shard.compress else write_safetensors
+        records.append(write(job.folder, shard.name, shard.entries, pieces, {"format": "pt"}))
     records += [write_bytes(job.folder, name, text.encode()) for name, text in job.texts]
     return records
 
@@ -120,7 +125,7 @@ def commit_job(job: Job, records: Iterable[FileRecord]) -> Path:
         save_id=job.save_id,
         world_size=job.world_size,
         files=files,
-        index=Index(tuple(files), lead.tensors, lead.tied),
+        index=Index(tuple(files), move_boxes(lead.tensors, files), lead.tied),
         versions=lead.versions,
         metrics=lead.metrics,
     )

@@ -21,6 +21,9 @@ from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._plan import Box, intersect
 from titan_ckpt._read import FolderReader
 
+# Compressed rows are unpacked about this many bytes at a time.
+_UNPACKED_BYTES = 32 << 20
+
 Verify = Literal["touched", "all", "none"]
 """Check the blocks that are read, every block of the step, or nothing but sizes, manifest and index."""
 
@@ -91,7 +94,8 @@ def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
     """Write the targets."""
     for listed in copies.values():
         for copy in listed:
-            copy.into.copy_(_narrow(_chunk_tensor(reader, copy.stored, copy.chunk), copy.chunk.offsets, copy.box))
+            for into, values in _values(reader, copy):
+                into.copy_(values)
 
 
 def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
@@ -113,6 +117,24 @@ def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
     return tensor
 
 
+def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of a copy: where to, and the values as a view of the file or of decompressed rows."""
+    chunk = copy.chunk
+    if chunk.frames is None:
+        yield copy.into, _narrow(_chunk_tensor(reader, copy.stored, chunk), chunk.offsets, copy.box)
+        return
+    row_bytes = math.prod(chunk.sizes[1:]) * ITEM_BYTES[copy.stored.dtype]
+    (first, *inner_offsets), (count, *inner_sizes) = copy.box
+    step = max(_UNPACKED_BYTES // row_bytes, 1)
+    for at in range(first, first + count, step):
+        n = min(step, first + count - at)
+        begin = (at - chunk.offsets[0]) * row_bytes
+        data = reader.data(copy.stored, chunk, begin, begin + n * row_bytes)
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[copy.stored.dtype]).view(n, *chunk.sizes[1:])
+        box = (at, *inner_offsets), (n, *inner_sizes)
+        yield copy.into.narrow(0, at - first, n), _narrow(rows, (at, *chunk.offsets[1:]), box)
+
+
 def _chunk_tensor(reader: FolderReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
     begin, end = reader.span(stored, chunk)
     raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
@@ -130,11 +152,16 @@ def _narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
 
 def _byte_runs(reader: FolderReader, copy: Copy) -> Iterator[tuple[int, int]]:
     """Byte ranges of the file that a copy touches; gaps shorter than a block are included."""
-    base, _ = reader.span(copy.stored, copy.chunk)
+    for begin, end in _data_runs(copy):
+        yield reader.stored_range(copy.stored, copy.chunk, begin, end)
+
+
+def _data_runs(copy: Copy) -> Iterator[tuple[int, int]]:
+    """The same, as ranges of the chunk's own bytes before compression."""
     item = ITEM_BYTES[copy.stored.dtype]
     sizes = copy.chunk.sizes
     if not sizes:
-        yield base, base + item
+        yield 0, item
         return
     row = math.prod(sizes[1:]) * item
     low = [b - o for b, o in zip(copy.box[0], copy.chunk.offsets, strict=True)]
@@ -143,7 +170,7 @@ def _byte_runs(reader: FolderReader, copy: Copy) -> Iterator[tuple[int, int]]:
     last = [at + n - 1 for at, n in zip(low, copy.box[1], strict=True)]
     inner_end = sum(at * stride for at, stride in zip(last[1:], strides[1:], strict=True)) + item
     if row < BLOCK_BYTES:
-        yield base + low[0] * row + inner_begin, base + last[0] * row + inner_end
+        yield low[0] * row + inner_begin, last[0] * row + inner_end
         return
     for index in range(low[0], last[0] + 1):
-        yield base + index * row + inner_begin, base + index * row + inner_end
+        yield index * row + inner_begin, index * row + inner_end

@@ -107,6 +107,7 @@ class Manifest:
 
 def encode_manifest(
     *,
+    format_version: int,
     step: int,
     save_id: str,
     world_size: int,
@@ -118,7 +119,7 @@ def encode_manifest(
 ) -> bytes:
     """The manifest's bytes, its own digest included."""
     value: dict[str, Any] = {
-        "format": FORMAT_VERSION,
+        "format": format_version,
         "step": step,
         "save_id": save_id,
         "world_size": world_size,

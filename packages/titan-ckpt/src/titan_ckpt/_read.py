@@ -4,10 +4,12 @@ A file is mapped copy-on-write after its size was checked against the manifest (
 a bus error, not an exception). A block is checked the first time any of its bytes is asked for.
 """
 
+import math
 import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from titan_ckpt._codec import FRAME_BYTES, unpack_frame
 from titan_ckpt._digest import block_digests
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
@@ -42,10 +44,31 @@ class FolderReader:
     def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
         """First byte of a chunk in its file, and the byte after its last."""
         begin = self.index.files[chunk.file].data_start + chunk.start
-        count = 1
-        for size in chunk.sizes:
-            count *= size
-        return begin, begin + count * ITEM_BYTES[tensor.dtype]
+        if chunk.frames is not None:
+            return begin, begin + sum(chunk.frames)
+        return begin, begin + math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+
+    def stored_range(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> tuple[int, int]:
+        """The bytes of the file that hold bytes ``begin`` to ``end`` of a chunk's data."""
+        base, _ = self.span(tensor, chunk)
+        if chunk.frames is None:
+            return base + begin, base + end
+        first, last = begin // FRAME_BYTES, -(-end // FRAME_BYTES)
+        return base + sum(chunk.frames[:first]), base + sum(chunk.frames[:last])
+
+    def data(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> memoryview:
+        """Bytes ``begin`` to ``end`` of a chunk's data: mapped, or decompressed. Writable. Not checked."""
+        file = self.bytes_of(chunk.file)
+        at, stop = self.stored_range(tensor, chunk, begin, end)
+        if chunk.frames is None:
+            return file[at:stop]
+        item, total = ITEM_BYTES[tensor.dtype], math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+        first, raw = begin // FRAME_BYTES, bytearray()
+        for number in range(first, -(-end // FRAME_BYTES)):
+            frame_bytes = min(FRAME_BYTES, total - number * FRAME_BYTES)
+            raw += unpack_frame(file[at : at + chunk.frames[number]], frame_bytes, item)
+            at += chunk.frames[number]
+        return memoryview(raw)[begin - first * FRAME_BYTES : end - first * FRAME_BYTES]
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
         """Files of others carry no digests: nothing is found."""

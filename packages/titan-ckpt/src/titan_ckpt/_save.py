@@ -80,11 +80,13 @@ def begin_job(
     *,
     metrics: Mapping[str, float],
     retention: Retention,
+    compress: bool,
     owner: _commit.Process,
 ) -> Job:
     """Make the unfinished step's folder and this rank's job. Collective.
 
     Args:
+        compress: Whether optimizer state is compressed where that is worth it.
         owner: The process of rank 0 that will commit: while it lives, the folder is not swept.
 
     Raises:
@@ -106,7 +108,7 @@ def begin_job(
             entries = tuple(
                 Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
             )
-            shards.append(Shard(shard_name(section, ranks.rank), entries))
+            shards.append(Shard(shard_name(section, ranks.rank), entries, compress and section == "optim"))
     texts: list[tuple[str, str]] = []
     if planned.collected.own:
         texts.append((rank_state_name(ranks.rank), _tree.dump_json(planned.collected.own).decode()))
@@ -133,7 +135,7 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> Path:
     try:
         records: list[FileRecord] = []
         error = _attempt(lambda: records.extend(write_job(job, _bytes(planned))), job)
-        reports = ranks.gather(_tree.dump_json([record.to_json() for record in records]))
+        reports = ranks.gather(_tree.dump_json([record.to_report() for record in records]))
         ranks.agree(error, doing)
         if reports is not None:
             everyone = [FileRecord.from_json(record) for report in reports for record in json.loads(report)]

@@ -95,7 +95,7 @@ def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> dict[str
     peers = [Process(**peer) for peer in meeting["savers"]]
     deadline = time.monotonic() + meeting["timeout_s"]
     try:
-        _report(job, {"files": [record.to_json() for record in write_job(job, _buffers(job, arena))]})
+        _report(job, {"files": [record.to_report() for record in write_job(job, _buffers(job, arena))]})
     except (OSError, ValueError) as err:
         text = f"rank {job.rank} cannot write below {job.folder}: {err}. Earlier steps are intact."
         with contextlib.suppress(OSError):

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
+from titan_ckpt._codec import MIN_BYTES, Packer
 from titan_ckpt._digest import BlockDigester, Buffer
-from titan_ckpt._format import Entry, encode_header
-from titan_ckpt._index import FileRecord
+from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES, Entry, encode_header
+from titan_ckpt._index import FileRecord, Moved
 
 # One write call takes at most this much, so that hashing finds the bytes still in the processor's cache.
 _WRITE_BYTES = 1 << 20
@@ -55,6 +56,85 @@ def write_safetensors(
 
     size, blocks = _write(folder / name, pieces())
     return FileRecord(name, size, blocks, len(header))
+
+
+def write_packed_safetensors(
+    folder: Path,
+    name: str,
+    entries: Sequence[Entry],
+    buffers: Iterable[Buffer | Iterable[Buffer]],
+    metadata: dict[str, str],
+) -> FileRecord:
+    """Write a safetensors file whose tensors are compressed where that is worth it.
+
+    A compressed tensor stands in the file as a U8 one. What that takes is known only after the data is written, so
+    room for the longest possible header is left, and the header is written last.
+
+    Args and errors as `write_safetensors`, but each buffer is whole.
+    """
+    plain = encode_header(entries, metadata)
+    as_bytes = encode_header((Entry(e.name, "U8", (e.nbytes,)) for e in entries), metadata)
+    reserved = len(plain) + len(as_bytes)
+    packer, stored, moved = Packer(), list[Entry](), list[Moved]()
+
+    def pieces() -> Iterable[Buffer]:
+        start = planned = 0
+        for entry, buffer in zip(entries, buffers, strict=True):
+            raw = _whole(buffer)
+            if len(raw) != entry.nbytes:
+                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {len(raw)}.")
+            item = ITEM_BYTES[entry.dtype]
+            if len(raw) >= MIN_BYTES and packer.gains(raw, item):
+                lengths: list[int] = []
+                for frame in packer.frames(raw, item):
+                    lengths.append(memoryview(frame).nbytes)
+                    yield frame
+                padding = -sum(lengths) % 8  # keeps the tensors after it aligned
+                yield bytes(padding)
+                stored.append(Entry(entry.name, "U8", (sum(lengths) + padding,)))
+                moved.append(Moved(planned, start, tuple(lengths)))
+            else:
+                yield raw
+                stored.append(entry)
+                moved.append(Moved(planned, start, None))
+            planned += entry.nbytes
+            start += stored[-1].nbytes
+
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
+    boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
+    beside, rest = bytearray(), BlockDigester()
+    with path.open("xb", buffering=0) as file:
+        file.seek(reserved)
+        for piece in pieces():
+            view = memoryview(piece).cast("B")
+            _write_all(file.fileno(), view)
+            room = min(boundary - reserved - len(beside), len(view))
+            beside += view[:room]
+            rest.feed(view[room:])
+        header = encode_header(stored, metadata, at_least=reserved)
+        assert len(header) == reserved
+        file.seek(0)
+        _write_all(file.fileno(), header)
+        os.fsync(file.fileno())
+    front = BlockDigester()
+    front.feed(header)
+    front.feed(beside)
+    packed = any(place.frames is not None for place in moved)
+    return FileRecord(
+        name,
+        front.size + rest.size,
+        (*front.finish(), *rest.finish()),
+        reserved,
+        tuple(moved) if packed else (),
+    )
+
+
+def _whole(buffer: Buffer | Iterable[Buffer]) -> memoryview:
+    if isinstance(buffer, bytes | bytearray | memoryview):
+        return memoryview(buffer).cast("B")
+    return memoryview(b"".join(buffer))
 
 
 def write_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
