@@ -16,6 +16,19 @@ SHIPPED_MODELS: tuple[str, ...] = (
     "llama3_405b",
     "gpt_debug",
     "gpt3_175b",
+    "qwen3_debug",
+    "qwen3_moe_debug",
+    "qwen3_0.6b",
+    "qwen3_1.7b",
+    "qwen3_4b",
+    "qwen3_8b",
+    "qwen3_14b",
+    "qwen3_32b",
+    "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
+    "deepseek_debug",
+    "deepseek_v2_lite",
+    "deepseek_v3",
 )
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from titan_train.config.model import ModelConfig
+from titan_train.models.deepseek import DEEPSEEK_CONFIGS, DeepSeek
 from titan_train.models.gpt import GPT, GPT_CONFIGS
 from titan_train.models.llama import LLAMA_CONFIGS, Llama
+from titan_train.models.qwen3 import QWEN3_CONFIGS, Qwen3
 
 _Args = TypeVar("_Args")
 
 
 def list_models() -> list[str]:
     """Names of the shipped models."""
-    return [*LLAMA_CONFIGS, *GPT_CONFIGS]
+    return [*LLAMA_CONFIGS, *GPT_CONFIGS, *QWEN3_CONFIGS, *DEEPSEEK_CONFIGS]
 
 
 def build_model(config: ModelConfig, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
@@ -45,6 +47,10 @@ def build_model(config: ModelConfig, *, vocab_size: int | None, device: torch.de
             return _build_own(config, vocab_size)
         if config.name in LLAMA_CONFIGS:
             return Llama(_override(LLAMA_CONFIGS[config.name], config, vocab_size))
+        if config.name in QWEN3_CONFIGS:
+            return Qwen3(_override(QWEN3_CONFIGS[config.name], config, vocab_size))
+        if config.name in DEEPSEEK_CONFIGS:
+            return DeepSeek(_override(DEEPSEEK_CONFIGS[config.name], config, vocab_size))
         gpt_args = _override(GPT_CONFIGS[config.name], config, vocab_size)
         if config.seq_len > gpt_args.max_seq_len:
             raise ValueError(

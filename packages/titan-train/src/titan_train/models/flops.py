@@ -1,21 +1,29 @@
 """Model FLOPs per token, for throughput and MFU, and parameter counts.
 
 Convention (PaLM, arXiv:2204.02311, appendix B): a matrix of N parameters costs 2 N FLOPs a token forward and 4 N
-backward, so 6 N; attention scores and their use cost 12 * L * q * S more a token, with q = heads x head width. N leaves
-out input embeddings, which are looked up, not multiplied; a matrix tied to the head counts once, for the head. A
-causal kernel skips half of the attention term, yet by convention it is counted in full unless ``causal=True``.
+backward, so 6 N; attention scores and their use cost 12 * L * q * S more a token, with q = heads x head width (where
+values are narrower than keys, the mean of both widths). N leaves out input embeddings, which are looked up, not
+multiplied; a matrix tied to the head counts once, for the head. Of routed experts only those that a token goes through
+count. A causal kernel skips half of the attention term, yet by convention it is counted in full unless ``causal=True``.
 Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
 """
 
 from torch import nn
 
 from titan_train.models.attention import CausalAttention
+from titan_train.models.deepseek.attention import LatentAttention
+from titan_train.models.moe import MoE
 from titan_train.models.names import unwrap
 
 
 def count_parameters(model: nn.Module) -> int:
     """Trainable and frozen parameters; tied ones count once, sharded ones in full."""
     return sum(p.numel() for p in model.parameters())
+
+
+def count_active_parameters(model: nn.Module) -> int:
+    """Parameters that one token meets: all but the routed experts that it does not go to. For the whole model."""
+    return count_parameters(model) - _idle_parameters(model)
 
 
 def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> float:
@@ -35,5 +43,18 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
     others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
     multiplied = {id(p) for m in others for p in m.parameters(recurse=False)}
     matrices = sum(count for key, count in used.items() if key not in looked_up or key in multiplied)
-    attention = sum(m.num_heads * m.head_dim for m in model.modules() if isinstance(m, CausalAttention))
-    return 6.0 * matrices + (6.0 if causal else 12.0) * attention * seq_len
+    matrices -= _idle_parameters(model)
+    # twice the width of a head: once for the scores, once for the values
+    attention = sum(2 * m.num_heads * m.head_dim for m in model.modules() if isinstance(m, CausalAttention))
+    padding = sum(m.num_heads * m.padding for m in model.modules() if isinstance(m, LatentAttention))
+    return 6.0 * matrices + (3.0 if causal else 6.0) * (attention - padding) * seq_len
+
+
+def _idle_parameters(model: nn.Module) -> int:
+    """Parameters of routed experts that a token does not go to."""
+    idle = 0
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            of_one = sum(p.numel() for p in layer.experts.parameters()) // layer.args.num_experts
+            idle += of_one * (layer.args.num_experts - layer.args.experts_per_token)
+    return idle

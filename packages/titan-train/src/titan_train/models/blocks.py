@@ -1,0 +1,83 @@
+"""The blocks that the newer families share: RMSNorm decoder layers with grouped-query attention and SwiGLU.
+
+A decoder layer is ``x + attention(norm(x))`` and then ``x + f(norm(x))``, where f is a dense feed-forward or a mixture of
+experts. Attention takes ``(x, context)``; both submodules see whole rows, also where sequence parallelism cuts ``x``
+between them.
+
+Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head width.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_train.models.attention import CausalAttention, SequenceContext
+from titan_train.models.moe import MoE
+from titan_train.models.rope import apply_rope
+from titan_train.models.shared_input import SharedInput
+
+
+class DecoderBlock(nn.Module):
+    """One decoder layer, dense or with experts: ``feed_forward`` or ``moe`` is None."""
+
+    def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module) -> None:
+        """Put a layer together; a `MoE` as ``feed_forward`` is registered as ``moe``."""
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        sparse = isinstance(feed_forward, MoE)
+        self.feed_forward = None if sparse else feed_forward
+        self.moe = feed_forward if sparse else None
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        x = x + self.attention(self.attention_norm(x), context)
+        inner = self.feed_forward if self.moe is None else self.moe
+        assert inner is not None
+        return x + inner(self.ffn_norm(x))
+
+
+class GroupedQueryAttention(nn.Module):
+    """Rotary attention in which each key head serves several query heads, without biases."""
+
+    def __init__(
+        self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, qk_norm_eps: float | None = None
+    ) -> None:
+        """Build the projections; ``qk_norm_eps`` adds an RMSNorm over each query and key head (Qwen3)."""
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.linears = SharedInput()
+        self.inner_attention = CausalAttention(num_heads, num_kv_heads, head_dim)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        assert context.rope is not None
+        # -1 heads: a module whose projections were cut over ranks holds only its own
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(x, self.wq, self.wk, self.wv))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        out = self.inner_attention(apply_rope(q, *context.rope), apply_rope(k, *context.rope), v, context)
+        return self.wo(out.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward ``w2(silu(w1 x) * w3 x)`` (arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        """Build the three projections, without biases."""
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.linears = SharedInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        gate, up = self.linears(x, self.w1, self.w3)
+        return self.w2(F.silu(gate) * up)

@@ -1,0 +1,117 @@
+"""A decoder-only model from a list of layers: embedding → layers → norm → head.
+
+What the newer families (Qwen3, DeepSeek) have in common: how rows, documents and positions become a context, how a
+pipeline stage that holds only part of the model runs, and how weights start.
+
+Shapes: B batch, S sequence, d width, V vocabulary, N documents of a row (padded).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titan_train.models.attention import SequenceContext, document_mask, document_positions
+from titan_train.models.rope import rope_cos_sin
+
+
+class Decoder(nn.Module):
+    """A stack of decoder layers with rotary positions."""
+
+    supports_kv_cache = True
+    """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        dim: int,
+        vocab_size: int,
+        norm_eps: float,
+        tied_embeddings: bool,
+        rope_dim: int,
+        rope_theta: float,
+    ) -> None:
+        """Put the model together; weights are set by `init_weights`.
+
+        Args:
+            layers: Called as ``layer(x, context)``.
+            dim: d.
+            vocab_size: V.
+            norm_eps: Of the last norm.
+            tied_embeddings: The head is the embedding's matrix.
+            rope_dim: Rotated channels of a head.
+            rope_theta: Base of the rotary frequencies.
+        """
+        super().__init__()
+        self.num_layers = len(layers)
+        self.rope_dim = rope_dim
+        self.rope_theta = rope_theta
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(vocab_size, dim)
+        # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(dim, eps=norm_eps)
+        self.lm_head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
+        if tied_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits of every next token.
+
+        Args:
+            tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
+                (then ``positions`` must be given).
+            positions: Position of each token in its document, ``[B, S]`` int64; the default counts from each
+                document's start.
+            cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
+                inside documents. None: every row is one document.
+
+        Returns:
+            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
+        """
+        context = self.sequence_context(tokens, positions, cu_seqlens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
+
+    def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
+        """What the layers need to know about the rows of a batch; arguments as in `forward`."""
+        seq_len = tokens.shape[1] if positions is None else positions.shape[1]
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, seq_len)
+        elif positions is None:
+            positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+        return SequenceContext(
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            mask=None if cu_seqlens is None else document_mask(cu_seqlens, seq_len),
+            rope=self.rope(positions),
+        )
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary angles of ``positions`` ``[B, S]``, each ``[B, S, 1, rope_dim / 2]`` float32."""
+        return rope_cos_sin(positions, self.rope_dim, self.rope_theta)
+
+    def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill one full parameter or buffer with its initial value.
+
+        Norms are one and expert biases zero; matrices, stacked experts among them, are normal with standard deviation
+        0.02, those that write to the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers), so that its variance
+        does not grow with depth (GPT-2).
+
+        Args:
+            fqn: Name of the parameter in this model.
+            tensor: The whole parameter, a plain tensor; written in place.
+            generator: Source of all randomness, on the tensor's device.
+        """
+        owner, leaf = fqn.split(".")[-2:]
+        if leaf == "expert_bias":
+            nn.init.zeros_(tensor)
+        elif owner.endswith("norm"):
+            nn.init.ones_(tensor)
+        elif owner in ("wo", "w2") or leaf == "w2":
+            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.num_layers), generator=generator)
+        else:
+            nn.init.normal_(tensor, std=0.02, generator=generator)

@@ -1,0 +1,79 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+Keys and values of all heads are made from one narrow latent a token, so that a cache would hold only that; queries may be
+made from a latent too. As a latent cannot be rotated, each head has channels without positions, and next to them a few
+rotated ones; the rotated key is one for all heads. Rotated channels are paired with their neighbours, as in published
+DeepSeek weights: here they are sorted into halves first, in queries and keys alike, which changes no score.
+
+Value heads are narrower than key heads. They are padded with zeros, because attention kernels, ring attention and the
+key-value cache want equal widths: a quarter more of the attention's products in DeepSeek-V3, but the fast kernels.
+
+Shapes: B batch, S sequence, d width, H heads.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_train.models.attention import CausalAttention, SequenceContext
+from titan_train.models.deepseek.configs import DeepSeekArgs
+from titan_train.models.deepseek.yarn import yarn_score_scale
+from titan_train.models.rope import apply_rope
+from titan_train.models.shared_input import SharedInput
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values come from a latent."""
+
+    def __init__(self, args: DeepSeekArgs) -> None:
+        """Build the projections."""
+        super().__init__()
+        self.nope_dim, self.rope_dim, self.v_dim = args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim
+        self.num_heads = args.num_heads
+        self.padding = args.qk_head_dim - args.v_head_dim
+        """Zero channels added to each value head."""
+        self.kv_rank = args.kv_lora_rank
+        self.score_scale = yarn_score_scale(args)
+        queries = args.num_heads * args.qk_head_dim
+        if args.q_lora_rank == 0:
+            self.wq = nn.Linear(args.dim, queries, bias=False)
+        else:
+            self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=args.norm_eps)
+            self.wq_b = nn.Linear(args.q_lora_rank, queries, bias=False)
+        self.has_q_latent = args.q_lora_rank > 0
+        self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=args.norm_eps)
+        self.wkv_b = nn.Linear(args.kv_lora_rank, args.num_heads * (self.nope_dim + self.v_dim), bias=False)
+        self.wo = nn.Linear(args.num_heads * self.v_dim, args.dim, bias=False)
+        self.linears = SharedInput()
+        self.inner_attention = CausalAttention(args.num_heads, args.num_heads, args.qk_head_dim)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        assert context.rope is not None
+        if self.has_q_latent:
+            q_latent, kv_latent = self.linears(x, self.wq_a, self.wkv_a)
+            q = self.wq_b(self.q_norm(q_latent))
+        else:
+            q, kv_latent = self.linears(x, self.wq, self.wkv_a)
+        latent, key_rope = kv_latent.split([self.kv_rank, self.rope_dim], dim=-1)
+
+        # -1 heads: a module whose projections were cut over ranks holds only its own
+        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
+        q = torch.cat((q_nope, apply_rope(_halves(q_rope), *context.rope)), dim=-1) * self.score_scale
+        k_nope, v = (
+            self.wkv_b(self.kv_norm(latent))
+            .unflatten(-1, (-1, self.nope_dim + self.v_dim))
+            .split([self.nope_dim, self.v_dim], dim=-1)
+        )
+        k_rope = apply_rope(_halves(key_rope.unsqueeze(-2)), *context.rope)
+        k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
+        out = self.inner_attention(q, k, F.pad(v, (0, self.padding)), context)
+        return self.wo(out[..., : self.v_dim].flatten(-2))
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Channels 0, 2, 4, … and then 1, 3, 5, …: neighbours that form a pair become first and second half."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

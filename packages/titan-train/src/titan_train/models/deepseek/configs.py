@@ -1,0 +1,191 @@
+"""Shapes of DeepSeek-V2-Lite and DeepSeek-V3.
+
+Sources: arXiv:2405.04434 (V2, appendix B), arXiv:2412.19437 (V3, section 4.2) and the published configurations. V3's
+extra layer that predicts a second token is not part of the model here. Parameter counts are exact and held by a test.
+"""
+
+from dataclasses import dataclass
+
+from titan_train.models.moe import MoEArgs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSeekArgs:
+    """The shape of one DeepSeek-V2 or V3-architecture decoder."""
+
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Decoder blocks."""
+    num_dense_layers: int = 1
+    """First blocks, which have a dense feed-forward instead of experts."""
+    num_heads: int
+    """Attention heads."""
+    q_lora_rank: int = 0
+    """Width of the queries' latent; 0 projects queries directly."""
+    kv_lora_rank: int = 512
+    """Width of the latent that keys and values are made from."""
+    qk_nope_head_dim: int = 128
+    """Channels of a query or key head without positions."""
+    qk_rope_head_dim: int = 64
+    """Rotated channels of a query head, and of the one key that all heads share."""
+    v_head_dim: int = 128
+    """Channels of a value head."""
+    ffn_dim: int
+    """Width of the dense feed-forward's hidden layer."""
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tied_embeddings: bool = False
+    """The head is the embedding's matrix."""
+    num_experts: int
+    """Experts that tokens are routed to."""
+    experts_per_token: int
+    """Experts that each token is routed to."""
+    expert_ffn_dim: int
+    """Width of one expert's hidden layer."""
+    num_shared_experts: int = 1
+    """Experts that every token goes through."""
+    scores: str = "sigmoid"
+    """Scores from the router's logits: softmax (V2) or sigmoid (V3)."""
+    normalize_weights: bool = True
+    """Divide a token's expert weights by their sum."""
+    route_scale: float = 1.0
+    """Factor of the expert weights."""
+    num_groups: int = 1
+    """Equal groups of experts; 1 lets a token choose among all."""
+    top_groups: int = 1
+    """Groups that a token's experts may come from."""
+    bias_rate: float = 0.001
+    """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
+    balance_loss: float = 0.0001
+    """Coefficient of the balance loss, taken over each sequence."""
+    z_loss: float = 0.0
+    """Coefficient of the router's z-loss."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_factor: float = 1.0
+    """YaRN's stretch of the context; 1 is plain RoPE, as in pretraining before the context is extended."""
+    rope_original_seq_len: int = 4096
+    """Context length before stretching, in tokens."""
+    rope_beta_fast: float = 32.0
+    """Frequencies that turn more often than this over the original context are kept."""
+    rope_beta_slow: float = 1.0
+    """Frequencies that turn fewer times than this over the original context are divided by ``rope_factor``."""
+    rope_mscale: float = 1.0
+    """YaRN's temperature: attention scores are multiplied by (0.1 * this * ln(rope_factor) + 1) squared."""
+
+    def __post_init__(self) -> None:
+        counts = ("dim", "num_layers", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "ffn_dim")
+        for name in (*counts, "vocab_size", "rope_original_seq_len"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
+        if self.q_lora_rank < 0:
+            raise ValueError(f"model.args.q_lora_rank={self.q_lora_rank} must be >= 0; 0 projects queries directly.")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.args.num_dense_layers={self.num_dense_layers} must be from 0 to num_layers={self.num_layers}; "
+                f"the nearest valid choice is {min(max(0, self.num_dense_layers), self.num_layers)}."
+            )
+        if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"model.args.qk_rope_head_dim={self.qk_rope_head_dim} must be a positive even number: RoPE turns pairs "
+                f"of channels. The nearest valid choice is {max(2, self.qk_rope_head_dim + self.qk_rope_head_dim % 2)}."
+            )
+        if self.v_head_dim > self.qk_head_dim:
+            raise ValueError(
+                f"model.args.v_head_dim={self.v_head_dim} is wider than a key head, qk_nope_head_dim + qk_rope_head_dim "
+                f"= {self.qk_head_dim}: values are padded to the keys' width for the attention kernels. The nearest "
+                f"valid choice is {self.qk_head_dim}."
+            )
+        if self.rope_factor < 1:
+            raise ValueError(f"model.args.rope_factor={self.rope_factor} must be >= 1; 1 is plain RoPE.")
+        if self.rope_theta <= 1:
+            raise ValueError(f"model.args.rope_theta={self.rope_theta} must be above 1; DeepSeek takes 10000.")
+        if not 0 < self.rope_beta_slow < self.rope_beta_fast:
+            raise ValueError(
+                f"model.args.rope_beta_slow={self.rope_beta_slow} must be positive and below "
+                f"rope_beta_fast={self.rope_beta_fast}; DeepSeek takes 1 and 32."
+            )
+        self.moe()
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def moe(self) -> MoEArgs:
+        """The mixture of experts of one layer."""
+        return MoEArgs(
+            dim=self.dim,
+            expert_ffn_dim=self.expert_ffn_dim,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            num_shared_experts=self.num_shared_experts,
+            scores=self.scores,
+            normalize_weights=self.normalize_weights,
+            route_scale=self.route_scale,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            bias_rate=self.bias_rate,
+            balance_loss=self.balance_loss,
+            z_loss=self.z_loss,
+        )
+
+
+DEEPSEEK_CONFIGS: dict[str, DeepSeekArgs] = {
+    # starts in a blink, with everything that V3 has: for tests and for trying a configuration
+    "deepseek_debug": DeepSeekArgs(
+        dim=64,
+        num_layers=3,
+        num_heads=8,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        ffn_dim=192,
+        vocab_size=512,
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_dim=96,
+        route_scale=2.5,
+        num_groups=4,
+        top_groups=2,
+    ),
+    "deepseek_v2_lite": DeepSeekArgs(
+        dim=2048,
+        num_layers=27,
+        num_heads=16,
+        ffn_dim=10944,
+        vocab_size=102_400,
+        num_experts=64,
+        experts_per_token=6,
+        expert_ffn_dim=1408,
+        num_shared_experts=2,
+        scores="softmax",
+        normalize_weights=False,
+        bias_rate=0.0,
+        balance_loss=0.001,
+        rope_factor=40.0,
+        rope_mscale=0.707,
+    ),
+    "deepseek_v3": DeepSeekArgs(
+        dim=7168,
+        num_layers=61,
+        num_dense_layers=3,
+        num_heads=128,
+        q_lora_rank=1536,
+        ffn_dim=18432,
+        vocab_size=129_280,
+        num_experts=256,
+        experts_per_token=8,
+        expert_ffn_dim=2048,
+        route_scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        rope_factor=40.0,
+    ),
+}

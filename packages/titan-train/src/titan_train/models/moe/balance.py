@@ -1,0 +1,133 @@
+"""Keep experts equally busy without a loss that fights the language model's, and report how busy they are.
+
+Each expert has a bias that only the choice of experts sees. Once in an optimizer step it moves by ``bias_rate`` up where
+the expert got fewer tokens than the mean and down where it got more (arXiv:2408.15664). The load is counted over all
+micro-batches and all ranks that saw different tokens, so the bias is the same for every layout and on every rank.
+
+Shapes: E experts, L layers.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_train.models.moe.layer import MoE
+from titan_train.models.names import clean_fqn, unwrap
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRouting:
+    """How one layer's tokens were routed in one optimizer step, over all ranks."""
+
+    load: tuple[int, ...]
+    """Tokens of each expert."""
+    balance_loss: float
+    """Mean over rows, without its coefficient; 1 is perfect balance, E / K all tokens to the same K experts."""
+    z_loss: float
+    """Mean over rows, without its coefficient."""
+
+    @property
+    def max_over_mean(self) -> float:
+        """Load of the busiest expert over the mean: the slow-down of expert parallelism at one expert a rank."""
+        return max(self.load) * len(self.load) / max(1, sum(self.load))
+
+    @property
+    def min_over_mean(self) -> float:
+        """Load of the idlest expert over the mean."""
+        return min(self.load) * len(self.load) / max(1, sum(self.load))
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the load over that of an equal one: 1 is perfect balance."""
+        total = max(1, sum(self.load))
+        shares = [n / total for n in self.load if n > 0]
+        return -sum(p * math.log(p) for p in shares) / math.log(len(self.load)) if len(self.load) > 1 else 1.0
+
+
+def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """Every mixture-of-experts layer, by its name without wrappers."""
+    for fqn, module in unwrap(model).named_modules():
+        if isinstance(module, MoE):
+            yield clean_fqn(fqn), module
+
+
+def set_aux_scale(model: nn.Module, scale: float) -> None:
+    """Say what gradients of auxiliary losses are multiplied by.
+
+    Args:
+        model: The model or pipeline stage.
+        scale: One over the rows of the whole optimizer step, over all ranks and micro-batches, where gradients are
+            summed over ranks; times what else the loss is multiplied by, such as a gradient scaler's scale.
+    """
+    for _, layer in moe_layers(model):
+        layer.aux_scale = scale
+
+
+def set_sequence_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Name the ranks that hold parts of the same rows (cp, tp under sequence parallelism, or both); None: whole rows."""
+    for _, layer in moe_layers(model):
+        layer.sequence_group = group
+
+
+@torch.no_grad()
+def update_expert_bias(
+    model: nn.Module, group: dist.ProcessGroup | None, *, skip: bool = False
+) -> dict[str, LayerRouting]:
+    """End an optimizer step: sum the load over ranks, move the biases, start counting anew.
+
+    Call it once in a step, after the last backward; every rank of ``group`` alike. One all-reduce and one host sync for
+    all layers.
+
+    Args:
+        model: The model or pipeline stage.
+        group: The ranks that saw different tokens (dp_replicate x dp_shard x cp, and tp under sequence parallelism);
+            None for one rank.
+        skip: The step is dropped: biases stay.
+
+    Returns:
+        How each layer's tokens were routed, by its name; empty for a model without experts.
+    """
+    layers = dict(moe_layers(model))
+    if not layers:
+        return {}
+    # float64 holds counts up to 2**53 exactly, so one collective serves counts and losses
+    parts = [part.double() for layer in layers.values() for part in (layer.load, layer.losses)]
+    total = torch.cat(parts)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    found: dict[str, LayerRouting] = {}
+    host, start = total.tolist(), 0
+    for fqn, layer in layers.items():
+        experts = layer.args.num_experts
+        if layer.expert_bias is not None and not skip:
+            load = total[start : start + experts]
+            layer.expert_bias += layer.args.bias_rate * torch.sign(load.mean() - load).to(layer.expert_bias.dtype)
+            # a common shift changes no choice: without this the biases would drift
+            layer.expert_bias -= layer.expert_bias.mean()
+        balance, z, rows = host[start + experts : start + experts + 3]
+        load_of = tuple(round(n) for n in host[start : start + experts])
+        found[fqn] = LayerRouting(load_of, balance / max(rows, 1e-9), z / max(rows, 1e-9))
+        layer.load.zero_()
+        layer.losses.zero_()
+        start += experts + 3
+    return found
+
+
+def routing_statistics(routing: dict[str, LayerRouting]) -> dict[str, float]:
+    """The figures of a step for the log: over layers, the worst and the mean; empty for a model without experts."""
+    if not routing:
+        return {}
+    layers = list(routing.values())
+    return {
+        "moe_load_max": max(r.max_over_mean for r in layers),
+        "moe_load_max_mean": sum(r.max_over_mean for r in layers) / len(layers),
+        "moe_load_min": min(r.min_over_mean for r in layers),
+        "moe_load_entropy": sum(r.entropy for r in layers) / len(layers),
+        "moe_idle_experts": float(sum(n == 0 for r in layers for n in r.load)),
+        "moe_balance_loss": sum(r.balance_loss for r in layers) / len(layers),
+        "moe_z_loss": sum(r.z_loss for r in layers) / len(layers),
+    }
