@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import weakref
 
 import pytest
 
@@ -10,13 +11,29 @@ testing = pytest.importorskip("titan_testing")
 
 from titan_pipeline import FAMILIES, Costs, Link, Schedule, build_schedule, simulate, verify  # noqa: E402
 from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime._weight_grad import LinearHook  # noqa: E402
 from torch import nn  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch):
+    """The live hooks of linear layers: what they hold belongs to the forward that is waiting for its backward."""
+    alive = weakref.WeakSet()
+    plain = LinearHook.__init__
+
+    def noting(self, *args):
+        plain(self, *args)
+        alive.add(self)
+
+    monkeypatch.setattr(LinearHook, "__init__", noting)
+    CountingStage.hooks = alive
 
 
 class CountingStage(TorchStage):
     """Counts the bytes of every distinct storage that saved tensors and deferred weight gradients keep alive."""
 
     ledger = None
+    hooks = ()
 
     def _saved(self):
         sizes = {}
@@ -41,6 +58,9 @@ class CountingStage(TorchStage):
                 for name in dir(node):
                     if name.startswith("_saved_"):
                         note(getattr(node, name))
+        for hook in list(self.hooks):
+            if hook.engine is self._engine:
+                note(hook.x)
         for queue in self._queues.values():
             for _, _, given in queue.notes:
                 for thing in given:

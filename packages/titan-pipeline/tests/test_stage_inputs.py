@@ -14,6 +14,7 @@ from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStag
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
@@ -137,6 +138,43 @@ def test_collectives_inside_a_stage_come_in_one_order_on_all_ranks_of_their_grou
                 for part, p in enumerate((block.up.weight, block.up.bias, block.down.weight)):
                     got = torch.cat([grads0[s][part], grads1[s][part]], dim=1 if part == 2 else 0)
                     torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-6)
+
+
+def _torch_tensor_parallel(text):
+    schedule = Schedule.from_text(text)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    transport = GlooTransport(mesh["pp"].get_group())
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    stages = []
+    for s, block in enumerate(blocks(schedule.num_stages)):
+        if s in schedule.stages_of(transport.rank):
+            stages.append(TorchStage(parallelize_module(block, mesh["tp"], plan), s, loss=square_sum))
+    executor = Executor(schedule, stages, transport)
+    between = []
+    for stage in stages:
+        after = stage.backward
+
+        def backward(*args, after=after, module=stage.module):
+            out = after(*args)
+            between.append([p.grad is None for p in module.parameters()])
+            return out
+
+        stage.backward = backward
+    mine = data(schedule.num_microbatches)
+    executor.step(mine, mine)
+    grads = {s.index: [p.grad.full_tensor() for p in s.module.parameters()] for s in stages}
+    return grads, between[0], {s.index: s.not_deferred for s in stages}
+
+
+def test_tensor_parallel_weights_of_torch_are_deferred():
+    returned = testing.run_ranks(_torch_tensor_parallel, 4, build_schedule("zb_h1", 2, 4).to_text())
+    expected = plain(blocks(2), data(4), data(4))
+    for grads, none_yet, not_deferred in returned:
+        assert all(none_yet)
+        assert not any(not_deferred.values())
+        for s, got in grads.items():
+            for g, e in zip(got, expected[s], strict=True):
+                torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
 
 
 class Selective(nn.Module):

@@ -4,17 +4,21 @@ Problem: torch's own split walks the autograd graph in Python and runs it twice,
 parameters: 16 layers cost 4.7 times a plain backward, custom functions and checkpoints run several times, and nothing
 is freed in between.
 
-Idea: let the layers that own the big weights cooperate. While a stage runs, ``nn.Linear`` and ``nn.Embedding`` go
-through a function whose backward computes the gradient of its input and, instead of that of its weight, puts a note
-(parameter, input, output gradient) into a queue. The I pass is then one ordinary backward; the graph is freed when it
-ends, and only the notes stay. The W pass works through the queue and accumulates each parameter
+Idea: let the layers that own the big weights cooperate. While a stage runs, autograd does not see the weights of
+``nn.Linear`` and ``nn.Embedding``; when the gradient of such a layer's output arrives, a note (parameters, input,
+output gradient) goes into a queue. The I pass is then one ordinary backward that computes input gradients only; the
+graph is freed when it ends, and only the notes stay. The W pass works through the queue and accumulates each parameter
 in one go; tensor hooks and post-accumulate hooks of parameters fire, once. A parameter used by any other operation gets
 its gradient in the I pass: always correct, just not deferred. Norms belong to those by default: their gradient is one
 small vector, and keeping their input for later would cost more memory than it saves time. With ``NORM_RULES`` its
 accumulation waits for W too, for those who want a parameter untouched until then.
 
-Inside ``torch.utils.checkpoint`` the same functions run again in the recomputation, and queue then: one recomputation
-a block. Gradients are bit-equal to autograd's: the products are the ones its formulas use.
+A linear layer needs no function of its own for that: its product runs with the detached weight, and a hook on its
+output makes the note. The hook holds the input, which is right for a layer that saves it anyway and wrong where
+somebody else decides what is saved: inside ``torch.utils.checkpoint`` or another saved-tensor hook, and where the input
+needs no gradient, an autograd function takes its place. It saves the input by autograd's way, and runs again in the
+recomputation: one recomputation a block. Gradients are bit-equal to autograd's: the products are the ones its formulas
+use.
 
 The parameter is no input of such a function (autograd would call its hooks with None in the I pass); a dummy, the
 engine's ``anchor``, takes its place, so that outputs require gradients even where the layer's input does not.
@@ -22,12 +26,10 @@ engine's ``anchor``, takes its place, so that outputs require gradients even whe
 Pluggable: a rule is a function ``rule(engine, module, plain_forward, *args)`` for a module type. A float8 or
 tensor-parallel layer brings its own function of ``(engine.anchor, x, weight.detach(), [weight], …)`` and calls
 ``engine.defer(parameter, compute)`` from its backward. Outside of a stage's forward and backward every layer runs its
-plain forward, and autograd is untouched.
-
-Limit: weights that are tensor subclasses (DTensor) use their plain forward unless a rule covers their module.
+plain forward, and autograd is untouched. Inside a compiled region too: its backward is one piece.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -35,28 +37,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titan_pipeline.runtime._accumulate import accumulate
 
+_ELSEWHERE = (
+    "a forward recorded by a WeightGradEngine got its backward elsewhere, and its weight gradients would be lost. Run "
+    "it through the stage, or inside engine.deferring()."
+)
+
 Rule = Callable[..., Any]
 """``rule(engine, module, plain_forward, *args, **kwargs)``: the module's output, deferring if the engine asks to."""
+
+
+Note = tuple[Sequence[Tensor], Callable[..., Sequence[Tensor]], tuple[Any, ...]]
+"""Parameters, and what gives their gradients: ``compute(*given)``."""
 
 
 class Queue:
     """The weight gradients one microbatch still owes."""
 
     def __init__(self, through_autograd: bool = False) -> None:
-        self.notes: list[tuple[Tensor, Callable[..., Tensor], tuple[Any, ...]]] = []
+        self.notes: list[Note] = []
         self._through_autograd = through_autograd
 
     def run(self) -> None:
         """Compute them, in the order they were noted, and accumulate each parameter once."""
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():
-            for parameter, compute, given in self.notes:
-                grad = compute(*given)
-                known = totals.get(id(parameter))
-                totals[id(parameter)] = (parameter, grad if known is None else known[1] + grad)
+            for parameters, compute, given in self.notes:
+                for parameter, grad in zip(parameters, compute(*given), strict=True):
+                    known = totals.get(id(parameter))
+                    totals[id(parameter)] = (parameter, grad if known is None else known[1] + grad)
             self.notes.clear()
             accumulate(totals.values(), self._through_autograd)
 
@@ -84,7 +96,8 @@ class WeightGradEngine:
         self.anchor = torch.zeros((), requires_grad=True)
         """Differentiable input of deferring functions, in the place of the parameter."""
         self.active = False
-        self._queue: Queue | None = None
+        self.queue: Queue | None = None
+        """Where notes go while a backward of the stage runs."""
         table: dict[type[nn.Module], Rule] = {**DEFAULT_RULES, **(rules or {})}
         compiled = {id(inner) for outer in module.modules() if _is_compiled(outer) for inner in outer.modules()}
         self.not_deferred: dict[str, str] = {}
@@ -113,12 +126,12 @@ class WeightGradEngine:
     @contextmanager
     def deferring(self) -> Generator[Queue, None, None]:
         """Weight gradients of the backward run inside go into the queue it yields (a checkpoint's forward too)."""
-        self._queue = Queue(self._through_autograd)
+        self.queue = Queue(self._through_autograd)
         self.active = True
         try:
-            yield self._queue
+            yield self.queue
         finally:
-            self._queue = None
+            self.queue = None
             self.active = False
 
     def defer(self, parameter: Tensor, compute: Callable[..., Tensor], *given: Any) -> None:
@@ -127,12 +140,9 @@ class WeightGradEngine:
         Raises:
             RuntimeError: If no backward of a stage is running.
         """
-        if self._queue is None:
-            raise RuntimeError(
-                "a forward recorded by a WeightGradEngine got its backward elsewhere, and its weight gradients would "
-                "be lost. Run it through the stage, or inside engine.deferring()."
-            )
-        self._queue.notes.append((parameter, compute, given))
+        if self.queue is None:
+            raise RuntimeError(_ELSEWHERE)
+        self.queue.notes.append(((parameter,), _alone, (compute, given)))
 
     def detach(self) -> None:
         """Give every layer its own forward back."""
@@ -168,6 +178,15 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def _others_save() -> bool:
+    """Whether a saved-tensor hook (a checkpoint, an offload) is active. Undocumented; checked on torch 2.11 and 2.15 by
+    ``test_active_saved_tensor_hooks_are_recognised``. Where it is missing, the answer that is always right is yes.
+    """
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    top = getattr(inner._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
 def grouped_linear(engine: WeightGradEngine | None, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """One matrix product a group of rows, as in a mixture of experts, with a deferrable weight gradient.
 
@@ -186,13 +205,39 @@ def grouped_linear(engine: WeightGradEngine | None, x: Tensor, weight: Tensor, o
     return cast(Tensor, _GroupedLinear.apply(engine.anchor, x, weight.detach(), [weight], ends, engine))
 
 
+class LinearHook:
+    """On the output of a linear layer: turns the arriving gradient into a note."""
+
+    __slots__ = ("__weakref__", "engine", "owners", "x")
+
+    def __init__(self, engine: WeightGradEngine, owners: tuple[Tensor, ...], x: Tensor) -> None:
+        self.engine = engine
+        self.owners = owners
+        self.x: Tensor | None = x
+
+    def __call__(self, grad: Tensor) -> None:
+        x, self.x = self.x, None
+        queue = self.engine.queue
+        if queue is None:
+            raise RuntimeError(_ELSEWHERE)
+        queue.notes.append((self.owners, _linear_grads, (self.owners, grad, x)))
+
+
 class _Linear(torch.autograd.Function):
+    """The same for a place where others decide what is saved."""
+
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, owners: list[Tensor], engine: Any
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        owners: tuple[Tensor, ...],
+        engine: Any,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The parameters themselves, in a list that autograd does not look into: saved tensors come back as aliases,
+        # The parameters themselves, in a tuple that autograd does not look into: saved tensors come back as aliases,
         # inside a checkpoint as copies. Not by way of the layer, where FSDP may have put the shards back by then.
         ctx.owners = owners
         ctx.engine = engine
@@ -202,30 +247,40 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         (grad,) = grads
-        owners: list[Tensor] = ctx.owners
-        rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if ctx.needs_input_grad[1]:
+            rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
             same = grad.dtype == weight.dtype == x.dtype  # other than under autocast; each cast costs a microsecond
             grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
             if grad.dim() != 2:
                 grad_x = grad_x.view(x.shape)
-        if owners[0].requires_grad:
-            ctx.engine.defer(owners[0], _linear_weight_grad, rows, x, weight.dtype)
-        if len(owners) == 2 and owners[1].requires_grad:
-            ctx.engine.defer(owners[1], _linear_bias_grad, rows, owners[1].dtype)
+        LinearHook(ctx.engine, ctx.owners, x)(grad)
         return None, grad_x, None, None, None, None
 
 
-def _linear_weight_grad(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    columns = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if rows.dtype == columns.dtype == dtype:
-        return rows.t().mm(columns)
-    return rows.t().mm(columns.to(rows.dtype)).to(dtype)
+def _linear_grads(owners: Sequence[Tensor], grad: Tensor, x: Tensor) -> list[Tensor]:
+    """Gradients of weight and bias; only of those that want one."""
+    weight = owners[0]
+    rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+    grads: list[Tensor] = []
+    for owner in owners:
+        if owner.dim() == 2:
+            columns = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            grads.append(rows.t().mm(columns if columns.dtype == rows.dtype else columns.to(rows.dtype)))
+        else:
+            grads.append(rows.sum(0))
+    if isinstance(grad, DTensor):  # a tensor-parallel layer's: the products are partial or whole where they fall
+        grads = [
+            g.redistribute(placements=cast(DTensor, o).placements)
+            for g, o in zip(_dtensors(grads), owners, strict=True)
+        ]
+    if rows.dtype != weight.dtype:
+        return [g.to(weight.dtype) for g in grads]
+    return grads
 
 
-def _linear_bias_grad(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows.sum(0) if rows.dtype == dtype else rows.sum(0).to(dtype)
+def _dtensors(grads: list[Tensor]) -> list[DTensor]:
+    return cast(list[DTensor], grads)
 
 
 class _Embedding(torch.autograd.Function):
@@ -260,6 +315,10 @@ class _Deferred(torch.autograd.Function):
         (grad,) = grads
         ctx.engine.defer(ctx.parameter, _itself, grad)
         return None, None, None, None
+
+
+def _alone(compute: Callable[..., Tensor], given: tuple[Any, ...]) -> tuple[Tensor]:
+    return (compute(*given),)
 
 
 def _itself(grad: Tensor) -> Tensor:
@@ -297,12 +356,18 @@ def _by_group(rows: Tensor, ends: list[int], product: Callable[[int, Tensor], Te
 
 def _linear_rule(engine: WeightGradEngine, module: nn.Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
     weight, bias = module.weight, cast(nn.Parameter | None, module.bias)
-    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    if frozen or type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
+    owners: tuple[Tensor, ...] = (weight,) if weight.requires_grad else ()
+    if bias is not None and bias.requires_grad:
+        owners = (*owners, bias)
+    plain_tensors = type(weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
+    if not owners or not (plain_tensors or (isinstance(weight, DTensor) and isinstance(x, DTensor))):
         return plain(x)
-    if bias is None:
-        return cast(Tensor, _Linear.apply(engine.anchor, x, weight.detach(), None, [weight], engine))
-    return cast(Tensor, _Linear.apply(engine.anchor, x, weight.detach(), bias.detach(), [weight, bias], engine))
+    value, offset = weight.detach(), None if bias is None else bias.detach()
+    if not x.requires_grad or _others_save():
+        return cast(Tensor, _Linear.apply(engine.anchor, x, value, offset, owners, engine))
+    out = F.linear(x, value, offset)
+    out.register_hook(LinearHook(engine, owners, x.detach()))
+    return out
 
 
 def _embedding_rule(engine: WeightGradEngine, module: nn.Embedding, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
