@@ -4,10 +4,13 @@
 - `tables`: the tables of the shipped families (imported by itself, since it imports the models).
 - `plan`, `checks`: what each rank holds, and what is refused, before any rank starts.
 - `apply`: cuts the parameters (`cutting`) and puts hooks (`boundaries`) with the `collectives` around them.
+- `async_matmul`, `async_linears`: the same with the transfers behind the matrix products.
 - `loss`: cross-entropy on logits cut along the vocabulary.
 """
 
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.async_linears import overlapped_modules
+from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import Style, Table, merge_tables
@@ -15,8 +18,11 @@ from titan_train.parallel.tensor.styles import Style, Table, merge_tables
 __all__ = [
     "Style",
     "Table",
+    "all_gather_matmul",
     "apply_tensor_parallel",
     "check_tensor_parallel",
+    "matmul_reduce_scatter",
     "merge_tables",
+    "overlapped_modules",
     "vocab_parallel_cross_entropy_sum",
 ]

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_train.parallel.cut import Cut
+from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
+from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
 from titan_train.parallel.tensor.cutting import cut_parameters
 from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
 from titan_train.parallel.tensor.styles import Table
@@ -40,7 +42,7 @@ def apply_tensor_parallel(
             ``[B, S / n, d]`` there, between pipeline stages too; S is the number of ``tokens``.
         replicate_kv: Where there are more ranks than key-value heads, give each head to several ranks.
         async_tp: Overlap each gather and scatter with the matrix product beside it, by the ring of
-            `titan_train.parallel.tensor.ring`. Needs ``sequence_parallel``.
+            `titan_train.parallel.tensor.async_matmul`. Needs ``sequence_parallel``.
 
     Returns:
         By clean name, each parameter that was cut or whose gradient is a partial sum. A tied parameter is there under
@@ -51,13 +53,16 @@ def apply_tensor_parallel(
     """
     if group.size() == 1:
         return {}
+    if async_tp and not sequence_parallel:
+        raise ValueError(ASYNC_WITHOUT_SEQUENCE_PARALLEL.format(tp=group.size()))
     plan = plan_tensor_parallel(
         model, group.size(), table=table, sequence_parallel=sequence_parallel, replicate_kv=replicate_kv
     )
     cuts = cut_parameters(model, plan, group)
     for module, attribute, count in plan.heads:
         setattr(module, attribute, count)
-    for entry in plan.modules:
+    hooked = overlap(model, plan.modules, group) if async_tp else plan.modules
+    for entry in hooked:
         _communicate(entry, group, sequence_parallel=sequence_parallel)
     return cuts
 

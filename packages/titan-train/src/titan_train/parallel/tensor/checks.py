@@ -5,6 +5,11 @@ from torch import nn
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import Table
 
+ASYNC_WITHOUT_SEQUENCE_PARALLEL = (
+    "asynchronous tensor parallelism over tp={tp} ranks overlaps the gather and scatter of sequence parallelism, which is "
+    "off, so there is nothing to overlap. Turn sequence parallelism on."
+)
+
 
 def check_tensor_parallel(
     model: nn.Module,
@@ -41,7 +46,4 @@ def check_tensor_parallel(
             "sequence parallelism off."
         )
     if async_tp and not sequence_parallel:
-        raise ValueError(
-            f"asynchronous tensor parallelism over tp={tp} ranks overlaps the gather and scatter of sequence "
-            "parallelism, which is off, so there is nothing to overlap. Turn sequence parallelism on."
-        )
+        raise ValueError(ASYNC_WITHOUT_SEQUENCE_PARALLEL.format(tp=tp))
