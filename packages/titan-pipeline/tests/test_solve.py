@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import pytest
 from titan_pipeline import (
@@ -10,6 +11,7 @@ from titan_pipeline import (
     Link,
     ScheduleError,
     build_schedule,
+    lower_bound,
     pareto,
     simulate,
     solve,
@@ -141,3 +143,78 @@ def test_a_long_search_reports_progress_and_keeps_its_time():
 def test_impossible_requests_say_what_would_work(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# The constraint solver: its optima run, its bounds hold, and it is asked for only by name. Needs the extra [solve].
+
+
+def test_without_its_extra_the_exact_method_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(ValueError, match=r"titan-pipeline\[solve\]"):
+        solve(Costs.uniform(2), 2, time_limit=0.1, method="exact")
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="'search' or 'exact'"):
+        solve(Costs.uniform(2), 2, method="guess")
+
+
+def random_costs(rng, stages, v):
+    scale = [rng.randint(8, 14) / 10 for _ in range(stages)]
+    return Costs(
+        forward=tuple(scale), input_grad=tuple(0.98 * s for s in scale), weight_grad=tuple(0.66 * s for s in scale),
+        activation=tuple(1 / v for _ in scale), weight_context=tuple(0.43 / v for _ in scale), link=Link(latency=0.02),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", ["makespan", "stage_span"])
+def test_small_cases_are_solved_to_proven_optimality(objective):
+    pytest.importorskip("ortools")
+    rng = random.Random(0)
+    for p, v, m, limit in ((2, 1, 2, None), (2, 1, 3, 2), (3, 1, 3, 2.5), (2, 2, 2, 1.5)):
+        costs = random_costs(rng, p * v, v)
+        shape = "v" if v == 2 else "loop"
+        solution = solve(
+            costs, m, placement=shape, num_ranks=p, mem_limit=limit, objective=objective, method="exact", time_limit=8
+        )
+        assert solution.proven
+        verify(solution.schedule, costs=costs, mem_limit=limit)
+        result = simulate(solution.schedule, costs)
+        assert solution.value == pytest.approx(result.makespan if objective == "makespan" else result.span)
+        assert solution.gap <= 1e-5  # the bound of integer times, rounded down
+        if objective == "makespan":
+            assert all(
+                r >= solution.bound * (1 - 1e-9) for r in families_within(costs, solution.schedule.placement, m, limit)
+            )
+
+
+def test_the_bound_is_never_looser_than_the_formula_and_the_value_never_worse_than_the_search():
+    pytest.importorskip("ortools")
+    costs = Costs.uniform(
+        8, forward=2, input_grad=1.96, weight_grad=1.32, latency=0.02, activation=1, weight_context=0.43, num_chunks=2
+    )
+    known = solve(costs, 4, placement="v", mem_limit=2.5, time_limit=0)
+    solution = solve(costs, 4, placement="v", mem_limit=2.5, time_limit=4, method="exact")
+    formula = lower_bound(costs, num_microbatches=4, placement=known.schedule.placement, mem_limit=2.5)
+    assert known.value >= solution.value >= solution.bound >= formula * (1 - 1e-9)
+
+
+def test_measured_costs_in_odd_units_keep_a_valid_bound():
+    pytest.importorskip("ortools")
+    costs = measured_profile()
+    seen = []
+    solution = solve(costs, 8, mem_limit=8 * 1240, time_limit=4, method="exact", progress=seen.append)
+    bottleneck = 8 * costs.stage_total(7)
+    assert solution.value >= solution.bound >= bottleneck
+    assert all(p.best >= p.bound > 0 for p in seen)
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_proven_optimum_of_one_chunk():
+    """Four ranks, 8 microbatches, the costs of a GPT layer: the heuristic's value is the optimum."""
+    pytest.importorskip("ortools")
+    costs = Costs.uniform(4, input_grad=0.98, weight_grad=0.66, latency=0.02)
+    searched = solve(costs, 8, mem_limit=4, time_limit=2)
+    exact = solve(costs, 8, mem_limit=4, time_limit=60, method="exact", workers=2)
+    assert exact.proven
+    assert searched.value == pytest.approx(exact.value, rel=1e-9)

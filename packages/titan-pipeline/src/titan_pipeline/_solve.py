@@ -3,8 +3,10 @@
 1. Candidates: every family of the placement that fits, as published, and throttled greedy orders for any limit.
 2. Simulated annealing on the orders of forwards and input gradients (`titan_pipeline._orders`), from the best start:
    move one action of one rank a few places, decode, keep it if better, or a little worse while it is warm.
-3. `titan_pipeline.lower_bound` certifies the result: no schedule is better than the bound, so ``gap`` is the most that
-   is still on the table.
+3. On request (``method="exact"``, extra ``titan-pipeline[solve]``) a constraint solver continues from there: it
+   improves, or proves that nothing is better (`titan_pipeline._exact`).
+4. `titan_pipeline.lower_bound`, or the constraint solver's sharper one, certifies the result: no schedule is better
+   than the bound, so ``gap`` is the most that is still on the table.
 
 The result is never worse than the best family that fits, since those are candidates. With one seed and ``max_tries``
 the search is repeatable; the time limit alone depends on the machine.
@@ -15,6 +17,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from titan_pipeline._bounds import Objective, expand_limits, lower_bound
 from titan_pipeline._costs import Costs
@@ -49,7 +52,7 @@ class Solution:
     peak: tuple[float, ...]
     """Verified peak memory a rank."""
     origin: str
-    """Family it came from, or ``search``."""
+    """Family it came from, or ``search``, or ``exact``."""
     tries: int
     """Orders decoded."""
 
@@ -57,6 +60,11 @@ class Solution:
     def gap(self) -> float:
         """``value / bound - 1``: the most that any other schedule could still save, relative to the bound."""
         return self.value / self.bound - 1
+
+    @property
+    def proven(self) -> bool:
+        """Whether the bound proves it optimal, to a part in a million (times are integers in the proof)."""
+        return self.gap <= 1e-6
 
 
 def solve(
@@ -70,6 +78,8 @@ def solve(
     time_limit: float = 10.0,
     max_tries: int | None = None,
     seed: int = 0,
+    method: Literal["search", "exact"] = "search",
+    workers: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The best schedule found for these costs.
@@ -84,11 +94,15 @@ def solve(
         time_limit: Seconds of search; 0 takes the best candidate.
         max_tries: Also stop after so many orders.
         seed: Of the search.
+        method: ``"exact"`` gives the search a quarter of the time and a constraint solver the rest.
+        workers: Threads of the constraint solver.
         progress: Called about once a second.
 
     Raises:
-        ValueError: If nothing fits the limit, or the numbers do not fit each other.
+        ValueError: If nothing fits the limit, the numbers do not fit each other, or ``"exact"`` lacks its extra.
     """
+    if method not in ("search", "exact"):
+        raise ValueError(f"method={method!r} is unknown. Use 'search' or 'exact'.")
     started = time.monotonic()
     place = _placement(costs, placement, num_ranks)
     bound = lower_bound(
@@ -104,7 +118,8 @@ def solve(
         for limit, held in zip(problem.limits, _held(costs, place), strict=True)
     ) if min(limits) < math.inf else num_microbatches  # fmt: skip
     starts.append(problem.throttled(max(1, min(fits, num_microbatches))))
-    found = search.run(starts, started + time_limit, max_tries, bound, progress)
+    searching = time_limit if method == "search" else 0.25 * time_limit
+    found = search.run(starts, started + searching, max_tries, bound, progress)
     best = replace(best, tries=search.tries)
     if found is not None and (found.makespan if objective == "makespan" else found.span) < best.value * (1 - 1e-12):
         schedule = problem.schedule("solved", found)
@@ -113,6 +128,50 @@ def solve(
         value = result.makespan if objective == "makespan" else result.span
         if value < best.value:
             best = Solution(schedule, value, bound, proof.peak, "search", search.tries)
+    if method == "exact":
+        best = _exactly(
+            costs, best, limits, objective, started + time_limit - time.monotonic(), workers, seed, progress
+        )
+    return best
+
+
+def _exactly(
+    costs: Costs,
+    known: Solution,
+    limits: list[float],
+    objective: Objective,
+    time_limit: float,
+    workers: int,
+    seed: int,
+    progress: Callable[[Progress], None] | None,
+) -> Solution:
+    """Continue with the constraint solver; keep the better schedule and the sharper bound."""
+    from titan_pipeline._exact import solve_exactly  # the extra is imported only where it is asked for
+
+    began = time.monotonic()
+
+    def tell(best: float, bound: float) -> None:
+        if progress is not None:
+            progress(Progress(time.monotonic() - began, known.tries, best, max(bound, known.bound)))
+
+    schedule = known.schedule
+    exact = solve_exactly(
+        costs, schedule.num_microbatches, schedule.placement, limits, objective=objective,
+        start=simulate(schedule, costs), floor=known.bound, time_limit=time_limit, workers=workers, seed=seed,
+        progress=tell,
+    )  # fmt: skip
+    bound = min(max(known.bound, exact.bound), known.value)
+    best = replace(known, bound=bound)
+    if exact.schedule is None:
+        return best
+    try:
+        proof = verify(exact.schedule, costs=costs, mem_limit=limits)
+    except ScheduleError:
+        return best  # rounding let it exceed the limit by a hair
+    result = simulate(exact.schedule, costs)
+    value = result.makespan if objective == "makespan" else result.span
+    if value < known.value:
+        return Solution(exact.schedule, value, min(bound, value), proof.peak, "exact", known.tries)
     return best
 
 

@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument("--objective", choices=("makespan", "stage_span"), default="makespan")
     find.add_argument("--time-limit", type=float, default=10.0, help="seconds")
     find.add_argument("--seed", type=int, default=0)
+    find.add_argument("--method", choices=("search", "exact"), default="search", help="exact needs the extra [solve]")
+    find.add_argument("--workers", type=int, default=1, help="threads of the exact method")
     find.add_argument("-o", "--output", type=Path, required=True, help="schedule file (JSON)")
     find.set_defaults(run=_solve)
 
@@ -172,7 +174,8 @@ def _solve(args: argparse.Namespace) -> int:
 
     solution = solve(
         Costs.load(args.costs), args.microbatches, placement=args.placement, num_ranks=args.ranks,
-        mem_limit=args.mem_limit, objective=args.objective, time_limit=args.time_limit, seed=args.seed, progress=show,
+        mem_limit=args.mem_limit, objective=args.objective, time_limit=args.time_limit, seed=args.seed,
+        method=args.method, workers=args.workers, progress=show,
     )  # fmt: skip
     solution.schedule.save(args.output)
     print(f"{args.objective} {solution.value:.6g}, bound {solution.bound:.6g}, gap {solution.gap:.2%}")
