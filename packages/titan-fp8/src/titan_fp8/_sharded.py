@@ -1,0 +1,230 @@
+"""A weight that asks FSDP2 to gather it in float8: what each rank sends is its shard's codes, half the bytes of bfloat16.
+
+Each rank casts its own shard; all must use the scales that the whole weight would have, so that the gathered weight is
+bit-equal to the whole weight's cast. A scale needs the largest magnitude of its block:
+
+- 128x128 blocks within one shard (a shard has a multiple of 128 rows, all shards alike) need nothing: the scales
+  travel in the same all-gather.
+- One scale a weight, and blocks that span shards (uneven shards too), need the largest over ranks.
+  `titan_fp8.sync_scales` finds it for all such weights in one all-reduce after the optimizer step. A weight that was
+  changed since then does it for itself, in an all-reduce of its own, when it is gathered.
+
+"Changed" is counted here: below DTensor, where optimizers write to shards, version counters stand still.
+
+Gathered codes are bytes (``torch.uint8``), which every backend can send.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from titan_fp8 import ops
+from titan_fp8._gathered import GatheredWeight
+from titan_fp8._recipe import Scaling
+from titan_fp8.reference import encode_decode_scales, finite_amax, round_up
+
+_aten = torch.ops.aten
+# What FSDP2 does to a parameter to cut, pad, move and re-make its shard. All else sees a plain tensor.
+_VIEWS = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.slice.Tensor,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten.split.Tensor,
+)
+_COPIES = (
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+    _aten.clone.default,
+)
+
+
+class _Amax:
+    """The largest magnitudes over all ranks, and whether they are those of the values as they are now."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.found_at: tuple[int, int] = (-1, -1)
+        self.changes = 0
+
+
+class ShardedWeight(torch.Tensor):
+    """A weight, or the shard of one, in high precision, that FSDP2 gathers in float8.
+
+    Args:
+        tensor: The values, any shape while FSDP2 cuts them up, ``[n, K]`` when it gathers.
+        scaling: One scale a tensor, or 128x128 blocks.
+    """
+
+    tensor: Tensor
+    scaling: Scaling
+
+    @staticmethod
+    def __new__(
+        cls: type[torch.Tensor], tensor: Tensor, scaling: Scaling, amax: _Amax | None = None
+    ) -> "ShardedWeight":
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+    def __init__(self, tensor: Tensor, scaling: Scaling, amax: _Amax | None = None) -> None:
+        self.tensor = tensor
+        self.scaling = scaling
+        self._amax = _Amax() if amax is None else amax  # one for all views of the same memory
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["tensor"], self.scaling
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
+    ) -> "ShardedWeight":
+        return ShardedWeight(inner["tensor"], meta)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], ShardedWeight) else None
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda w: w.tensor, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            for weight in tree_leaves((args, kwargs)):
+                if isinstance(weight, ShardedWeight):
+                    weight._amax.changes += 1
+            return out if first is None else first
+        if first is not None and (func in _VIEWS or func in _COPIES):
+            amax = first._amax if func in _VIEWS else None
+            return tree_map_only(Tensor, lambda t: ShardedWeight(t, first.scaling, amax), out)
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"ShardedWeight({self.tensor!r}, {self.scaling.gran})"
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """FSDP2's hook: what to send. Codes ``[ceil(N / ranks), K]`` as bytes, and scales where blocks do not span ranks."""
+        shape = (outer_size[0], outer_size[1])
+        inputs, scale = self._cast_shard(shape, mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        return inputs, (outer_size[0], scale)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Any:
+        """FSDP2's hook: the gathered weight from what arrived; with ``out``, the one it made before is refreshed."""
+        num_rows, known_scale = metadata
+        codes = all_gather_outputs[0][:num_rows]  # the last shard may have been padded
+        scale = all_gather_outputs[1] if known_scale is None else known_scale
+        if out is not None:
+            assert isinstance(out, GatheredWeight)
+            # Codes (and scales that were gathered) are views of FSDP2's buffers, which it has filled again.
+            if known_scale is not None:
+                out.scale = scale
+            return None
+        return GatheredWeight(codes, scale, self.scaling, param_dtype), all_gather_outputs
+
+    def needs_amax(self, shape: tuple[int, int], num_ranks: int) -> bool:
+        """Whether the scales of the whole weight depend on other ranks' shards."""
+        return num_ranks > 1 and (self.scaling.gran == "tensor" or not aligned(shape[0], num_ranks))
+
+    def local_amax(self, shape: tuple[int, int], num_ranks: int, rank: int) -> Tensor:
+        """The largest magnitudes in this shard, float32: ``[]``, or for each block of the whole weight."""
+        if self.scaling.gran == "tensor":
+            return ops.amax(self.tensor)
+        framed, first_block, _ = self._framed(shape[0], num_ranks, rank)
+        blocks = self.tensor.new_zeros(-(-shape[0] // 128), -(-shape[1] // 128), dtype=torch.float32)
+        if framed.shape[0]:
+            tiles = F.pad(framed, (0, -framed.shape[1] % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            own = finite_amax(tiles, (1, 3))
+            blocks[first_block : first_block + own.shape[0]] = own
+        return blocks
+
+    def set_amax(self, amax: Tensor) -> None:
+        """The largest magnitudes over all ranks, of the weight as it is now."""
+        self._amax.value, self._amax.found_at = amax, self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self._amax.changes, self.tensor._version
+
+    def _cast_shard(
+        self, shape: tuple[int, int], num_ranks: int, rank: int, group: dist.ProcessGroup
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        rows, dtype, pow2 = self.tensor.shape[0], self.scaling.dtype, self.scaling.pow2
+        amax = self._global_amax(shape, num_ranks, rank, group)
+        scale: Tensor | None = None
+        extra: tuple[Tensor, ...] = ()
+        if self.scaling.gran == "tensor":
+            data, scale = ops.cast_tensor(self.tensor, dtype, pow2, amax)
+        elif amax is None:
+            data, block_scale, _, _ = ops.cast_weight_block(self.tensor, dtype, pow2)
+            block_scale = block_scale[:, : -(-shape[1] // 128)].contiguous()
+            # alone, the scales need no all-gather, and their shape may differ from the shard's
+            extra, scale = ((block_scale,), None) if num_ranks > 1 else ((), block_scale)
+        else:
+            framed, _, offset = self._framed(shape[0], num_ranks, rank, amax)
+            data = ops.cast_weight_block(framed, dtype, pow2)[0][offset:]
+            scale = encode_decode_scales(amax, dtype, pow2)[1]
+        codes = data.view(torch.uint8)[:rows, : shape[1]]
+        missing = -(-shape[0] // num_ranks) - rows
+        return ((F.pad(codes, (0, 0, 0, missing)) if missing else codes.contiguous()), *extra), scale
+
+    def _global_amax(
+        self, shape: tuple[int, int], num_ranks: int, rank: int, group: dist.ProcessGroup
+    ) -> Tensor | None:
+        if not self.needs_amax(shape, num_ranks):
+            return None
+        if self._amax.found_at != self._now():
+            amax = self.local_amax(shape, num_ranks, rank)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+            self.set_amax(amax)
+        return self._amax.value
+
+    def _framed(self, num_rows: int, num_ranks: int, rank: int, amax: Tensor | None = None) -> tuple[Tensor, int, int]:
+        """The shard padded with zero rows to whole blocks of the whole weight, the first block, and the padding before.
+
+        With ``amax``, one padding value in each block that spans ranks is that block's largest magnitude: the cast
+        then finds the scale of the whole block. Such a block always has a row of padding.
+        """
+        per_rank = -(-num_rows // num_ranks)
+        start = min(rank * per_rank, num_rows)
+        rows, columns = self.tensor.shape
+        first_block, offset = start // 128, start % 128
+        after = round_up(offset + rows, 128) - offset - rows
+        framed = F.pad(self.tensor, (0, 0, offset, after))
+        if amax is None or rows == 0:
+            return framed, first_block, offset
+        last_block = first_block + framed.shape[0] // 128 - 1
+        marks = torch.arange(0, columns, 128, device=framed.device)
+        if offset:
+            framed[0, marks] = amax[first_block].to(framed.dtype)
+        if after:
+            framed[-1, marks] = amax[last_block].to(framed.dtype)
+        return framed, first_block, offset
+
+
+def aligned(num_rows: int, num_ranks: int) -> bool:
+    """Whether FSDP2 cuts a weight of so many rows into equal shards of whole 128x128 blocks (or not at all)."""
+    return num_ranks == 1 or num_rows % (128 * num_ranks) == 0
