@@ -20,6 +20,8 @@ from titan_ckpt._retention import Retention
 if TYPE_CHECKING:
     from titan_ckpt._async import SaveJob
     from titan_ckpt._checkpointer import Checkpointer
+    from titan_ckpt._dcp_import import import_dcp
+    from titan_ckpt._dcp_storage import TitanStorageReader, TitanStorageWriter
     from titan_ckpt._hf import export_hf, import_hf
     from titan_ckpt._layout import LocalShard
     from titan_ckpt._state import Stateful, TrainState
@@ -40,8 +42,11 @@ __all__ = [
     "Retention",
     "SaveJob",
     "Stateful",
+    "TitanStorageReader",
+    "TitanStorageWriter",
     "TrainState",
     "export_hf",
+    "import_dcp",
     "import_hf",
 ]
 
@@ -50,8 +55,11 @@ _LAZY = {
     "LocalShard": "_layout",
     "SaveJob": "_async",
     "Stateful": "_state",
+    "TitanStorageReader": "_dcp_storage",
+    "TitanStorageWriter": "_dcp_storage",
     "TrainState": "_state",
     "export_hf": "_hf",
+    "import_dcp": "_dcp_import",
     "import_hf": "_hf",
 }
 

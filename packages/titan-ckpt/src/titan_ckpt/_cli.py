@@ -1,6 +1,6 @@
 """``titan-ckpt``: look at checkpoints, check them, compare them, move them to and from Hugging Face, clean up.
 
-No torch.distributed and no GPU; everything but moving to and from Hugging Face runs without torch, so that a step on a
+No torch.distributed and no GPU; everything but moving to and from other formats runs without torch, so that a step on a
 login node is listed in a fraction of a second.
 """
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("a", type=Path, help="a step's folder")
     diff.add_argument("b", type=Path, help="another")
     diff.set_defaults(run=_diff)
-    _add_hf(commands)
+    _add_conversions(commands)
     gc = commands.add_parser("gc", help="delete what crashed saves left, and older steps if asked")
     gc.add_argument("root", type=Path, help="folder of the steps")
     gc.add_argument("--keep-last", type=int, help="also delete all but this many newest valid steps")
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     out = commands.add_parser("export-hf", help="write a step's weights as a Hugging Face folder")
     out.add_argument("step", type=Path, help="a step's folder")
     out.add_argument("out", type=Path, help="folder to make")
@@ -75,6 +75,13 @@ def _add_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     into.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
     into.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
     into.set_defaults(run=_import_hf)
+    dcp = commands.add_parser("import-dcp", help="make a step of a checkpoint of torch.distributed.checkpoint")
+    dcp.add_argument("folder", type=Path, help="folder with .metadata and .distcp files")
+    dcp.add_argument("root", type=Path, help="folder of the steps")
+    dcp.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
+    dcp.add_argument("--model", help="entry that is the model, '' if its weights stand at the top (default: look)")
+    dcp.add_argument("--optim", help="entry that is the optimizer's state (default: look for optim, optimizer)")
+    dcp.set_defaults(run=_import_dcp)
 
 
 def _export_hf(args: argparse.Namespace) -> int:
@@ -102,6 +109,13 @@ def _import_hf(args: argparse.Namespace) -> int:
     from titan_ckpt._hf import import_hf_step
 
     print(import_hf_step(args.folder, args.root, step=args.step, names=KEY_MAPS.get(args.names)))
+    return 0
+
+
+def _import_dcp(args: argparse.Namespace) -> int:
+    from titan_ckpt._dcp_import import import_dcp
+
+    print(import_dcp(args.folder, args.root, step=args.step, model=args.model, optim=args.optim))
     return 0
 
 

@@ -1,0 +1,210 @@
+"""Turn a checkpoint of torch's distributed checkpointing (DCP) into a step, without a model or other ranks.
+
+Tensors keep their names; optimizer state is filed by parameter and state name, parameter groups by their settings, so
+that a model in any layout can go on from it. What belongs to neither becomes ``extra``. No pickle is trusted: metadata
+goes through an allow list, items through torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves
+a file readable is not found.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from titan_ckpt._dcp_metadata import read_metadata
+from titan_ckpt._dtypes import DTYPES, dtype_name
+from titan_ckpt._errors import Damage
+from titan_ckpt._leaves import TensorSink
+from titan_ckpt._plan import Box, intersect
+from titan_ckpt._stream import write_step
+from titan_ckpt._views import View
+
+
+def import_dcp(
+    folder: Path | str, root: Path | str, *, step: int = 0, model: str | None = None, optim: str | None = None
+) -> Path:
+    """Make a step of a DCP checkpoint. One process; needs memory for the largest tensor.
+
+    Args:
+        folder: The DCP checkpoint: a folder with ``.metadata`` and ``.distcp`` files.
+        root: The folder of the steps.
+        step: The step's number.
+        model: The entry of the saved state dict that is the model; "" if its weights stand at the top. None looks for
+            "model", else takes "".
+        optim: The entry that is the optimizer's state; None looks for "optim", "optimizer".
+
+    Returns:
+        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``.
+
+    Raises:
+        ValueError: If this is no DCP checkpoint, a file is missing or damaged, or a pickle in it asks for anything but
+            plain data and tensors.
+    """
+    source = _Source(Path(folder))
+    names = list(source.metadata.state_dict_metadata)
+    model = _entry(names, ("model",), "") if model is None else model
+    optim = _entry(names, ("optim", "optimizer"), "optim") if optim is None else optim
+    parts = _Parts(f"{model}." if model else "", f"{optim}.")
+    for name, kind in source.metadata.state_dict_metadata.items():
+        if isinstance(kind, TensorStorageMetadata):
+            parts.add_tensor(name, source.view(name, kind))
+        else:
+            parts.add_value(name, source.value(name))
+    return write_step(Path(root), step, parts.views, parts.shared())
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The entries of a state dict, sorted into what a step holds."""
+
+    model_prefix: str
+    optim_prefix: str
+    views: dict[str, dict[str, View]] = field(default_factory=lambda: {"model": {}, "optim": {}, "extra": {}})
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    hypers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Settings by the group's number, or by parameter where DCP's flattened form was saved."""
+
+    def add_tensor(self, name: str, view: View) -> None:
+        state = self.optim_prefix + "state."
+        if name.startswith(state):
+            param, _, key = name.removeprefix(state).rpartition(".")
+            self.views["optim"][f"{param}/{key}"] = view
+        elif name.startswith(self.model_prefix) and not name.startswith(self.optim_prefix):
+            self.views["model"][name.removeprefix(self.model_prefix)] = view
+        else:
+            self.views["extra"][f"extra.{name}"] = view
+            self.extra[name] = {"$stored": f"extra.{name}"}
+
+    def add_value(self, name: str, value: Any) -> None:
+        encoded = _encoded(value, name)
+        state, groups = self.optim_prefix + "state.", self.optim_prefix + "param_groups."
+        if name.startswith(state):
+            param, _, key = name.removeprefix(state).rpartition(".")
+            self.leaves.setdefault(param, {})[key] = encoded
+        elif name.startswith(groups):
+            owner, _, key = name.removeprefix(groups).rpartition(".")
+            self.hypers.setdefault(owner, {})[key] = value if key == "params" else encoded
+        elif name == groups.removesuffix("."):
+            for number, group in enumerate(value):
+                for key, setting in group.items():
+                    self.hypers.setdefault(str(number), {})[key] = (
+                        setting if key == "params" else _encoded(setting, f"{name}.{key}")
+                    )
+        else:
+            self.extra[name] = encoded
+
+    def shared(self) -> dict[str, Any]:
+        """Plain state, as `titan_ckpt._stream.write_step` wants it."""
+        groups: list[dict[str, Any]] = []
+        for owner, settings in self.hypers.items():
+            hyper = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+            groups.append({"hyper": hyper, "params": list(settings.get("params", [owner]))})
+        return {
+            "has": ["model", "optim"] if groups else ["model"],
+            "optim": {"groups": groups, "leaves": self.leaves},
+            "extra": self.extra,
+        }
+
+
+class _Source:
+    """A DCP checkpoint's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata: Metadata = read_metadata(folder)
+        self._places: Mapping[MetadataIndex, Any] = self.metadata.storage_data
+        self._kept: tuple[str, dict[Box, Tensor]] = ("", {})
+
+    def view(self, name: str, kind: TensorStorageMetadata) -> View:
+        """A tensor, read when it is needed."""
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in kind.chunks]
+        return _DcpView(self, name, dtype_name(kind.properties.dtype, name), tuple(kind.size), tuple(boxes))
+
+    def value(self, name: str) -> Any:
+        """An item that is no tensor."""
+        return self._load(MetadataIndex(name), name)
+
+    def chunk(self, name: str, box: Box, dtype: str) -> Tensor:
+        """One stored part of a tensor; kept until another tensor is asked for, since tensors are streamed by rows."""
+        if self._kept[0] != name:
+            self._kept = (name, {})
+        if box not in self._kept[1]:
+            self._kept[1][box] = self._chunk(name, box, dtype)
+        return self._kept[1][box]
+
+    def _chunk(self, name: str, box: Box, dtype: str) -> Tensor:
+        loaded = self._load(MetadataIndex(name, box[0]), name)
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (box[1], DTYPES[dtype]):
+            raise ValueError(f"{self.folder}: the part of {name!r} at {list(box[0])} is not what the metadata says.")
+        return loaded
+
+    def _load(self, index: MetadataIndex, name: str) -> Any:
+        place = self._places.get(index)
+        if place is None:
+            raise ValueError(f"{self.folder}: the metadata does not say where {name!r} lies.")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{self.folder}: {name!r} is stored through {place.transform_descriptors}; save it plain.")
+        path = self.folder / place.relative_path
+        if "/" in place.relative_path or not path.is_file():
+            raise ValueError(f"{self.folder} lacks {place.relative_path!r}, which holds {name!r}.")
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as err:
+            reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+            raise ValueError(f"{path}: {name!r} is damaged or not plain data and tensors: {reason}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class _DcpView:
+    """A tensor of a DCP checkpoint."""
+
+    source: _Source
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def check(self, box: Box) -> list[Damage]:
+        return []
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        covered = 0
+        for stored in self.boxes:
+            common = intersect(box, stored)
+            if common is None:
+                continue
+            target, values = into, self.source.chunk(self.name, stored, self.dtype)
+            for dim, (at, n) in enumerate(zip(*common, strict=True)):
+                target = target.narrow(dim, at - box[0][dim], n)
+                values = values.narrow(dim, at - stored[0][dim], n)
+            target.copy_(values)
+            covered += values.numel()
+        if covered != into.numel():
+            raise ValueError(
+                f"{self.source.folder} holds {covered} of {into.numel()} elements of part of {self.name!r}."
+            )
+
+
+def _entry(names: Iterable[str], candidates: tuple[str, ...], default: str) -> str:
+    tops = {name.partition(".")[0] for name in names}
+    return next((candidate for candidate in candidates if candidate in tops), default)
+
+
+def _encoded(value: Any, name: str) -> Any:
+    sink = TensorSink()
+    encoded = sink.encode(value, name)
+    if sink.tensors:
+        raise ValueError(
+            f"{name!r} holds tensors {list(sink.tensors)[:4]} inside plain data, which cannot be imported."
+        )
+    return encoded
