@@ -6,7 +6,7 @@ from titan_fsdp._checks import check_optimizer, check_wrapping
 from titan_fsdp._clip import clip_grad_norm_
 from titan_fsdp._collectives import Collectives, Keep
 from titan_fsdp._estimate import Estimate
-from titan_fsdp._materialize import Init, materialize
+from titan_fsdp._materialize import Init, generator_for, materialize
 from titan_fsdp._names import clean_fqn, named_parameters, unwrap
 from titan_fsdp._plan import Plan, plan
 from titan_fsdp._planned import PlannedParam, PlannedUnit, Sizes
@@ -38,6 +38,7 @@ __all__ = [
     "clip_grad_norm_",
     "eval_mode",
     "full_state_dict",
+    "generator_for",
     "materialize",
     "named_parameters",
     "plan",

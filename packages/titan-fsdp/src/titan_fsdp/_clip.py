@@ -27,7 +27,6 @@ def clip_grad_norm_(
     *,
     pp_group: dist.ProcessGroup | None = None,
     sharded_over: Sequence[tuple[Iterable[Tensor], dist.ProcessGroup]] = (),
-    copies: Sequence[tuple[Iterable[Tensor], int]] = (),
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``; return the norm before.
@@ -41,9 +40,6 @@ def clip_grad_norm_(
         pp_group: The pipeline group: stages hold different parameters, whose norms are added.
         sharded_over: ``(parameters, group)`` pairs for parameters that are plain local slices of something split
             over ``group`` (expert or tensor parallelism without DTensor), in addition to their own mesh.
-        copies: ``(parameters, times)`` pairs for parameters that appear ``times`` times among the ranks (and stages) whose
-            norms are added: replicas of key-value heads under tensor parallelism, an embedding tied across pipeline
-            stages. Each element then counts once. Not for the infinity norm, which copies do not change.
         error_if_nonfinite: Raise if the norm is NaN or infinite, on every rank alike.
 
     Returns:
@@ -60,23 +56,20 @@ def clip_grad_norm_(
     for members, group in sharded_over:
         for p in members:
             extra[id(p)] = (*extra.get(id(p), ()), group)
-    times = {id(p): number for members, number in copies for p in members}
-    buckets: dict[tuple[Split, int], list[Tensor]] = {}
+    buckets: dict[Split, list[Tensor]] = {}
     local: list[Tensor] = []
     for p in parameters:
         split = (*_split_of(p), *extra.get(id(p), ()))
         # Ranks must agree on the buckets, so a parameter opens its bucket whether or not it has a gradient here.
-        bucket = buckets.setdefault((split, times.get(id(p), 1)), [])
+        bucket = buckets.setdefault(split, [])
         if p.grad is not None:
             grad = _whole(p)
             bucket.append(grad)
             local.append(grad)
     device = _device(parameters)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for (split, number), grads in buckets.items():
+    for split, grads in buckets.items():
         power = _power(grads, norm_type, device)
-        if not math.isinf(norm_type):
-            power /= number
         for group in split:
             _reduce(power, norm_type, group)
         total = torch.maximum(total, power) if math.isinf(norm_type) else total + power

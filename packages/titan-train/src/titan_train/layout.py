@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_mesh import Layout, MeshSpec, Topology
+from titan_pipeline import Schedule
 
 from titan_train.config import Config
 from titan_train.config.nearest import nearest_divisor
 from titan_train.config.parallel import ParallelConfig
+from titan_train.parallel.pipeline import plan_schedule
 
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
 
@@ -127,6 +129,22 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
         )
     whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
     return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
+
+
+def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:
+    """The pipeline's schedule; None without one.
+
+    Raises:
+        ValueError: The schedule cannot serve this many ranks and micro-batches.
+    """
+    if layout.spec.pp == 1:
+        return None
+    if config.parallel.accumulate != "sharded":
+        raise ValueError(
+            f"parallel.accumulate={config.parallel.accumulate!r} and parallel.pp={layout.spec.pp}: a pipeline always keeps "
+            "whole gradients until its schedule ends. Leave it at 'sharded'."
+        )
+    return plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=batch.accumulation)
 
 
 def _hsdp_hint(world_size: int) -> str:

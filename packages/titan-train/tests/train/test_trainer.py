@@ -166,11 +166,11 @@ def poisoned(folder, name, sections, bad_steps):
         def poison(_module, _inputs, output):
             return output * float("nan") if trainer.step in bad_steps else output
 
-        trainer.model.register_forward_hook(poison)
+        trainer.model.parts[0].register_forward_hook(poison)
         for step in range(config.train.steps):
-            before = [p.detach().clone() for p in trainer.model.parameters()]
+            before = [p.detach().clone() for p in trainer.model.parts[0].parameters()]
             trainer.fit(until=step + 1)
-            same = all(torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parameters(), strict=True))
+            same = all(torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parts[0].parameters(), strict=True))
             seen.append(same)
     return seen
 

@@ -1,5 +1,6 @@
 """Build the optimizer of a run."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from titan_train.optim.groups import plan_groups
 _FUSED_DEVICES = ("cuda", "cpu")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: Iterable[str] = ()
+) -> torch.optim.Optimizer:
     """Build the optimizer over a model's trainable parameters.
 
     Args:
-        model: Already sharded and materialized: the optimizer holds the parameters it is given.
+        model: Already sharded and materialized: the optimizer holds the parameters it is given. Or the parts of one
+            that this rank has (pipeline stages).
         config: Kind, hyperparameters, and exceptions by pattern.
+        names: Of parameters that other ranks have: a pattern may be for those.
 
     Returns:
         An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names
@@ -26,9 +31,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Raises:
         ValueError: A pattern is found in no parameter's name, or the model has nothing to train.
     """
-    groups = plan_groups(model, config)
+    groups = plan_groups(model, config, names=names)
     if not groups:
-        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad: there is nothing to train.")
+        kind = type(model).__name__ if isinstance(model, nn.Module) else "this rank's part of the model"
+        raise ValueError(f"{kind} has no parameter with requires_grad: there is nothing to train.")
     param_groups: list[dict[str, Any]] = [
         {
             "params": list(zip(group.fqns, group.parameters, strict=True)),

@@ -31,12 +31,15 @@ class ParameterGroup:
     """In the same order; all DTensors or all plain."""
 
 
-def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
+def plan_groups(
+    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: Iterable[str] = ()
+) -> list[ParameterGroup]:
     """Sort a model's trainable parameters into groups.
 
     Args:
-        model: With any wrappers; sharded or not.
+        model: With any wrappers; sharded or not. Or the parts of one that this rank has (pipeline stages).
         config: Patterns and defaults.
+        names: Of parameters that other ranks have: a pattern may be for those.
 
     Returns:
         Groups in the order of their first parameter. DTensors and plain tensors never share a group, because fused
@@ -45,13 +48,13 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGrou
     Raises:
         ValueError: A pattern is found in no parameter's name; the message lists near names.
     """
-    model = unwrap(model)
-    named = [(clean_fqn(fqn), p) for fqn, p in model.named_parameters() if p.requires_grad]
-    fqns = [fqn for fqn, _ in named]
+    parts = [unwrap(part) for part in ([model] if isinstance(model, nn.Module) else model)]
+    named = [(clean_fqn(fqn), p) for part in parts for fqn, p in part.named_parameters() if p.requires_grad]
+    fqns = list(dict.fromkeys([*(fqn for fqn, _ in named), *names]))
     for table in ("lr_scales", "weight_decays"):
         _require_matches(f"optimizer.{table}", getattr(config, table), fqns)
 
-    vectors = _undecayed(model)
+    vectors = {key for part in parts for key in _undecayed(part)}
     groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
         scale = first_match(config.lr_scales, fqn, 1.0)

@@ -24,6 +24,18 @@ from titan_train.data import Batch
 from titan_train.models import CausalAttention, SequenceContext
 
 
+class RowsPlan:
+    """The plan of one batch's rows, on its way through a model's ``forward``.
+
+    Not a dataclass on purpose: FSDP2 and DistributedDataParallel rebuild dataclasses that they find in arguments.
+    """
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: titan_cp.Plan) -> None:
+        self.plan = plan
+
+
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
     """The part of a batch that this rank computes on: what a model and its loss read."""
@@ -36,7 +48,7 @@ class LocalBatch:
     """``[B, S]`` int64."""
     cu_seqlens: Tensor | None
     """As in `titan_train.data.Batch`; None where the plan knows the documents."""
-    attention_plan: titan_cp.Plan | None
+    attention_plan: RowsPlan
     """For `ContextAttention`."""
 
 
@@ -107,7 +119,7 @@ class ContextParallel:
             labels=plan.shard(labels, pad_value=-100),
             positions=plan.shard(positions.expand_as(tokens)),
             cu_seqlens=None,
-            attention_plan=plan,
+            attention_plan=RowsPlan(plan),
         )
 
 
@@ -132,7 +144,7 @@ class ContextAttention(nn.Module):
             v: ``[B, S, K, D]``.
             context: With its ``attention_plan``.
         """
-        return self._attention(q, k, v, plan=context.attention_plan)
+        return self._attention(q, k, v, plan=context.attention_plan.plan)
 
 
 def plan_rows(

@@ -6,10 +6,10 @@ one collective, once in an optimizer step.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,11 +37,11 @@ class Gradients:
     """The model, or this rank's pipeline stages."""
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
     """What tensor and expert parallelism cut."""
-    axis_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
-    """The ranks of each axis named in ``cuts``."""
     tied: TiedCopies | None = None
-    pp_group: dist.ProcessGroup | None = None
-    """The pipeline's ranks; None without one."""
+    world_size: int = 1
+    """Ranks of the run."""
+    pp: int = 1
+    """Ranks of a pipeline, each of which holds other parameters."""
     _named: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,26 +66,34 @@ class Gradients:
         elif copies and self.tied is not None and self.tied.group is not None:
             _all_reduce([_local_gradient(p) for p in copies], self.tied.group)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the 2-norm of the whole gradient to ``max_norm`` (infinity only measures) and return it as it was.
+    def square_norm(self) -> Tensor:
+        """This rank's share of the squared 2-norm of the whole gradient, float32: the shares of all ranks add up to it.
 
-        Collective over all ranks that hold part of the model; each element counts once, however many hold it.
+        Each element counts once: a share is divided by the number of ranks that hold the same elements.
         """
-        split: list[tuple[list[Tensor], dist.ProcessGroup]] = []
-        copies: list[tuple[list[Tensor], int]] = []
+        by_holders: dict[int, list[Tensor]] = {}
         for name, parameter in self._named.items():
-            cut = self.cuts.get(name)
-            if cut is None or cut.pieces == 1:
-                continue
-            group = self.axis_groups[cut.axis]
-            split.append(([parameter], group))
-            if cut.pieces < group.size():
-                copies.append(([parameter], group.size() // cut.pieces))
-        if self.tied is not None:
-            copies.append((list(self._tied_here()), len(self.tied.names)))
-        return fsdp.clip_grad_norm_(
-            self._named.values(), max_norm, pp_group=self.pp_group, sharded_over=split, copies=copies
-        )
+            if parameter.grad is not None:
+                by_holders.setdefault(self._holders(name, parameter), []).append(_local_gradient(parameter))
+        total: Tensor | None = None
+        for holders, gradients in by_holders.items():
+            norm = torch.nn.utils.get_total_norm(gradients).float()
+            part = norm * norm / holders
+            total = part if total is None else total + part
+        return torch.zeros(()) if total is None else total
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient by ``factor``, in place."""
+        for parameter in self._named.values():
+            if parameter.grad is not None:
+                _local_gradient(parameter).mul_(factor)
+
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        """How many ranks hold the same elements of this parameter."""
+        cut = self.cuts.get(name)
+        different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
+        copies = len(self.tied.names) if self.tied is not None and name in self.tied.names else 1
+        return self.world_size // different * copies
 
     def _tied_here(self) -> list[nn.Parameter]:
         return [] if self.tied is None else [self._named[name] for name in self.tied.names if name in self._named]
@@ -96,6 +104,14 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def _shards(parameter: nn.Parameter) -> int:
+    """Different parts of it among the ranks of its mesh."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -1,49 +1,154 @@
 """The model under its parallelism, in the one order that works.
 
-Built on the meta device (no memory) → compile per block → FSDP2 / HSDP / DDP → materialize and initialise, one
-parameter at a time, identically for any number of ranks. The optimizer comes after, because it must hold the sharded
-parameters.
+Built on the meta device (no memory) → pipeline stage → tensor parallel → expert parallel → context parallel → float8 →
+activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn from the whole parameters' names and shapes, so
+that they are the same whatever the layout. The optimizer comes after, because it must hold the sharded parameters.
 """
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import titan_fsdp as fsdp
 import torch
+import torch.distributed as dist
 from titan_mesh import Layout, Mesh
-from torch import nn
+from titan_pipeline import Schedule
+from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.layout import Mode
-from titan_train.models import build_model, init_for
+from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.context import ContextParallel, Heads
+from titan_train.parallel.cut import Cut
+from titan_train.parallel.gradients import Gradients, TiedCopies
+from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, keep_stage, plan_layers
+from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.tables import table_for
+from titan_train.train.loss import TokenLoss, cross_entropy_sum
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """What one rank trains."""
+
+    parts: Sequence[nn.Module]
+    """The model; under pipeline parallelism, this rank's stages."""
+    plans: Sequence[fsdp.Plan]
+    """How each part was wrapped; empty in mode "none"."""
+    cuts: Mapping[str, Cut]
+    """Which box of each parameter is here, where tensor or expert parallelism cut it."""
+    loss: TokenLoss
+    """From (local) logits and labels to the sum of the cross-entropy."""
+    gradients: Gradients
+    context: ContextParallel | None
+    pipeline: Pipeline | None
+    names: tuple[str, ...]
+    """Of all parameters of the whole model."""
+    num_parameters: int
+    """Of the whole model."""
+    flops_per_token: float
+    """Of the whole model, forward and backward."""
 
 
 def build_parallel_model(
-    config: Config, *, mode: Mode, mesh: Mesh | None, vocab_size: int, device: torch.device
-) -> tuple[nn.Module, fsdp.Plan | None]:
-    """Build, wrap and initialise the model of a run.
+    config: Config,
+    *,
+    layout: Layout,
+    mode: Mode,
+    mesh: Mesh | None,
+    schedule: Schedule | None,
+    vocab_size: int,
+    device: torch.device,
+) -> ParallelModel:
+    """Build, cut, wrap and initialise this rank's part of the model.
 
     Args:
         config: The run's configuration.
-        mode: The wrapping, from `titan_train.layout.resolve_mode`.
+        layout: The degrees.
+        mode: The data-parallel wrapping, from `titan_train.layout.resolve_mode`.
         mesh: The ranks; None without a process group.
+        schedule: The pipeline's; None without one.
         vocab_size: The tokenizer's, which sizes the embedding and the head.
         device: Where the weights live.
-
-    Returns:
-        The model, ready to train, and the wrapping plan (None in mode "none").
     """
-    model = build_model(config.model, vocab_size=vocab_size, device="meta")
-    init = init_for(model)
-    if config.train.compile:
-        compile_blocks(model)
-    plan = None
-    if mode != "none":
+    spec = layout.spec
+    whole = build_model(config.model, vocab_size=vocab_size, device="meta")
+    init = init_for(whole)
+    tied = tied_to_first(whole)
+    context = _context_parallel(config, mesh, whole) if spec.cp > 1 and mesh is not None else None
+    table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if spec.tp > 1 else {}
+    loss: TokenLoss = cross_entropy_sum
+    parts: list[nn.Module] = []
+    plans: list[fsdp.Plan] = []
+    cuts: dict[str, Cut] = {}
+    for part in _parts(config, whole, schedule, mesh, vocab_size):
+        if spec.tp > 1:
+            assert mesh is not None
+            cuts |= apply_tensor_parallel(
+                part,
+                mesh.group("tp"),
+                table=table,
+                sequence_parallel=config.parallel.sequence_parallel,
+                replicate_kv=config.parallel.replicate_kv,
+                async_tp=config.parallel.async_tp,
+            )
+            if "lm_head.weight" in cuts:
+                loss = _vocab_parallel_loss(mesh.group("tp"), cuts["lm_head.weight"])
+        if context is not None:
+            context.apply(part)
+        apply_activation_checkpointing(part, blocks_of(part), config.activations)
+        if config.compile.enabled:
+            whole_graph = spec.cp == 1 and spec.ep == 1
+            compile_blocks(blocks_of(part), config.compile, config.activations, whole_graph=whole_graph)
+        wrapped, plan = _wrap(part, config, layout, mode, mesh, device, _global_init(init, cuts, tied, config.run.seed))
+        parts.append(wrapped)
+        if plan is not None:
+            plans.append(plan)
+    pipeline = None
+    if schedule is not None:
         assert mesh is not None
-        plan = fsdp.plan(model, mesh.fsdp_mesh() if mode != "ddp" else mesh["dp_replicate"], fsdp_policy(config, mode))
-        if mode == "ddp":  # DistributedDataParallel wraps real parameters
-            fsdp.materialize(model, device, init, seed=config.run.seed)
-            return plan.apply(model), plan
-        model = plan.apply(model)
-    fsdp.materialize(model, device, init, seed=config.run.seed)
-    return model, plan
+        pipeline = Pipeline(
+            schedule, parts, mesh.group("pp"), loss=loss, config=config.pipeline,
+            gather_each_microbatch=config.parallel.reshard == "always",
+        )  # fmt: skip
+    copies = _tied_copies(tied, mesh, schedule) if schedule is not None and mesh is not None else None
+    return ParallelModel(
+        parts=parts,
+        plans=plans,
+        cuts=cuts,
+        loss=loss,
+        gradients=Gradients(parts, cuts, tied=copies, world_size=layout.world_size, pp=spec.pp),
+        context=context,
+        pipeline=pipeline,
+        names=tuple(name for name, _ in whole.named_parameters()),
+        num_parameters=count_parameters(whole),
+        flops_per_token=flops_per_token(whole, config.model.seq_len),
+    )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: children of the containers that hold several modules of one class, outermost first."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for container in model.modules():
+        blocks = list(container.children())
+        repeats = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if repeats and blocks and len({type(b) for b in blocks}) == 1 and id(container) not in inside:
+            found += blocks
+            inside |= {id(m) for block in blocks for m in block.modules()}
+    return found
+
+
+def tied_to_first(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, to the first."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            names[name] = first[id(parameter)]
+    return names
 
 
 def fsdp_policy(config: Config, mode: Mode) -> fsdp.Policy:
@@ -63,21 +168,109 @@ def fsdp_policy(config: Config, mode: Mode) -> fsdp.Policy:
             reduce_scatter="bf16" if parallel.compress == "bf16" and mode != "ddp" else "native",
             ddp_hook=parallel.compress if mode == "ddp" and parallel.compress != "none" else None,
         ),
+        pp=parallel.pp > 1,
     )
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """torch.compile every repeated block in place: compile time does not grow with depth, and FSDP's hooks stay eager."""
-    for container in model.modules():
-        blocks = list(container.children())
-        if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len({type(b) for b in blocks}) == 1:
-            for block in blocks:
-                block.compile(fullgraph=True)
-
-
-def describe_layout(layout: Layout, plan: fsdp.Plan | None) -> str:
-    """The text of ``layout.txt``: the rank table, then what each wrapped unit does."""
+def describe_layout(layout: Layout, plans: Sequence[fsdp.Plan], schedule: Schedule | None) -> str:
+    """The text of ``layout.txt``: the rank table, the schedule, then what each wrapped unit does."""
     parts = [layout.explain()]
-    if plan is not None:
-        parts.append(plan.explain())
-    return "\n\n".join(parts)
+    if schedule is not None:
+        parts.append(f"pipeline schedule {schedule.name}, {schedule.num_stages} stages\n{schedule.to_text()}")
+    return "\n\n".join([*parts, *(plan.explain() for plan in plans)])
+
+
+def _parts(
+    config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None, vocab_size: int
+) -> Sequence[nn.Module]:
+    """The model on meta, or each of this rank's stages of it."""
+    if schedule is None or mesh is None:
+        return [build_model(config.model, vocab_size=vocab_size, device="meta")]
+    layers = stage_layers(config, whole, schedule)
+    parts: list[nn.Module] = []
+    for stage in schedule.stages_of(mesh.rank_in("pp")):
+        part = build_model(config.model, vocab_size=vocab_size, device="meta")
+        keep_stage(part, layers[stage], first=stage == 0, last=stage == schedule.num_stages - 1)
+        parts.append(part)
+    return parts
+
+
+def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
+    """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
+    check_can_be_cut(whole)
+    costs = [flops_per_token(block, config.model.seq_len) for block in whole.get_submodule("layers").children()]
+    head = flops_per_token(whole, config.model.seq_len) - sum(costs)
+    return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
+
+
+def _context_parallel(config: Config, mesh: Mesh, whole: nn.Module) -> ContextParallel:
+    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+    heads = Heads.of(whole, config.parallel.tp)
+    return ContextParallel(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+
+
+def _vocab_parallel_loss(group: dist.ProcessGroup, head: Cut) -> TokenLoss:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy_sum(logits, labels, group, head.offset[0])
+
+    return loss
+
+
+def _wrap(
+    part: nn.Module,
+    config: Config,
+    layout: Layout,
+    mode: Mode,
+    mesh: Mesh | None,
+    device: torch.device,
+    init: Callable[[str, Tensor, torch.Generator], None],
+) -> tuple[nn.Module, fsdp.Plan | None]:
+    """Data parallelism around one part, and its weights."""
+    if mode == "none":
+        fsdp.materialize(part, device, init, seed=config.run.seed)
+        return part, None
+    assert mesh is not None
+    if mode == "ddp":  # DistributedDataParallel wraps real parameters
+        ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
+        fsdp.materialize(part, device, init, seed=config.run.seed)
+        return plan.apply(part), plan
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode))
+    wrapped = plan.apply(part)
+    fsdp.materialize(wrapped, device, init, seed=config.run.seed)
+    return wrapped, plan
+
+
+def _global_init(init: InitFn, cuts: Mapping[str, Cut], tied: Mapping[str, str], seed: int) -> InitFn:
+    """Fill the box of each parameter that is here, from the values of the whole one."""
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if fqn in tied:  # the copy of a tied parameter on another pipeline stage starts as the first one does
+            generator = fsdp.generator_for(tied[fqn], tensor.device, seed)
+        cut = cuts.get(fqn)
+        if cut is None:
+            init(tied.get(fqn, fqn), tensor, generator)
+            return
+        whole = tensor.new_empty(cut.global_shape)
+        init(tied.get(fqn, fqn), whole, generator)
+        tensor.copy_(cut.of(whole, tuple(tensor.shape)))
+
+    return fill
+
+
+def _tied_copies(tied: Mapping[str, str], mesh: Mesh, schedule: Schedule) -> TiedCopies | None:
+    """Where the two ends of a pipeline share a parameter, the ranks that hold its copies. Collective over all ranks."""
+    if not tied:
+        return None
+    ends = sorted({schedule.placement[0], schedule.placement[-1]})
+    mine: dist.ProcessGroup | None = None
+    if len(ends) > 1:
+        for ranks in mesh.layout.groups("pp"):
+            members = [ranks[end] for end in ends]
+            group = dist.new_group(members)
+            if mesh.global_rank in members:
+                mine = group
+    (second, first), *more = tied.items()
+    if more:
+        raise ValueError(f"parallel.pp: {len(tied)} tied parameters; a pipeline can share one, between its two ends.")
+    return TiedCopies((first, second), mine)

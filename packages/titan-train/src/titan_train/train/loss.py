@@ -4,9 +4,14 @@ The mean of means is wrong as soon as two micro-batches have different numbers o
 gives a sum; the trainer divides by the number of valid labels of the whole step, over all ranks.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""From logits and labels to the sum of the cross-entropy over valid labels."""
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted: padding, or across a document's end."""

@@ -2,7 +2,8 @@
 
 The loss of a step is the mean over all valid labels of all ranks and micro-batches. The divisor must be known before
 the first backward, so the ranks first sum their label counts; that same collective carries the requests to stop or
-to save, so that all ranks act on them at the same step, and costs nothing extra.
+to save, so that all ranks act on them at the same step, and costs nothing extra. After the last backward one more sums
+the loss and the squared gradient norm, so that every rank has the same bits of both and takes the same decision.
 
 A step whose loss or gradient is not finite changes nothing: its gradients are dropped and it is counted.
 """
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 import titan_fsdp as fsdp
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_train.data import Batch
 from titan_train.models import call_model
-from titan_train.train.loss import count_valid, cross_entropy_sum
+from titan_train.train.build import ParallelModel
+from titan_train.train.loss import count_valid
+from titan_train.train.place import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +44,29 @@ class OptimizerStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
         accumulate: fsdp.Keep,
-        group: dist.ProcessGroup | None,
+        place: Place,
         device: torch.device,
     ) -> None:
         """Prepare to step.
 
         Args:
-            model: The wrapped model. Gradients must be summed, not averaged, over data-parallel ranks.
-            optimizer: Holds the wrapped model's parameters.
+            model: What this rank trains. Gradients must be summed, not averaged, over data-parallel ranks.
+            optimizer: Holds its parameters.
             max_grad_norm: Clip the gradient's 2-norm to this; 0 only measures.
             accumulate: What titan-fsdp keeps between micro-batches.
-            group: The ranks that the loss is summed over; None for one rank.
+            place: Whether this rank speaks for others that see the same data.
             device: Where the batches are.
         """
         self._model = model
         self._optimizer = optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
         self._accumulate: fsdp.Keep = accumulate
-        self._group = group
+        self._place = place
         self._device = device
 
     def __call__(self, batches: Sequence[Batch], requests: Sequence[bool] = ()) -> StepResult:
@@ -76,33 +77,43 @@ class OptimizerStep:
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
         """
         counts = torch.tensor([0, *requests], dtype=torch.int64, device=self._device)
-        for batch in batches:
-            counts[0] += count_valid(batch.labels)
-        agreed = self._sum(counts).tolist()
+        if self._place.counts_labels:
+            for batch in batches:
+                counts[0] += count_valid(batch.labels)
+        agreed = self._place.sum(counts).tolist()
         num_labels = max(1, agreed[0])
 
-        total = torch.zeros((), device=self._device)
-        for index, batch in enumerate(batches):
-            with fsdp.accumulate(self._model, index, len(batches), keep=self._accumulate):
-                loss = cross_entropy_sum(call_model(self._model, batch), batch.labels) / num_labels
-                loss.backward()
-            total += loss.detach()
-        grad_norm = fsdp.clip_grad_norm_(self._parameters, self._max_norm)
-        total = self._sum(total)
+        total = self._forward_backward(batches, num_labels)
+        gradients = self._model.gradients
+        gradients.finish()
+        sums = torch.stack([total, gradients.square_norm().to(self._device)])
+        if not self._place.speaks_for_loss:
+            sums[0] = 0.0
+        sums = self._place.sum(sums)
+        grad_norm = sums[1].sqrt()
+        gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
 
-        loss_value, norm_value = torch.stack(
-            [total, grad_norm.to(total.device, total.dtype)]
-        ).tolist()  # the one host sync
+        loss_value, norm_value = torch.stack([sums[0], grad_norm]).tolist()  # the one host sync
         skipped = not (_finite(loss_value) and _finite(norm_value))
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(loss_value, norm_value, agreed[0], skipped, tuple(flag > 0 for flag in agreed[1:]))
 
-    def _sum(self, value: Tensor) -> Tensor:
-        if self._group is not None:
-            dist.all_reduce(value, group=self._group)
-        return value
+    def _forward_backward(self, batches: Sequence[Batch], num_labels: int) -> Tensor:
+        """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar."""
+        model = self._model
+        cut = batches if model.context is None else [model.context.cut(batch) for batch in batches]
+        if model.pipeline is not None:
+            return torch.tensor(model.pipeline.step(cut, num_labels), device=self._device)
+        total = torch.zeros((), device=self._device)
+        (module,) = model.parts
+        for index, batch in enumerate(cut):
+            with fsdp.accumulate(module, index, len(cut), keep=self._accumulate):
+                loss = model.loss(call_model(module, batch), batch.labels) / num_labels
+                loss.backward()
+            total += loss.detach()
+        return total
 
 
 def _finite(value: float) -> bool:

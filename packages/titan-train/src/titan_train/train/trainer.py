@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt import Checkpointer, LocalShard, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs
-from titan_train.layout import build_layout, plan_batch, resolve_mode
-from titan_train.models import count_parameters, flops_per_token
+from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
 from titan_train.observe import (
     Progress,
     StepRecord,
@@ -41,6 +40,7 @@ from titan_train.observe import (
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.train.build import build_parallel_model, describe_layout
 from titan_train.train.monitor import StepMonitor
+from titan_train.train.place import Place
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
@@ -74,6 +74,7 @@ class Trainer:
         layout = build_layout(config, world_size)
         mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
         self.batch_plan = plan_batch(config, layout)
+        schedule = plan_pipeline(config, layout, self.batch_plan)
         self.device = _device(config)
         _seed(config.run.seed, config.run.deterministic)
 
@@ -82,12 +83,18 @@ class Trainer:
             self.mesh = build(
                 layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
             )
-        self._loss_group = self.mesh.group("dp") if self.mesh and world_size > 1 else None
+        self._place = Place.of(self.mesh)
         self._inputs: Inputs = open_inputs(config)
-        self.model, self.plan = build_parallel_model(
-            config, mode=mode, mesh=self.mesh, vocab_size=self._inputs.tokenizer.vocab_size, device=self.device
+        self.model = build_parallel_model(
+            config,
+            layout=layout,
+            mode=mode,
+            mesh=self.mesh,
+            schedule=schedule,
+            vocab_size=self._inputs.tokenizer.vocab_size,
+            device=self.device,
         )
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train)
         self._inputs.train.check_samples(config.train.steps * config.train.global_batch)
@@ -97,7 +104,7 @@ class Trainer:
             self.optimizer,
             max_grad_norm=config.train.max_grad_norm,
             accumulate=config.parallel.accumulate,
-            group=self._loss_group,
+            place=self._place,
             device=self.device,
         )
         self._checkpointer = Checkpointer(
@@ -115,9 +122,9 @@ class Trainer:
         self._nonfinite_in_a_row = 0
         self._closed = False
         if self.rank == 0:
-            self._open_run_folder(describe_layout(layout, self.plan))
+            self._open_run_folder(describe_layout(layout, self.model.plans, schedule))
         self._throughput = Throughput(
-            flops_per_token=flops_per_token(self.model, config.model.seq_len),
+            flops_per_token=self.model.flops_per_token,
             peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
             world_size=world_size,
         )
@@ -256,7 +263,13 @@ class Trainer:
         if self._inputs.validation is None:
             return
         with self._make_loader(self._inputs.validation, steps=self.config.validation.steps) as loader:
-            loss, tokens = validation_loss(self.model, loader, group=self._loss_group, device=self.device)
+            loss, tokens = validation_loss(
+                self.model,
+                loader,
+                accumulation=self.batch_plan.accumulation,
+                place=self._place,
+                device=self.device,
+            )
         record = ValidationRecord(
             step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens
         )
@@ -279,7 +292,8 @@ class Trainer:
 
     def _state(self) -> TrainState:
         return TrainState(
-            model=self.model,
+            model=self.model.parts,
+            shards={name: LocalShard(cut.global_shape, cut.offset) for name, cut in self.model.cuts.items() if cut.pieces > 1},
             optim=self.optimizer,
             sched=self.scheduler,
             data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
@@ -306,7 +320,7 @@ class Trainer:
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
-        add_run_info(self.run_dir, parameters=count_parameters(self.model), device=_device_name(self.device))
+        add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
         if self.step:
             self._event("checkpoint_restored")
             self._message(f"resumed from step {self.step}")

@@ -1,32 +1,48 @@
 """Loss on held-out text: the same sequences whatever the number of ranks, weighted by tokens."""
 
+import itertools
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from titan_train.data import Batch
 from titan_train.models import call_model
-from titan_train.train.loss import count_valid, cross_entropy_sum
+from titan_train.train.build import ParallelModel
+from titan_train.train.loss import count_valid
+from titan_train.train.place import Place
 
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, batches: Iterable[Batch], *, group: dist.ProcessGroup | None, device: torch.device
+    model: ParallelModel, batches: Iterable[Batch], *, accumulation: int, place: Place, device: torch.device
 ) -> tuple[float, int]:
     """Mean cross-entropy in nats per valid label over ``batches`` of all ranks, and the number of labels.
 
-    Sums and counts are reduced, never means: ranks whose batches hold different numbers of labels weigh rightly.
+    Sums and counts are added up, never means: ranks whose batches hold different numbers of labels weigh rightly.
+
+    Args:
+        model: What this rank trains.
+        batches: This rank's micro-batches; every rank has as many, a multiple of ``accumulation``.
+        accumulation: Micro-batches of a step, which a pipeline takes at once.
+        place: What this rank adds to sums.
+        device: Where the batches are.
     """
-    was_training = model.training
-    model.eval()
+    was_training = [part.training for part in model.parts]
+    for part in model.parts:
+        part.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        sums[0] += cross_entropy_sum(call_model(model, batch), batch.labels)
-        sums[1] += count_valid(batch.labels)
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    model.train(was_training)
+    remaining = iter(batches)
+    while group := list(itertools.islice(remaining, accumulation)):
+        cut = group if model.context is None else [model.context.cut(batch) for batch in group]
+        if model.pipeline is not None:
+            sums[0] += model.pipeline.evaluate(cut) * place.speaks_for_loss
+        else:
+            for batch in cut:
+                sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * place.speaks_for_loss
+        if place.counts_labels:
+            sums[1] += sum(count_valid(batch.labels) for batch in group)
+    place.sum(sums)
+    for part, training in zip(model.parts, was_training, strict=True):
+        part.train(training)
     total, count = sums.tolist()
     return total / max(1.0, count), int(count)

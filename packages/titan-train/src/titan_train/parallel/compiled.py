@@ -1,0 +1,30 @@
+"""torch.compile of each repeated block, in place: compile time does not grow with depth, and FSDP's hooks stay eager."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_train.config import ActivationsConfig, CompileConfig
+
+
+def compile_blocks(
+    blocks: Sequence[nn.Module], config: CompileConfig, activations: ActivationsConfig, *, whole_graph: bool
+) -> None:
+    """Compile every block.
+
+    Args:
+        blocks: The model's repeated blocks.
+        config: Backend and mode.
+        activations: For the memory budget, which is torch.compile's to keep.
+        whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks whose
+            communication depends on the data (context parallelism's exchange, expert parallelism's routing) cannot.
+    """
+    if activations.checkpoint == "budget":
+        torch._functorch.config.activation_memory_budget = activations.budget  # read when a block is compiled
+    options: dict[str, Any] = {"backend": config.backend, "fullgraph": whole_graph}
+    if config.mode != "default":
+        options["mode"] = config.mode
+    for block in blocks:
+        block.compile(**options)

@@ -1,0 +1,189 @@
+"""Pipeline parallelism: cut the model into stages, pick a schedule, run it.
+
+titan-pipeline owns schedules and execution; here a configuration becomes a schedule, a model becomes the stages of one
+rank, and a step's microbatches become the executor's inputs. Every pipeline rank reads the same batch, so positions
+and labels are never sent: only hidden states travel.
+
+A model can be cut if it names its repeated blocks in an ``nn.ModuleDict`` called ``layers``, keyed by number, and its
+``forward`` takes hidden states where its embedding is None, and returns them where its head is None. Parts before the
+layers are ``tok_embeddings`` and ``pos_embeddings``, parts after them ``norm`` and ``lm_head``; a model of your own may
+name others in ``first_stage_parts`` and ``last_stage_parts``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from titan_pipeline import Schedule, balanced_cut, build_schedule, verify
+from titan_pipeline.families import FAMILIES
+
+from titan_train.config import PipelineConfig
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+
+    from titan_train.parallel.context import LocalBatch
+    from titan_train.train.loss import TokenLoss
+
+_FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
+
+
+def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Schedule:
+    """The schedule that ``config`` names. Pure: no torch, no ranks.
+
+    Raises:
+        ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
+    """
+    if config.schedule in FAMILIES:
+        chunks = config.stages_per_rank or None
+        schedule = build_schedule(config.schedule, pp, microbatches, num_chunks=chunks)
+    else:
+        path = Path(config.schedule)
+        if not path.is_file():
+            raise ValueError(
+                f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
+                "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
+            )
+        schedule = Schedule.load(path)
+    if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
+        raise ValueError(
+            f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
+            "train.global_batch or train.microbatch."
+        )
+    verify(schedule)
+    return schedule
+
+
+def plan_layers(config: PipelineConfig, costs: Sequence[float], ends: tuple[float, float], num_stages: int) -> list[range]:
+    """Which layers each stage holds.
+
+    Args:
+        config: With cuts, or without for a balanced one.
+        costs: Of each layer, in any unit.
+        ends: Cost of what precedes the first layer (embedding) and follows the last (norm and head).
+        num_stages: Stages of the schedule.
+
+    Raises:
+        ValueError: Fewer layers than stages, or cuts that do not make ``num_stages``.
+    """
+    layers = len(costs)
+    if layers < num_stages:
+        raise ValueError(
+            f"{layers} layers cannot fill {num_stages} pipeline stages with one each. Lower parallel.pp or "
+            "pipeline.stages_per_rank, or deepen the model."
+        )
+    if config.cuts:
+        if len(config.cuts) != num_stages - 1 or config.cuts[0] < 1 or config.cuts[-1] >= layers:
+            raise ValueError(
+                f"pipeline.cuts={list(config.cuts)} must be {num_stages - 1} layer numbers between 1 and {layers - 1}: the "
+                f"schedule has {num_stages} stages."
+            )
+        bounds = [0, *config.cuts, layers]
+        return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    loaded = list(costs)
+    loaded[0] += ends[0]
+    loaded[-1] += ends[1]
+    return balanced_cut(loaded, num_stages)
+
+
+def check_can_be_cut(model: "nn.Module") -> None:
+    """Refuse a model that does not follow this module's protocol.
+
+    Raises:
+        ValueError: It has no ``layers``, keyed by number.
+    """
+    from torch import nn
+
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
+        raise ValueError(
+            f"parallel.pp: {type(model).__name__} cannot be cut into stages: it needs an nn.ModuleDict called layers with "
+            "keys '0', '1', …, and a forward that takes hidden states where its embedding is None (see the guide on your "
+            "own model)."
+        )
+
+
+def keep_stage(model: "nn.Module", layers: range, *, first: bool, last: bool) -> None:
+    """Take out of a whole model what belongs to other stages; parameter names stay as they are."""
+    own = cast(Any, model)
+    for number in [key for key in own.layers if int(key) not in layers]:
+        del own.layers[number]
+    gone = [*(() if first else getattr(model, "first_stage_parts", _FIRST))]
+    gone += [*(() if last else getattr(model, "last_stage_parts", _LAST))]
+    for name in gone:
+        if name in model._modules:
+            setattr(model, name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Labels of one microbatch."""
+
+    labels: Any
+
+
+class Pipeline:
+    """This rank's stages under an executor."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: "Sequence[nn.Module]",
+        group: "dist.ProcessGroup",
+        *,
+        loss: "TokenLoss",
+        config: PipelineConfig,
+        gather_each_microbatch: bool,
+    ) -> None:
+        """Join the executor.
+
+        Args:
+            schedule: The same on every rank.
+            parts: This rank's stages, in the order of ``schedule.stages_of(rank)``.
+            group: The pipeline's ranks, in order.
+            loss: From logits and labels to the sum over labels; used by the last stage.
+            config: Of the pipeline.
+            gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
+        """
+        import torch.distributed as dist
+        from titan_pipeline.runtime import Executor, GlooTransport, TorchStage
+
+        from titan_train.models import accepted_inputs
+
+        rank = dist.get_rank(group)
+        last = schedule.num_stages - 1
+        stages = [
+            TorchStage(
+                part,
+                index,
+                loss=(lambda logits, target: loss(logits, target.labels)) if index == last else None,
+                keywords=tuple(sorted(accepted_inputs(part))),
+                gather="microbatch" if gather_each_microbatch else "step",
+            )
+            for index, part in zip(schedule.stages_of(rank), parts, strict=True)
+        ]
+        self.executor = Executor(schedule, stages, GlooTransport(group), deterministic=config.deterministic)
+
+    def step(self, batches: "Sequence[LocalBatch]", num_labels: int) -> float:
+        """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
+
+        Returns:
+            Sum of the loss over this replica's labels, divided by ``num_labels``.
+        """
+        return self.executor.step(*_arguments(batches), extras=_extras(batches), denominator=float(num_labels)).loss
+
+    def evaluate(self, batches: "Sequence[LocalBatch]") -> float:
+        """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""
+        return self.executor.evaluate(*_arguments(batches), extras=_extras(batches), denominator=1.0).loss
+
+
+def _arguments(batches: "Sequence[LocalBatch]") -> tuple[list[Any], list[_Target]]:
+    return [b.tokens for b in batches], [_Target(b.labels) for b in batches]
+
+
+def _extras(batches: "Sequence[LocalBatch]") -> list[dict[str, Any]]:
+    names = ("positions", "cu_seqlens", "attention_plan")
+    return [{name: getattr(batch, name, None) for name in names} for batch in batches]

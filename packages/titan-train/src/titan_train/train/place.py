@@ -1,0 +1,36 @@
+"""What one rank contributes to sums over all ranks.
+
+Ranks of a tensor, context or pipeline group see the same batch: one of them counts its labels. Those of a context group
+compute different parts of the loss, so each of them speaks for its own.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from titan_mesh import Mesh
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which sums this rank takes part in."""
+
+    counts_labels: bool
+    """This rank is the first of those that read the same batch."""
+    speaks_for_loss: bool
+    """This rank is the first of those that compute the same part of the loss."""
+    world_size: int
+
+    @classmethod
+    def of(cls, mesh: Mesh | None) -> "Place":
+        """Where this rank is; None is a run of one rank."""
+        if mesh is None:
+            return cls(True, True, 1)
+        first = mesh.rank_in("tp") == 0 and mesh.rank_in("pp") == 0
+        return cls(first and mesh.rank_in("cp") == 0, first, mesh.layout.num_ranks)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Add ``value`` over all ranks, in place; the same bits on each."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value

@@ -1,0 +1,117 @@
+"""Run the trainer under any layout and collect what must not depend on it: losses and whole gradients."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from titan_train.config import parse_config
+from titan_train.inputs import prepare_inputs
+from titan_train.models import named_parameters
+from titan_train.train import Trainer
+
+
+def tree(folder, name, sections):
+    """A tiny model on a made-up corpus; ``sections`` override tables of the configuration."""
+    folder = Path(folder)
+    base = {
+        "run": {"dir": str(folder / "runs"), "name": name, "seed": 7},
+        "model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 4, "num_kv_heads": 4}},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "sources": [{"name": "corpus", "kind": "text", "paths": [str(folder / "texts" / "*.txt")]}],
+            "cache_dir": str(folder / "cache"),
+            "validation_fraction": 0.1,
+        },
+        "train": {"steps": 10, "global_batch": 8, "max_grad_norm": 0.5},
+        "validation": {"every": 10, "steps": 1},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 0, "async_save": False},
+        "metrics": {"progress": "off", "report": False},
+        "launch": {"device": "cpu", "timeout_s": 90.0},
+    }
+    for section, values in sections.items():
+        base[section] = base.get(section, {}) | values
+    return base
+
+
+def prepare(folder):
+    """Write and tokenize the corpus once: many short documents, some held out."""
+    texts = Path(folder) / "texts"
+    texts.mkdir()
+    for i in range(160):
+        lines = [f"def add_{(i + j) % 7}(x, y):\n    return x + {i * j % 97} * y\n" for j in range(4 + i % 5)]
+        (texts / f"{i:03}.txt").write_text("".join(lines))
+    prepare_inputs(parse_config(tree(folder, "prepare", {})), quiet=True)
+
+
+def run(folder, name, sections, steps=10):
+    """Train; returns losses, validation loss, gradient norm of the first step and this rank's boxes of its gradients."""
+    config = parse_config(tree(folder, name, sections))
+    with tempfile.TemporaryDirectory() as scratch, Trainer(config, run_dir=Path(scratch) / "run") as trainer:
+        captured = {}
+        update = trainer.optimizer.step
+
+        def capture_then_update(*args, **kwargs):
+            if not captured:
+                captured.update(boxes(trainer.model))
+            return update(*args, **kwargs)
+
+        trainer.optimizer.step = capture_then_update
+        norms = []
+        record = trainer._record
+
+        def keep_norm(result, *args, **kwargs):
+            norms.append(result.grad_norm)
+            return record(result, *args, **kwargs)
+
+        trainer._record = keep_norm
+        validation = []
+        trainer.fit(until=steps)
+        if steps == config.train.steps:
+            from titan_train.train.validate import validation_loss
+
+            with trainer._make_loader(trainer._inputs.validation, steps=1) as loader:
+                validation.append(
+                    validation_loss(
+                        trainer.model,
+                        loader,
+                        accumulation=trainer.batch_plan.accumulation,
+                        place=trainer._place,
+                        device=trainer.device,
+                    )[0]
+                )
+        return trainer.losses, norms, validation, captured
+
+
+def boxes(model):
+    """Name to (shape of the whole, offset, local part) of each gradient, FSDP's shards gathered."""
+    found = {}
+    for part in model.parts:
+        for name, parameter in named_parameters(part):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            cut = model.cuts.get(name)
+            shape, offset = (tuple(whole.shape), (0,) * whole.ndim) if cut is None else (cut.global_shape, cut.offset)
+            found[name] = (shape, offset, whole.clone())
+    return found
+
+
+def assemble(ranks):
+    """The whole gradients from the boxes of all ranks; replicas must agree to the last bits of float32."""
+    whole, filled = {}, {}
+    for captured in ranks:
+        for name, (shape, offset, part) in captured.items():
+            target = whole.setdefault(name, torch.zeros(shape))
+            seen = filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            where = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            again = seen[where]
+            if again.any():
+                assert (target[where][again] - part[again]).abs().max() <= 1e-6, name
+            target[where] = part
+            seen[where] = True
+    for name, seen in filled.items():
+        assert seen.all(), f"{name}: no rank has all of it"
+    return whole
