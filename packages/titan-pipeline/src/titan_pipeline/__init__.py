@@ -7,6 +7,7 @@ from titan_pipeline._csv import from_torch_csv, to_torch_csv
 from titan_pipeline._draw import draw_html, draw_svg
 from titan_pipeline._errors import ScheduleError
 from titan_pipeline._lower import lower
+from titan_pipeline._measure import Measurement, fit_costs
 from titan_pipeline._placement import Placement, loop_placement, placement_from, v_placement
 from titan_pipeline._schedule import Action, Kind, Schedule
 from titan_pipeline._simulate import Breakdown, Simulation, Slot, Transfer, simulate
@@ -24,6 +25,7 @@ __all__ = [
     "Costs",
     "Kind",
     "Link",
+    "Measurement",
     "Placement",
     "Progress",
     "Schedule",
@@ -38,6 +40,7 @@ __all__ = [
     "draw_html",
     "draw_svg",
     "families",
+    "fit_costs",
     "from_torch_csv",
     "loop_placement",
     "lower",

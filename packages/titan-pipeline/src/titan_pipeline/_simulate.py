@@ -129,7 +129,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap: float =
         makespan,
         work,
         _break_down(player, makespan, work),
-        tuple(_memory_curve(schedule, r, costs, player.slots[r]) for r in range(schedule.num_ranks)),
+        tuple(memory_curve(schedule, r, costs, player.slots[r]) for r in range(schedule.num_ranks)),
     )
 
 
@@ -239,7 +239,7 @@ def _break_down(player: "_Player", makespan: float, work: float) -> Breakdown:
     if instant != costs:
         without_comm = max(s[-1].end for s in _played(schedule, instant, overlap).slots)
     equal_makespan = max(s[-1].end for s in equal)
-    phases = [_idle_by_phase(slots, equal_makespan) for slots in equal]
+    phases = [idle_by_phase(slots, equal_makespan) for slots in equal]
     p = len(phases)
     warm_up, steady, drain = (sum(phase[k] for phase in phases) / p for k in range(3))
     communication = makespan - without_comm
@@ -253,7 +253,7 @@ def _spread(costs: Costs) -> Costs:
     return costs if equal else costs.balanced()
 
 
-def _idle_by_phase(slots: list[Slot], makespan: float) -> tuple[float, float, float]:
+def idle_by_phase(slots: list[Slot], makespan: float) -> tuple[float, float, float]:
     """Idle time before the first backward, until the last forward ends, and after."""
     first_backward = next((s.start for s in slots if s.action.kind is not Kind.F), makespan)
     last_forward = max((s.end for s in slots if s.action.kind is Kind.F), default=0.0)
@@ -266,7 +266,7 @@ def _idle_by_phase(slots: list[Slot], makespan: float) -> tuple[float, float, fl
     return idle[0], idle[1], idle[2]
 
 
-def _memory_curve(schedule: Schedule, rank: int, costs: Costs, slots: list[Slot]) -> tuple[tuple[float, float], ...]:
+def memory_curve(schedule: Schedule, rank: int, costs: Costs, slots: list[Slot]) -> tuple[tuple[float, float], ...]:
     """Memory as steps over time; each level holds from its time to the next."""
     levels = memory_levels(schedule, rank, costs)
     curve: list[tuple[float, float]] = [(0.0, 0.0)]

@@ -1,4 +1,4 @@
-"""The ``titan-pipeline`` command: gen, verify, sim, solve, draw, trace.
+"""The ``titan-pipeline`` command: gen, verify, sim, solve, draw, trace, fit.
 
 Example::
 
@@ -6,6 +6,8 @@ Example::
     titan-pipeline verify zbv.json --mem-limit 4
     titan-pipeline sim zbv.json --latency 0.02
     titan-pipeline draw zbv.json -o zbv.html
+    titan-pipeline trace zbv.json --measured step.json -o both.json
+    titan-pipeline fit step.json -o costs.json
 
 Schedule files are JSON, the text form, or torch's CSV (by the ending ``.csv``). Exit code: 0 done, 1 the schedule is
 faulty, 2 the request is.
@@ -22,6 +24,7 @@ from titan_pipeline._csv import from_torch_csv, to_torch_csv
 from titan_pipeline._draw import draw_html, draw_svg
 from titan_pipeline._errors import ScheduleError
 from titan_pipeline._lower import lower
+from titan_pipeline._measure import Measurement, fit_costs
 from titan_pipeline._schedule import Schedule
 from titan_pipeline._simulate import simulate
 from titan_pipeline._solve import Progress, solve
@@ -92,8 +95,15 @@ def _parser() -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="write a Chrome/Perfetto trace of the simulated schedule")
     _add_schedule(trace)
+    trace.add_argument("--measured", type=Path, help="lay this measurement (Measurement.save) over the plan")
     trace.add_argument("-o", "--output", type=Path, required=True)
     trace.set_defaults(run=_trace)
+
+    fit = commands.add_parser("fit", help="costs from measurements")
+    fit.add_argument("measurements", type=Path, nargs="+", help="files of Measurement.save, the first step left out")
+    fit.add_argument("--base", type=Path, help="costs file that memory is taken from")
+    fit.add_argument("-o", "--output", type=Path, required=True, help="costs file (JSON)")
+    fit.set_defaults(run=_fit)
     return parser
 
 
@@ -195,5 +205,19 @@ def _draw(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace) -> int:
     schedule = load_schedule(args.schedule)
-    args.output.write_text(chrome_trace((schedule.name, simulate(schedule, _costs(args, schedule)))))
+    if args.measured is None:
+        args.output.write_text(chrome_trace((schedule.name, simulate(schedule, _costs(args, schedule)))))
+        return 0
+    measured = Measurement.load(args.measured)
+    costs = Costs.load(args.costs) if args.costs is not None else fit_costs([measured])
+    plan = simulate(schedule, costs)
+    args.output.write_text(chrome_trace(("planned", plan), ("measured", measured.timeline(costs))))
+    print(f"measured {measured.makespan:.6g} s, planned {plan.makespan:.6g} s")
+    print(f"largest lag of an action {measured.largest_lag(plan):.6g} s")
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    base = Costs.load(args.base) if args.base is not None else None
+    args.output.write_text(fit_costs([Measurement.load(path) for path in args.measurements], base).to_json())
     return 0

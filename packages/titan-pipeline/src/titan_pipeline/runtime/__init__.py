@@ -1,6 +1,6 @@
 """Run schedules: stages, transports, the weight-gradient engine. Needs torch: the extra ``titan-pipeline[torch]``."""
 
-from titan_pipeline.runtime._executor import Executor, Span, StepResult
+from titan_pipeline.runtime._executor import Executor, StepResult
 from titan_pipeline.runtime._messages import Failure, PipelineAborted
 from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
 from titan_pipeline.runtime._process_group import GlooTransport
@@ -18,7 +18,6 @@ __all__ = [
     "Optimistic",
     "PipelineAborted",
     "Queue",
-    "Span",
     "Stage",
     "StepResult",
     "ThreadHub",

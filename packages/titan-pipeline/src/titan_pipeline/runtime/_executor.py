@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from titan_pipeline._graph import transfer_of
-from titan_pipeline._lower import lower
-from titan_pipeline._schedule import COMPUTE, SENDS, Action, Kind, Schedule
+from titan_pipeline._measure import Measurement
+from titan_pipeline._schedule import Action, Kind, Schedule
+from titan_pipeline._simulate import Slot
 from titan_pipeline._verify import verify
 from titan_pipeline.runtime._messages import Failure, Key, PipelineAborted
+from titan_pipeline.runtime._program import Program, check_order, compile_program
 from titan_pipeline.runtime._stage import Stage
-from titan_pipeline.runtime._tied import TiedWeight, reduce_tied, tied_messages
+from titan_pipeline.runtime._tied import TiedWeight, reduce_tied
 from titan_pipeline.runtime._transport import ThreadHub, Transport
 
 
@@ -41,15 +42,6 @@ class StepResult:
     """Weighted sum of all stages' auxiliary losses, the same on every rank; not part of ``loss``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When one action of this rank ran, in seconds since the step began on this rank."""
-
-    action: Action
-    start: float
-    end: float
-
-
 class Executor:
     """Runs the programs of one rank.
 
@@ -61,7 +53,9 @@ class Executor:
         tied: Parameters that several stages share; their gradients are summed at the end of a step.
         deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
             summed in the order of one process: the result is then bit-equal to it.
-        trace: Record when each action ran; see `spans`.
+        trace: Record when each action ran; see `measured`.
+        synchronize: Called before each time is read while tracing. Give ``torch.cuda.synchronize`` on a GPU, whose work
+            is otherwise only queued when an action returns.
 
     Raises:
         ValueError: If the stages are not those of this rank, or the transport has another number of ranks.
@@ -78,17 +72,21 @@ class Executor:
         tied: Sequence[TiedWeight] = (),
         deterministic: bool = False,
         trace: bool = False,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
         self.transport: Transport = transport if transport is not None else ThreadHub(1).transport(0)
         self.rank = self.transport.rank
         self.stages = {stage.index: stage for stage in stages}
-        self.spans: list[Span] = []
+        self.spans: list[Slot] = []
+        """With ``trace``: when each action of this rank ran, in seconds since the step began here."""
         self._count = count_tokens
         self.tied = tuple(tied)
         self._deterministic = deterministic
         self._trace = trace
+        self._clock = time.perf_counter if synchronize is None else _synchronized(synchronize)
+        self._began = 0.0
         self._broken = False
-        self._forward_program: _Program | None = None
+        self._forward_program: Program | None = None
         self.swap(schedule)
 
     def swap(self, schedule: Schedule) -> None:
@@ -105,12 +103,12 @@ class Executor:
             )
         verify(schedule)
         if self._deterministic:
-            _check_order(schedule)
+            check_order(schedule)
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
         for stage in self.stages.values():
             stage.configure(stage.index in split)
         self.schedule = schedule
-        self._program = _compile(schedule, self.rank)
+        self._program = compile_program(schedule, self.rank)
         self._forward_program = None
 
     def step(
@@ -163,18 +161,43 @@ class Executor:
         """Every rank's values, in rank order. Call on every rank, with as many values."""
         return self.transport.close_step(None, values)[1]
 
+    def measured(self) -> Measurement:
+        """The last training step as all ranks ran it. Needs ``trace=True``; call on every rank.
+
+        Use: ``costs = fit_costs([executor.measured(), …])``, then ``executor.swap(solve(costs, …).schedule)``.
+
+        Raises:
+            RuntimeError: If the last step of this rank was not traced, or was no training step.
+        """
+        program = self.schedule.compute_only().ranks[self.rank]
+        if tuple(span.action for span in self.spans) != program:
+            raise RuntimeError(
+                f"rank {self.rank} has {len(self.spans)} traced actions, the schedule {len(program)}. Make the executor "
+                "with trace=True on every rank and run a training step first."
+            )
+        longest = max(len(p) for p in self.schedule.compute_only().ranks)
+        times = [t + self._began for span in self.spans for t in (span.start, span.end)]
+        rows = self.gather([*times, *[0.0] * (2 * longest - len(times))])
+        compute = self.schedule.compute_only()
+        begin = min(row[0] for row in rows)
+        slots = tuple(
+            tuple(Slot(a, row[2 * i] - begin, row[2 * i + 1] - begin) for i, a in enumerate(p))
+            for p, row in zip(compute.ranks, rows, strict=True)
+        )
+        return Measurement(compute, slots)
+
     def reset(self) -> None:
         """Forget a step that failed. Call on every rank."""
         for stage in self.stages.values():
             stage.clear()
         self._broken = False
 
-    def _evaluation(self) -> "_Program":
+    def _evaluation(self) -> Program:
         if self._forward_program is None:
-            self._forward_program = _compile(self.schedule.for_evaluation(), self.rank)
+            self._forward_program = compile_program(self.schedule.for_evaluation(), self.rank)
         return self._forward_program
 
-    def _run(self, program: "_Program", batch: "_Batch") -> tuple[StepResult, dict[int, Any]]:
+    def _run(self, program: Program, batch: "_Batch") -> tuple[StepResult, dict[int, Any]]:
         if self._broken:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
         transport, training = self.transport, batch.training
@@ -218,69 +241,13 @@ class _Batch:
     training: bool
 
 
-class _Program:
-    """One rank's program, and what it means for the transport."""
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        place = schedule.placement
-        self.num_microbatches = schedule.num_microbatches
-        self.num_stages = schedule.num_stages
-        self._written = schedule.ranks[rank]
-        last = {a.stage: i for i, a in enumerate(self._written) if a.kind in COMPUTE}
-        # Receives happen where their message is needed. After the last action of a stage comes an entry of kind None:
-        # its gradients are complete.
-        self.actions: list[tuple[Kind | None, int, int]] = []
-        self._positions: list[int] = []
-        for i, action in enumerate(self._written):
-            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
-                self.actions.append(action)
-                self._positions.append(i)
-            if action.kind in COMPUTE and last[action.stage] == i:
-                self.actions.append((None, action.stage, action.microbatch))
-                self._positions.append(i)
-        self.local = [place[s] == place[s + 1] for s in range(schedule.num_stages - 1)]
-        self.place = place
-        self.expected: dict[int, list[Key]] = {}
-        self.sends: dict[int, int] = {}
-        for action in schedule.ranks[rank]:
-            if action.kind in COMPUTE:
-                continue
-            source, target, what = transfer_of(action)
-            if action.kind in SENDS:
-                self.sends[place[target]] = self.sends.get(place[target], 0) + 1
-            else:
-                key = (0 if what is Kind.F else 1, target, action.microbatch)
-                self.expected.setdefault(place[source], []).append(key)
-
-    def where(self, entry: int) -> tuple[int, str]:
-        """Position and name of the action of an entry; ``(-1, "")`` outside of the program."""
-        if entry < 0:
-            return -1, ""
-        position = self._positions[entry]
-        after = "the reduction after " if self.actions[entry][0] is None else ""
-        return position, after + str(self._written[position])
-
-    def traffic_with(self, tied: Sequence[TiedWeight], rank: int) -> tuple[dict[int, list[Key]], dict[int, int]]:
-        """What a training step receives and sends, the gradients of tied weights included."""
-        more, targets = tied_messages(tied, self.place, rank)
-        expected = {r: self.expected.get(r, []) + more.get(r, []) for r in {*self.expected, *more}}
-        sends = dict(self.sends)
-        for target in targets:
-            sends[target] = sends.get(target, 0) + 1
-        return expected, sends
-
-
-def _compile(schedule: Schedule, rank: int) -> _Program:
-    return _Program(schedule if schedule.communicates else lower(schedule), rank)
-
-
 class _Run:
     """The state of one step on one rank."""
 
     def __init__(
         self,
         executor: Executor,
-        program: _Program,
+        program: Program,
         batch: _Batch,
     ) -> None:
         self.executor = executor
@@ -297,7 +264,7 @@ class _Run:
         self.aux_weight = 1.0 / program.num_microbatches if batch.aux_weight is None else batch.aux_weight
         self.losses: list[Any] = []
         self.outputs: dict[int, Any] = {}
-        self.spans: list[Span] = []
+        self.spans: list[Slot] = []
 
     def prepare(self) -> None:
         """Check the batch, count its tokens."""
@@ -338,7 +305,9 @@ class _Run:
         aux: list[Any] = []
         for stage in stages.values():
             stage.begin(training, self.aux_weight)
-        clock, begin = time.perf_counter, time.perf_counter()
+        clock = executor._clock
+        executor._began = time.time()
+        begin = time.perf_counter()
         started = 0.0
         for position, (kind, s, mb) in enumerate(program.actions):
             self.position = position
@@ -389,7 +358,7 @@ class _Run:
                 if s:
                     backward[s, mb] = result
             if self.executor._trace:
-                self.spans.append(Span(Action(kind, s, mb), started - begin, clock() - begin))
+                self.spans.append(Slot(Action(kind, s, mb), started - begin, clock() - begin))
         self.position = -1
         self.losses = [loss_parts[mb] for mb in sorted(loss_parts)]
         self.loss_sum = float(sum(float(x) for x in self.losses))
@@ -402,17 +371,9 @@ class _Run:
         return got
 
 
-def _check_order(schedule: Schedule) -> None:
-    for rank, program in enumerate(schedule.ranks):
-        seen: dict[tuple[bool, int], int] = {}
-        for index, (kind, stage, mb) in enumerate(program):
-            if kind not in (Kind.B, Kind.I, Kind.W):
-                continue
-            which = (kind is Kind.W, stage)
-            if seen.get(which, -1) > mb:
-                raise ValueError(
-                    f"deterministic=True, but rank {rank} runs {program[index]} after microbatch {seen[which]}: the "
-                    "gradients of the stage would be summed in another order than in one process. Use a family, whose "
-                    "microbatches stay in order, or deterministic=False."
-                )
-            seen[which] = mb
+def _synchronized(synchronize: Callable[[], None]) -> Callable[[], float]:
+    def clock() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    return clock
