@@ -8,6 +8,7 @@ from titan_fp8._products import QTensor, cast, scaled_mm
 from titan_fp8._recipe import RECIPES, Recipe, Scaling
 from titan_fp8._report import ConvertedLayer, Report
 from titan_fp8._roofline import H200, Hardware, predict_speedup
+from titan_fp8._tensor_parallel import all_gather_float8, all_gather_linears, linear_reduce_scatter
 from titan_fp8._weight_cache import WeightCache
 
 __all__ = [
@@ -22,11 +23,14 @@ __all__ = [
     "Report",
     "Scaling",
     "WeightCache",
+    "all_gather_float8",
+    "all_gather_linears",
     "apply_float8_all_gather",
     "cast",
     "convert_to_float8",
     "linear",
     "linear_deferred",
+    "linear_reduce_scatter",
     "linears",
     "predict_speedup",
     "scaled_mm",

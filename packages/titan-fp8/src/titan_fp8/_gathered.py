@@ -37,7 +37,7 @@ class GatheredWeight(torch.Tensor):
     def __new__(
         cls: type[torch.Tensor], codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype
     ) -> "GatheredWeight":
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
 

@@ -71,7 +71,7 @@ class ShardedWeight(torch.Tensor):
     def __new__(
         cls: type[torch.Tensor], tensor: Tensor, scaling: Scaling, amax: _Amax | None = None
     ) -> "ShardedWeight":
-        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
             cls,
             tensor.size(),
             strides=tensor.stride(),

@@ -1,0 +1,145 @@
+"""Tensor parallelism in float8 computes what one process does with the whole tensors."""
+
+from typing import Any
+
+import pytest
+import titan_fp8
+import torch
+import torch.distributed as dist
+from titan_testing import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BATCH, TOKENS, K, N = 2, 256, 96, 64
+
+
+def tensors() -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, K, generator=draw, dtype=torch.bfloat16)
+    weights = [torch.randn(N, K, generator=draw, dtype=torch.bfloat16) * 0.1 for _ in range(2)]
+    grads = [torch.randn(BATCH, TOKENS, N, generator=draw, dtype=torch.bfloat16) for _ in range(2)]
+    return x, *weights, *grads
+
+
+class GatheredBytes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func._schema.name:
+            self.total += args[1].numel() * args[1].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def column_parallel(recipe: str) -> tuple[Any, ...]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, w1, w2, g1, g2 = tensors()
+    part = x.chunk(n, 1)[rank].clone().requires_grad_()
+    shards = [w.chunk(n, 0)[rank].clone().requires_grad_() for w in (w1, w2)]
+    with GatheredBytes() as forward:
+        outs = titan_fp8.all_gather_linears(part, shards, recipe, group=dist.group.WORLD)
+    with GatheredBytes() as backward:
+        torch.autograd.backward(outs, [g.chunk(n, -1)[rank].contiguous() for g in (g1, g2)])
+    return [o.detach() for o in outs], part.grad, [w.grad for w in shards], forward.total, backward.total
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_column_parallel_linears_gather_in_float8_what_one_process_casts(recipe: str) -> None:
+    x, w1, w2, g1, g2 = tensors()
+    x, w1, w2 = x.requires_grad_(), w1.requires_grad_(), w2.requires_grad_()
+    wants = []
+    for rank in range(2):  # a rank's shard of each weight, in one process
+        part = [w.detach().chunk(2, 0)[rank].clone().requires_grad_() for w in (w1, w2)]
+        whole = x.detach().clone().requires_grad_()
+        outs = titan_fp8.linears(whole, part, None, recipe)
+        torch.autograd.backward(outs, [g.chunk(2, -1)[rank].contiguous() for g in (g1, g2)])
+        wants.append((outs, whole.grad, [w.grad for w in part]))
+    dx = (wants[0][1] + wants[1][1]).chunk(2, 1)
+    for rank, (outs, dpart, dws, forward, backward) in enumerate(run_ranks(column_parallel, 2, recipe)):
+        assert all(torch.equal(a, b) for a, b in zip(outs, wants[rank][0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(dws, wants[rank][2], strict=True))
+        assert torch.equal(dpart, dx[rank])
+        bf16 = BATCH * TOKENS // 2 * K * 2
+        padded = 128 / K if recipe == "blockwise" else 1.0  # K is padded to the block
+        assert forward <= bf16 * 0.55 * padded
+        assert backward <= bf16 * 0.55 * padded
+
+
+def row_parallel(recipe: str) -> tuple[Any, ...]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, w, _, g, _ = tensors()
+    x = x.chunk(n, -1)[rank].contiguous().requires_grad_()
+    w = w.chunk(n, 1)[rank].contiguous().requires_grad_()
+    out = titan_fp8.linear_reduce_scatter(x, w, recipe, group=dist.group.WORLD)
+    out.backward(g.chunk(n, 1)[rank].contiguous())
+    return out.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_row_parallel_linear_gathers_its_gradient_in_float8(recipe: str) -> None:
+    x, w, _, g, _ = tensors()
+    total, grads = 0, []
+    for rank in range(2):
+        part = x.chunk(2, -1)[rank].contiguous().requires_grad_()
+        shard = w.chunk(2, 1)[rank].contiguous().requires_grad_()
+        out = titan_fp8.linear(part, shard, None, recipe)
+        out.backward(g)
+        total = total + out.detach()
+        grads.append((part.grad, shard.grad))
+    for rank, (out, dx, dw) in enumerate(run_ranks(row_parallel, 2, recipe)):
+        assert torch.equal(out, total.chunk(2, 1)[rank])
+        assert torch.equal(dx, grads[rank][0])
+        assert torch.equal(dw, grads[rank][1])
+
+
+def cut_by_columns(recipe: str) -> torch.Tensor:
+    """``x`` and ``w`` cut over their contraction: every amax is the whole tensor's."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, w, *_ = tensors()
+    part, shard = x.float().chunk(n, -1)[rank], w.chunk(n, 1)[rank]
+    out = titan_fp8.linear(part, shard, None, recipe, amax_group=dist.group.WORLD)
+    dist.all_reduce(out)
+    return out
+
+
+def test_an_amax_over_the_group_gives_the_scales_of_the_whole_tensor() -> None:
+    x, w, *_ = tensors()
+    want = titan_fp8.linear(x.float(), w, None, "tensorwise")
+    for got in run_ranks(cut_by_columns, 2, "tensorwise"):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()  # float32, another order of summation
+
+
+def gather_any(scaling: titan_fp8.Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, _, _, g, _ = tensors()
+    part = x.chunk(n, 1)[rank].clone().requires_grad_()
+    whole = titan_fp8.all_gather_float8(part, scaling, group=dist.group.WORLD)
+    whole.backward(torch.ones_like(whole))
+    return whole.detach(), part.grad
+
+
+@pytest.mark.parametrize("gran", ["tensor", "row", "block1x128", "mx32"])
+def test_gathering_in_float8_and_casting_again_loses_nothing(gran: Any) -> None:
+    x = tensors()[0]
+    scaling = titan_fp8.Scaling(gran)
+    want = titan_fp8.cast(x.flatten(0, 1), scaling, layouts="rows")
+    for whole, grad in run_ranks(gather_any, 2, scaling):
+        again = titan_fp8.cast(whole.flatten(0, 1), scaling, layouts="rows")
+        values = [q.data.float() for q in (want, again)]
+        scales = [q.scale.float() for q in (want, again)]
+        if gran in ("block1x128", "mx32"):
+            scales = [s.repeat_interleave(128 if gran == "block1x128" else 32, -1) for s in scales]
+        assert torch.equal(values[0] * scales[0], values[1] * scales[1])
+        assert torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+def test_recipes_whose_scales_span_ranks_and_odd_lengths_are_refused() -> None:
+    run_ranks(refusals, 1)
+
+
+def refusals() -> None:
+    x, w, *_ = tensors()
+    with pytest.raises(ValueError, match="cannot be gathered in float8"):
+        titan_fp8.all_gather_linears(x, [w], "rowwise", group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        titan_fp8.all_gather_linears(x[:, :100], [w], "blockwise", group=dist.group.WORLD)
