@@ -50,13 +50,14 @@ class _CrossEntropySum(torch.autograd.Function):
         at_label = (wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) - largest).masked_fill(~here, 0.0)
         exponentials = (wide - largest.unsqueeze(-1)).exp_().sum(-1)
         total, target = all_reduce(torch.stack([exponentials, at_label]), group).unbind()
-        ctx.save_for_backward(logits, largest + total.log(), own, here, valid)
+        ctx.save_for_backward(logits, largest, total.log(), own, here, valid)
         return (total.log() - target).masked_fill(~valid, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, log_sum, own, here, valid = ctx.saved_tensors
-        grad = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        logits, largest, log_total, own, here, valid = ctx.saved_tensors
+        # the maximum first: added to the logarithm it would cost digits
+        grad = (logits.to(largest.dtype) - largest.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
         grad.scatter_add_(-1, own.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
         scale = grads[0] * valid.to(grad.dtype)
         return grad.mul_(scale.unsqueeze(-1)).to(logits.dtype), None, None, None

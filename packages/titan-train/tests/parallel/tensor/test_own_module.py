@@ -1,0 +1,162 @@
+"""A user's own module cut by patterns of names, with and without regions."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from titan_testing import run_ranks
+from titan_train.parallel.tensor import apply_tensor_parallel, check_tensor_parallel, merge_tables
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.ln_1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim, heads)
+        self.ln_2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.down(F.relu(self.up(self.ln_2(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.num_kv_heads = heads // 2
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.ModuleList([nn.Linear(dim, dim // 2) for _ in range(2)])
+        self.out = nn.Linear(dim, dim)
+        self.scale = nn.Parameter(torch.ones(dim // heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)) * self.scale
+        k, v = (w(x).unflatten(-1, (self.num_kv_heads, -1)) for w in self.kv)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+        )
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, 16, padding_idx=30)
+        self.wpe = nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(2)])
+        self.head = nn.Linear(16, 50, bias=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# "kv" is a list, so nothing beside its members counts heads: cut in plain rows, which are whole heads at tp = 2
+PLAN = {
+    "wte": "embedding",
+    "wpe": "positions",
+    "blocks.*.ln_?": "replicated",
+    "blocks.*.attn": "region",
+    "blocks.*.attn.q": "heads",
+    "blocks.*.attn.kv.*": "colwise",
+    "blocks.*.attn.out": "rowwise",
+    "blocks.*.attn.scale": "replicated",
+    "**.up": "colwise",
+    "**.down": "rowwise",
+    "head": "head",
+}
+WITHOUT_REGIONS = {pattern: style for pattern, style in PLAN.items() if style != "region" and "scale" not in pattern}
+
+
+def errors(plan: dict[str, str], sequence_parallel: bool, async_tp: bool) -> float:
+    torch.manual_seed(0)
+    whole = Own().double()
+    if "blocks.*.attn.scale" not in plan:
+        for block in whole.blocks:
+            del block.attn.scale
+            block.attn.scale = 1.0
+    tokens = torch.randint(0, 50, (2, 8))
+    tokens[0, :2] = 30
+    model = copy.deepcopy(whole)
+    table = merge_tables(model, {}, plan)
+    check_tensor_parallel(model, 2, table=table, seq_len_local=8, sequence_parallel=sequence_parallel)
+    group = dist.group.WORLD
+    cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=sequence_parallel, async_tp=async_tp)
+    want, got = whole(tokens), model(tokens)
+    seed = torch.randn(want.shape, dtype=want.dtype)
+    start = cuts["head.weight"].offset[0]
+    own = slice(start, start + got.shape[-1])
+    worst = [float((got - want[..., own]).detach().abs().max())]
+    want.backward(seed)
+    got.backward(seed[..., own])
+    grads = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in model.named_parameters():
+        if name in cuts and cuts[name].partial_over is not None:
+            dist.all_reduce(p.grad, group=cuts[name].partial_over)
+        expected = cuts[name].of(grads[name], p.shape) if name in cuts else grads[name]
+        worst.append(float((p.grad - expected).abs().max()))
+    return max(worst)
+
+
+@pytest.mark.parametrize("mode", ["tp", "tp+sp", "async"])
+@pytest.mark.parametrize("plan", [PLAN, WITHOUT_REGIONS], ids=["regions", "no regions"])
+def test_a_users_module_matches_one_process(plan, mode):
+    for error in run_ranks(errors, 2, plan, mode != "tp", mode == "async"):
+        assert error <= 1e-12  # float64: order of summation
+
+
+def tied_to_nothing() -> str:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    try:
+        apply_tensor_parallel(model, dist.group.WORLD, table={"a": "colwise", "b": "rowwise"}, sequence_parallel=False)
+    except ValueError as error:
+        first = str(error)
+    try:
+        apply_tensor_parallel(
+            model, dist.group.WORLD, table={"a": "colwise", "b": "replicated"}, sequence_parallel=False
+        )
+    except ValueError as error:
+        return first + str(error)
+    return first
+
+
+def test_tied_parameters_that_would_be_cut_differently_are_refused():
+    for message in run_ranks(tied_to_nothing, 2):
+        assert "cuts in another way" in message
+
+
+def misuse() -> list[str]:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return self.down(self.up(x)), 0
+
+    model = nn.ModuleDict({"ffn": Keyword()})
+    table = {"ffn": "region", "ffn.up": "colwise", "ffn.down": "rowwise"}
+    apply_tensor_parallel(model, dist.group.WORLD, table=table, sequence_parallel=False)
+    messages = []
+    for call in (lambda: model["ffn"](x=torch.ones(2, 4)), lambda: model["ffn"](torch.ones(2, 4))):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_region_called_otherwise_says_so():
+    for first, second in run_ranks(misuse, 2):
+        assert "first positional argument" in first
+        assert "must return one tensor, not a tuple" in second
