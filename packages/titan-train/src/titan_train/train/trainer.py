@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, LocalShard, TrainState
+from titan_ckpt import Checkpointer, CheckpointError, LocalShard, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
@@ -308,7 +308,15 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        return self._checkpointer.restore(self._state(), fallback=True)
+        refused: CheckpointError | None = None
+        for step in reversed(self._checkpointer.steps()):
+            try:
+                return self._checkpointer.restore(self._state(), step)
+            except CheckpointError as err:  # on every rank alike, so all step back together
+                log.warning("step %d is not used, an older one is tried: %s", step, err)
+                refused = err
+        assert refused is not None  # `latest` found a step
+        raise refused
 
     def _minutes_due(self, since: float) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""
