@@ -209,7 +209,7 @@ class Trainer:
         with Stopwatch() as waiting:
             microbatches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self._monitor.before_step(self.step + 1, self.model)
+        self._monitor.before_step(self.step + 1, self.model.parts)
         result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
         self.scheduler.step()
         self.step += 1
