@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from titan_ckpt import Checkpointer, CheckpointError, Retention, TrainState, _commit, _write
-from titan_testing import run_ranks
 from torch import nn
 
 
@@ -172,39 +170,3 @@ def test_a_process_killed_while_saving_leaves_the_last_committed_step(tmp_path):
 @pytest.mark.timeout(3600)
 def test_a_process_killed_two_hundred_times_while_saving_leaves_the_last_committed_step(tmp_path):
     kill_rounds(tmp_path, 200)
-
-
-def save_until_killed(root: str, delay_s: float) -> None:
-    if torch.distributed.get_rank() == 1:
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
-    try:
-        ck = Checkpointer(root, keep_last=2)
-        step = ck.latest() or 0
-        while True:
-            step += 1
-            ck.save(step, make_state(float(step)))
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)  # as a launcher does to the others
-
-
-def rank_kill_rounds(root, rounds: int) -> None:
-    draw = random.Random(1)
-    highest = 0
-    for _ in range(rounds):
-        run_ranks(save_until_killed, 4, str(root), 0.05 + draw.random() * 0.3, allow_death=True)
-        step, weight = value(root)
-        assert weight == step
-        assert step >= highest
-        highest = step
-    assert highest > 0
-
-
-def test_one_of_four_ranks_killed_while_saving_leaves_the_last_committed_step(tmp_path):
-    rank_kill_rounds(tmp_path, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_one_of_four_ranks_killed_two_hundred_times_leaves_the_last_committed_step(tmp_path):
-    rank_kill_rounds(tmp_path, 200)

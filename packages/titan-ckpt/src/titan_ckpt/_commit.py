@@ -28,7 +28,7 @@ from titan_ckpt._write import fsync_folder, write_plain
 _OWNER_NAME = ".owner.json"
 # Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
 _FOREIGN_AGE_S = 86_400
-# Longer than a folder stays without a named owner: while it is made, and from the last file to the rename.
+# Longer than a folder stays without a named owner while it is made.
 _NAMELESS_AGE_S = 60
 
 
@@ -109,8 +109,9 @@ def commit_save(
         files=files,
         index=encoded,
     )
-    for note in folder.glob(".*"):  # the owner's name, savers' reports
-        note.unlink()
+    for note in folder.glob(".*"):  # savers' reports
+        if note.name != _OWNER_NAME:
+            note.unlink()
     write_plain(folder / (MANIFEST_NAME + ".part"), manifest)
     (folder / (MANIFEST_NAME + ".part")).rename(folder / MANIFEST_NAME)
     for parent in sorted({(folder / record.name).parent for record in files} | {folder}, reverse=True):
@@ -118,6 +119,8 @@ def commit_save(
     taken = [parsed[1] for path in _children(root) if (parsed := parse_step_name(path.name)) and parsed[0] == step]
     final = root / step_name(step, max(taken) + 1 if taken else 0)
     folder.rename(final)
+    # Only now: a trainer that starts in this moment waits for a save whose owner lives.
+    (final / _OWNER_NAME).unlink(missing_ok=True)
     fsync_folder(root)
     return final
 
@@ -170,7 +173,7 @@ def _children(root: Path) -> list[Path]:
 
 
 def owner_of(folder: Path) -> Process | None:
-    """Who makes an unfinished save; None in the moments before it is named and after the last file is written."""
+    """Who makes an unfinished save; None in the moment before it is named."""
     try:
         return Process(**json.loads((folder / _OWNER_NAME).read_text()))
     except (OSError, ValueError):

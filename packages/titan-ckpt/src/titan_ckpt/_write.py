@@ -54,7 +54,7 @@ def write_safetensors(
             if given != entry.nbytes:
                 raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
 
-    size, blocks = _write(folder / name, pieces())
+    size, blocks = _write(folder, name, pieces())
     return FileRecord(name, size, blocks, len(header))
 
 
@@ -101,7 +101,7 @@ def write_packed_safetensors(
             start += stored[-1].nbytes
 
     path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent(folder, path)
     # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
     beside, rest = bytearray(), BlockDigester()
@@ -139,7 +139,7 @@ def _whole(buffer: Buffer | Iterable[Buffer]) -> memoryview:
 
 def write_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
     """Write a small file (JSON); see `write_safetensors`."""
-    size, blocks = _write(folder / name, [data])
+    size, blocks = _write(folder, name, [data])
     return FileRecord(name, size, blocks)
 
 
@@ -159,8 +159,15 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _write(path: Path, pieces: Iterable[Buffer]) -> tuple[int, tuple[str, ...]]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _make_parent(folder: Path, path: Path) -> None:
+    """Make ``optim/`` or ``state/``, never ``folder`` itself: a save that was given up must not come back as a folder."""
+    if path.parent != folder:
+        path.parent.mkdir(exist_ok=True)
+
+
+def _write(folder: Path, name: str, pieces: Iterable[Buffer]) -> tuple[int, tuple[str, ...]]:
+    path = folder / name
+    _make_parent(folder, path)
     digester = BlockDigester()
     # "x": a leftover of the same name would mean that two saves share a folder.
     with path.open("xb", buffering=0) as file:
