@@ -74,6 +74,7 @@ class MoE(nn.Module):
             of_row = by_row
             if self.sequence_group is not None and trained:
                 of_row = functional.all_reduce(by_row, "sum", self.sequence_group)
+            of_row = of_row.to(routing.scores.dtype)
             length = of_row.sum(-1, keepdim=True) / args.experts_per_token  # tokens of the whole row, [B, 1]
             share = of_row * args.num_experts / (length * args.experts_per_token)
         scores, logits = routing.scores, routing.logits

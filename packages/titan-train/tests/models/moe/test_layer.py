@@ -1,0 +1,197 @@
+"""The mixture of experts against a dense reference: every expert on every token, zero weight where not chosen."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from titan_testing import assert_close
+from titan_train.models.blocks import SwiGLU
+from titan_train.models.moe import GroupedMM, MoE, MoEArgs, grouped_mm_loop, update_expert_bias
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+ARGS = {"dim": 32, "expert_ffn_dim": 48, "num_experts": 8, "experts_per_token": 2}
+
+
+def make(**changes: object) -> MoE:
+    args = MoEArgs(**{**ARGS, **changes})  # type: ignore[arg-type]
+    layer = MoE(args, SwiGLU(32, 64) if args.num_shared_experts else None)
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(i))
+    return layer
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x, probe = (torch.randn(3, 10, 32, generator=generator).to(dtype) for _ in range(2))
+    return x.requires_grad_(), probe
+
+
+def reference(layer: MoE, x: Tensor) -> Tensor:
+    """All experts on all tokens."""
+    routing = layer.router(x.flatten(0, 1), layer.expert_bias)
+    weights = torch.zeros_like(routing.scores).scatter(1, routing.experts, routing.weights)
+    e = layer.experts
+    out = torch.zeros_like(x.flatten(0, 1))
+    for i in range(layer.args.num_experts):
+        hidden = F.silu(x.flatten(0, 1) @ e.w1[i].T) * (x.flatten(0, 1) @ e.w3[i].T)
+        out = out + weights[:, i : i + 1].to(x.dtype) * (hidden @ e.w2[i].T)
+    out = out.view_as(x)
+    return out if layer.shared_experts is None else out + layer.shared_experts(x)
+
+
+def grads_of(layer: MoE, x: Tensor) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in layer.named_parameters()} | {"x": x.grad}
+    assert all(grad is not None for grad in found.values())
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scores": "sigmoid", "experts_per_token": 3, "num_shared_experts": 1, "bias_rate": 0.1}, {"num_experts": 2}],
+    ids=["softmax", "sigmoid-k3-shared-bias", "all-experts"],
+)
+def test_output_and_every_gradient_match_the_dense_reference(changes: dict[str, object]) -> None:
+    layer = make(**changes).double()
+    if layer.expert_bias is not None:
+        layer.expert_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    x, probe = batch(torch.float64)
+    layer(x).backward(probe)
+    got = grads_of(layer, x)
+    layer.zero_grad()
+    x.grad = None
+    want = reference(layer, x)
+    want.backward(probe)
+    assert_close(layer(x).detach(), want.detach())
+    assert_close(got, grads_of(layer, x), atol=1e-11)  # sums of 30 terms of order 10 in float64
+
+
+def test_counts_equal_the_reference_routers_and_every_token_is_computed_under_total_skew() -> None:
+    layer = make(bias_rate=0.1, scores="sigmoid")
+    assert layer.expert_bias is not None
+    layer.expert_bias.copy_(torch.tensor([0.0, 0, 9, 0, 0, 9, 0, 0]))  # all tokens to experts 2 and 5
+    x, probe = batch()
+    out = layer(x)
+    out.backward(probe)
+    assert layer.load.tolist() == [0, 0, 30, 0, 0, 30, 0, 0]
+    assert_close(out.detach(), reference(layer, x).detach())  # nothing was dropped
+    assert layer.experts.w1.grad is not None
+    idle = [0, 1, 3, 4, 6, 7]
+    assert float(layer.experts.w1.grad[idle].abs().max()) == 0.0
+
+    even = make()
+    x, probe = batch()
+    even(x).backward(probe)
+    chosen = even.router(x.flatten(0, 1)).experts
+    assert even.load.tolist() == [int((chosen == e).sum()) for e in range(8)]
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    layer = make(num_shared_experts=1, bias_rate=0.1)
+    x, _ = batch()
+    want = layer(x).detach()
+    got = layer.bfloat16()(x.bfloat16()).detach()
+    assert got.dtype == torch.bfloat16
+    assert layer.expert_bias is not None
+    assert layer.expert_bias.dtype == torch.float32  # steps of 1e-3 would vanish
+    same = layer.router(x.bfloat16().flatten(0, 1)).experts == make().router(x.flatten(0, 1)).experts
+    assert float(same.float().mean()) > 0.9
+    # 8 bits of mantissa; tokens that a rounded gate sent elsewhere are not compared
+    kept = same.all(-1).view(3, 10)
+    assert float((got.float() - want)[kept].abs().max()) < 0.05 * float(want.std()) + 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_product_and_its_gradients_equal_the_plain_loop(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(20, 16, generator=generator).to(dtype).requires_grad_()
+    b = torch.randn(4, 24, 16, generator=generator).to(dtype).requires_grad_()
+    probe = torch.randn(20, 24, generator=generator).to(dtype)
+    offs = torch.tensor([7, 7, 19, 20], dtype=torch.int32)
+    results = []
+    for product in (GroupedMM(), grouped_mm_loop):
+        a.grad = b.grad = None
+        out = product(a, b.transpose(-2, -1), offs=offs)
+        out.backward(probe)
+        assert a.grad is not None
+        assert b.grad is not None
+        results.append((out.detach(), a.grad.clone(), b.grad.clone()))
+    # one product each, the same kernel for each group: bitwise on the CPU, a rounding elsewhere
+    assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize(("k", "n"), [(6, 10), (16, 6), (6, 16)])
+def test_widths_that_the_kernel_refuses_fall_back_to_the_loop(k: int, n: int) -> None:
+    a, b = torch.randn(5, k), torch.randn(2, n, k)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    want = torch.cat([a[:2] @ b[0].T, a[2:] @ b[1].T])
+    assert_close(GroupedMM()(a, b.transpose(-2, -1), offs=offs), want)
+
+
+def test_the_meta_device_gives_shapes_in_any_dtype() -> None:
+    with torch.device("meta"):
+        layer = make_meta()
+        for dtype in (torch.float32, torch.bfloat16):
+            out = layer.to(dtype)(torch.empty(2, 8, 32, dtype=dtype, requires_grad=True))
+            assert (out.shape, out.dtype, out.is_meta) == ((2, 8, 32), dtype, True)
+            out.sum().backward()
+
+
+def make_meta() -> MoE:
+    return MoE(MoEArgs(**ARGS))  # type: ignore[arg-type]
+
+
+def test_another_grouped_product_can_take_its_place() -> None:
+    class Doubled(nn.Module):
+        def forward(self, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
+            return 2 * grouped_mm_loop(mat_a, mat_b, offs=offs)
+
+    layer = make()
+    x, _ = batch()
+    rows = x.detach().flatten(0, 1)
+    counts = torch.tensor([30, 0, 0, 0, 0, 0, 0, 0])
+    layer.experts.grouped_mm = Doubled()
+    e = layer.experts
+    want = 2 * (F.silu(2 * rows @ e.w1[0].T) * (2 * rows @ e.w3[0].T)) @ e.w2[0].T
+    assert_close(layer.experts(rows, counts).detach(), want.detach(), atol=1e-4, rtol=1e-6)
+
+
+def test_recomputation_and_evaluation_leave_the_counts_right() -> None:
+    layer = make(balance_loss=0.01)
+    x, probe = batch()
+    layer(x).backward(probe)
+    want, losses, grads = layer.load.tolist(), layer.losses.tolist(), grads_of(layer, x)
+
+    for again in ("non-reentrant", "reentrant"):
+        layer.zero_grad()
+        x.grad = None
+        update_expert_bias(layer, None)
+        assert layer.load.tolist() == [0] * 8
+        out = checkpoint(layer, x, use_reentrant=again == "reentrant")
+        assert out is not None
+        with torch.no_grad():
+            layer(x)  # evaluation in between
+        out.backward(probe)
+        assert layer.load.tolist() == want
+        assert layer.losses.tolist() == losses
+        assert all(torch.equal(grad, grads[name]) for name, grad in grads_of(layer, x).items())
+
+
+def test_the_layer_compiles_to_one_graph_that_counts_the_same() -> None:
+    layer = make(balance_loss=0.01, bias_rate=0.01, num_shared_experts=1)
+    x, probe = batch()
+    out = layer(x)
+    out.backward(probe)
+    want, load = grads_of(layer, x), layer.load.tolist()
+    layer.zero_grad()
+    x.grad = None
+    update_expert_bias(layer, None, skip=True)
+    torch._dynamo.reset()
+    layer.compile(fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        x.grad = None
+        layer.zero_grad()
+        assert_close(layer(x).detach(), out.detach())
+        layer(x).backward(probe)
+        assert_close(grads_of(layer, x), want)
+        assert layer.load.tolist() == [n * (step + 1) for n in load]

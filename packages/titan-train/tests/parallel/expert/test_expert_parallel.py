@@ -1,0 +1,143 @@
+"""Expert parallelism against one process with the same weights: output and every gradient, however the load falls."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from titan_testing import assert_close, run_ranks
+from titan_train.models.blocks import SwiGLU
+from titan_train.models.moe import MoE, MoEArgs, grouped_mm_loop, set_aux_scale, update_expert_bias
+from titan_train.parallel.cut import Cut
+from titan_train.parallel.expert import apply_expert_parallel
+from torch import Tensor, nn
+
+ROWS, SEQ, DIM = 4, 16, 32
+KINDS = {
+    "softmax-k2": {},
+    "sigmoid-k3-shared": {"scores": "sigmoid", "experts_per_token": 3, "num_shared_experts": 1},
+}
+Result = tuple[Tensor, Tensor, dict[str, tuple[Cut | None, Tensor]], list[int], Tensor]
+
+
+def make(kind: str, skew: bool, dtype: torch.dtype) -> MoE:
+    shape = {"dim": DIM, "expert_ffn_dim": 48, "num_experts": 8, "experts_per_token": 2}
+    args = MoEArgs(**{**shape, "balance_loss": 0.1, "z_loss": 0.01, "bias_rate": 0.01, **KINDS[kind]})  # type: ignore[arg-type]
+    layer = MoE(args, SwiGLU(DIM, 48) if args.num_shared_experts else None)
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(i))
+        if skew:  # all tokens to the first experts: with four ranks, three receive nothing
+            assert layer.expert_bias is not None
+            layer.expert_bias[: args.experts_per_token] = 9.0
+    return layer.to(dtype)
+
+
+class Poisoned(nn.Module):
+    """A product that leaves NaN in rows that belong to no group, as torch's kernel may, forward and backward."""
+
+    def forward(self, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
+        return _Poison.apply(mat_a, mat_b, offs)  # type: ignore[return-value]
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mat_a, mat_b, offs):
+        ctx.save_for_backward(mat_a, mat_b, offs)
+        out = grouped_mm_loop(mat_a, mat_b, offs=offs)
+        out[int(offs[-1]) :] = float("nan")
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        mat_a, mat_b, offs = ctx.saved_tensors
+        with torch.enable_grad():
+            a, b = mat_a.detach().requires_grad_(), mat_b.detach().requires_grad_()
+            grad_a, grad_b = torch.autograd.grad(grouped_mm_loop(a, b, offs=offs), (a, b), grad)
+        grad_a[int(offs[-1]) :] = float("nan")
+        return grad_a, grad_b, None
+
+
+def train_layer(
+    ranks: int, kind: str, skew: bool, dtype: torch.dtype, poison: bool = False, compiled: bool = False
+) -> Result:
+    """One forward and backward on this rank's rows; gradients of what is not cut are summed over the ranks."""
+    rank = dist.get_rank() if ranks > 1 else 0
+    layer = make(kind, skew, dtype)
+    set_aux_scale(layer, 1 / ROWS)
+    cuts: dict[str, Cut] = {}
+    if ranks > 1:
+        cuts = apply_expert_parallel(layer, dist.group.WORLD, pad_rows_to=64 if poison else 1)
+    if poison:
+        layer.experts.grouped_mm = Poisoned()
+    if compiled:
+        torch._dynamo.config.capture_scalar_outputs = True
+        layer.compile(fullgraph=True, backend="aot_eager")
+    generator = torch.Generator().manual_seed(1)
+    x, probe = (torch.randn(ROWS, SEQ, DIM, generator=generator).to(dtype).chunk(ranks)[rank] for _ in range(2))
+    x.requires_grad_()
+    out = layer(x)
+    out.backward(probe)
+    grads: dict[str, tuple[Cut | None, Tensor]] = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        if ranks > 1 and name not in cuts:
+            dist.all_reduce(parameter.grad)
+        grads[name] = (cuts.get(name), parameter.grad)
+    (routing,) = update_expert_bias(layer, dist.group.WORLD if ranks > 1 else None).values()
+    assert x.grad is not None
+    assert layer.expert_bias is not None
+    return out.detach(), x.grad, grads, list(routing.load), layer.expert_bias
+
+
+def compare(ranks: int, kind: str, skew: bool, dtype: torch.dtype, *, poison: bool = False, compiled: bool = False):
+    out, x_grad, grads, load, bias = train_layer(1, kind, skew, dtype)
+    found = run_ranks(train_layer, ranks, ranks, kind, skew, dtype, poison, compiled)
+    # Bitwise: every expert sees the rows of all ranks in the order of one process.
+    assert torch.equal(torch.cat([result[0] for result in found]), out)
+    assert torch.equal(torch.cat([result[1] for result in found]), x_grad)
+    for result in found:
+        assert result[3] == load
+        assert torch.equal(result[4], bias)
+        for name, (cut, grad) in result[2].items():
+            want = grads[name][1]
+            if cut is not None:
+                assert torch.equal(grad, cut.of(want, grad.shape)), name
+            else:  # the gate and the shared expert: a sum over ranks in another order
+                assert_close({name: grad}, {name: want}, rtol=1e-6 if dtype != torch.bfloat16 else 2e-2, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("skew", [False, True], ids=["even", "all-on-one-rank"])
+def test_output_and_every_gradient_are_those_of_one_process(kind: str, ranks: int, skew: bool) -> None:
+    compare(ranks, kind, skew, torch.float32)
+
+
+def test_bfloat16_is_bitwise_as_one_process_too() -> None:
+    compare(4, "sigmoid-k3-shared", False, torch.bfloat16)
+
+
+def test_float64_goes_through_the_plain_loop() -> None:
+    compare(2, "softmax-k2", False, torch.float64)
+
+
+@pytest.mark.parametrize("skew", [False, True], ids=["even", "all-on-one-rank"])
+def test_padding_rows_full_of_nan_reach_no_output_and_no_gradient(skew: bool) -> None:
+    compare(2, "softmax-k2", skew, torch.float32, poison=True)
+
+
+def test_a_compiled_layer_with_experts_on_two_ranks_is_one_graph() -> None:
+    compare(2, "sigmoid-k3-shared", False, torch.float32, compiled=True)
+
+
+def received_rows(skew: bool) -> int:
+    layer = make("softmax-k2", skew, torch.float32)
+    apply_expert_parallel(layer, dist.group.WORLD)
+    seen: list[int] = []
+    layer.experts.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[0]))
+    layer(torch.randn(1, SEQ, DIM))
+    return seen[0]
+
+
+def test_all_tokens_on_one_ranks_experts_are_all_computed_there() -> None:
+    assert run_ranks(received_rows, 4, True) == [4 * SEQ * 2, 0, 0, 0]
+    assert sum(run_ranks(received_rows, 4, False)) == 4 * SEQ * 2
