@@ -46,28 +46,30 @@ _TRITON = "titan_fp8.kernels.triton"
 _REFERENCE = "titan_fp8.reference"
 
 
+_TRITON_MODULES = {
+    "amax": "_tensor",
+    "cast_tensor": "_tensor",
+    "cast_tensor_dual": "_tensor",
+    "cast_row": "_row",
+    "cast_row_dual": "_tensor",
+    "cast_block": "_block",
+    "cast_block_dual": "_block",
+    "cast_weights_block": "_weights",
+    "cast_mx": "_mx",
+    "cast_mx_dual": "_mx",
+    "cast_grouped": "_grouped_cast",
+    "grouped_scaled_mm": "_grouped_mm",
+    "grouped_scaled_mm_wgrad": "_grouped_mm",
+    "rmsnorm_cast_block": "_fused",
+    "rmsnorm_backward": "_fused",
+    "swiglu_cast_block": "_fused",
+    "swiglu_backward_cast_block": "_fused",
+}
+
 # In order of preference. Every list ends with the reference, which always works.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    op: (Candidate("reference", f"{_REFERENCE}:{op}"),)
-    for op in (
-        "amax",
-        "cast_tensor",
-        "cast_tensor_dual",
-        "cast_row",
-        "cast_row_dual",
-        "cast_block",
-        "cast_block_dual",
-        "cast_weights_block",
-        "cast_mx",
-        "cast_mx_dual",
-        "cast_grouped",
-        "grouped_scaled_mm",
-        "grouped_scaled_mm_wgrad",
-        "rmsnorm_cast_block",
-        "rmsnorm_backward",
-        "swiglu_cast_block",
-        "swiglu_backward_cast_block",
-    )
+    op: (Candidate("triton", f"{_TRITON}.{module}:{op}"), Candidate("reference", f"{_REFERENCE}:{op}"))
+    for op, module in _TRITON_MODULES.items()
 }
 _CANDIDATES["scaled_mm"] = (
     Candidate("cublaslt", "titan_fp8.kernels.products:scaled_mm_cublaslt"),

@@ -108,7 +108,7 @@ def cast_block(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend:
 @cast_block.register_fake
 def _(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
     _check(x, dtype)
-    return empty_block_dual(x, dtype)[:2]
+    return empty_block_dual(x, dtype, dual=False)[:2]
 
 
 @torch.library.custom_op("titan_fp8::cast_block_dual", mutates_args=())
@@ -159,14 +159,15 @@ def padded_shape(x: Tensor, multiple: int) -> tuple[int, int]:
     return round_up(x.shape[0], multiple), round_up(x.shape[1], multiple)
 
 
-def empty_block_dual(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of a dual 1×128 cast, with the strides of the real ones."""
+def empty_block_dual(x: Tensor, dtype: torch.dtype, dual: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of a 1×128 cast, with the strides of the real ones; empty transposes without ``dual``."""
     rows, columns = padded_shape(x, 128)
+    rows_t, columns_t = (rows, columns) if dual else (0, 0)
     return (
         x.new_empty(rows, columns, dtype=dtype),
         x.new_empty(columns // 128, rows, dtype=torch.float32).t(),
-        x.new_empty(columns, rows, dtype=dtype),
-        x.new_empty(rows // 128, columns, dtype=torch.float32).t(),
+        x.new_empty(columns_t, rows_t, dtype=dtype),
+        x.new_empty(rows_t // 128, columns_t, dtype=torch.float32).t(),
     )
 
 

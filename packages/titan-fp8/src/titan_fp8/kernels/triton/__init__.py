@@ -1,0 +1,1 @@
+"""Triton kernels, each the twin of a function in `titan_fp8.reference`, with the same signature."""
