@@ -146,7 +146,7 @@ def test_a_users_mistake_ends_before_any_rank_starts(folder):
 
 
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_next_run_resumes(folder):
-    process = start(folder, "run", "tiny.toml", "--train.steps", "100000")
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--launch.max-restarts", "0")
     try:
         wait_for(lambda: len(lines_of(folder)) > 12)
         victim = ranks_of(process)[1]
@@ -208,7 +208,7 @@ def test_ranks_save_and_stop_when_the_launcher_is_killed(folder):
     assert list((folder / "runs" / "tiny" / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
-def test_the_same_command_is_a_worker_under_torchrun(folder):
+def test_the_same_command_is_a_worker_under_a_torchrun_of_the_users(folder):
     command = [
         sys.executable,
         "-m",

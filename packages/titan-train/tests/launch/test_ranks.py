@@ -1,6 +1,13 @@
 import pytest
 from titan_train.config import LaunchConfig
-from titan_train.launch.ranks import count_gpus, device_type, local_world_size, ranks_from_torchrun, under_torchrun
+from titan_train.config.launch import RayConfig
+from titan_train.launch.ranks import (
+    count_gpus,
+    device_type,
+    ranks_from_torchrun,
+    ranks_per_node,
+    under_torchrun,
+)
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
@@ -31,12 +38,18 @@ def test_gpus_are_counted_without_torch(tmp_path):
 @pytest.mark.skipif(count_gpus() > 0, reason="this machine has a GPU")
 def test_without_a_gpu_ranks_are_cpu_ranks_and_cuda_is_refused():
     assert device_type(LaunchConfig()) == "cpu"
-    assert local_world_size(LaunchConfig(nproc=3)) == 3
-    assert local_world_size(LaunchConfig()) in (1, 2)
+    assert ranks_per_node(LaunchConfig(nproc=3)) == 3
+    assert ranks_per_node(LaunchConfig()) in (1, 2)
     with pytest.raises(ValueError, match="no NVIDIA GPU"):
         device_type(LaunchConfig(device="cuda"))
 
 
-def test_more_machines_than_this_one_need_torchrun():
-    with pytest.raises(ValueError, match="torchrun --nnodes 2"):
-        local_world_size(LaunchConfig(nnodes=2))
+def test_more_machines_than_this_one_need_a_launcher_that_reaches_them():
+    with pytest.raises(ValueError, match="--launcher ray, or --launcher torchrun"):
+        ranks_per_node(LaunchConfig(nnodes=2))
+
+
+def test_on_a_ray_cluster_the_ranks_of_a_node_must_be_given():
+    with pytest.raises(ValueError, match=r"say how many ranks a node holds, such as --launch.nproc 8"):
+        ranks_per_node(LaunchConfig(launcher="ray", ray=RayConfig(address="head:6379")))
+    assert ranks_per_node(LaunchConfig(launcher="ray", nproc=8, ray=RayConfig(address="head:6379"))) == 8

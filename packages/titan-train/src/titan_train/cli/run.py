@@ -4,8 +4,12 @@ CONFIG is a TOML file or the name of a shipped configuration (`titan-train list`
 command line too, over the file: `titan-train run quickstart --train.steps 20 --launch.nproc 2`.
 `titan-train run CONFIG --help` lists every setting with its value.
 
+--launcher local|torchrun|ray   who starts the ranks; short for --launch.launcher
+--ray.address HOST:PORT|auto    a Ray cluster; short for --launch.ray.address
+--faults "kill rank=1 step=20"  faults to inject; short for --launch.faults
+
 Running the same configuration again resumes it from its last finished checkpoint. SIGTERM or Ctrl-C saves and stops;
-SIGUSR1 saves and goes on.
+SIGUSR1 saves and goes on. A lost or hanging rank restarts the run by itself, launch.max_restarts times.
 """
 
 import argparse
@@ -15,24 +19,28 @@ from pathlib import Path
 
 from titan_train.config import Config, load_config
 from titan_train.launch.failure import clear_failures, first_failure
-from titan_train.launch.ranks import device_type, local_world_size, ranks_from_torchrun, under_torchrun
+from titan_train.launch.job import Attempt, Launcher
+from titan_train.launch.ranks import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.layout import build_layout, plan_batch, resolve_mode
 from titan_train.observe import RunInfo, check_trackers
 from titan_train.run_folder import newest_checkpoint, run_folder, write_config
 
+_SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
+
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train run CONFIG [--section.key value ...]"
+    parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     arguments, overrides = parser.parse_known_args(words[:1]) if words else parser.parse_known_args([])
-    config = load_config(arguments.config, [*overrides, *words[1:]])
+    config = load_config(arguments.config, [_written_out(word) for word in (*overrides, *words[1:])])
     return _be_a_torchrun_worker(config) if under_torchrun() else _run_here(config)
 
 
 def _run_here(config: Config) -> int:
-    """Start the ranks of this machine, watch them, report."""
-    world_size, device = local_world_size(config.launch), device_type(config.launch)
+    """Start the ranks, supervise them, report."""
+    per_node = ranks_per_node(config.launch)
+    world_size = per_node * config.launch.nnodes
     _check_layout(config, world_size)
     run_dir = run_folder(config)
     done = newest_checkpoint(run_dir)
@@ -44,20 +52,55 @@ def _run_here(config: Config) -> int:
         _print_next(run_dir)
         return 0
 
-    from titan_train.launch.local import LocalLauncher
-
-    print(f"run      {run_dir}  ({world_size} {device} rank{'s' if world_size > 1 else ''})")
-    launcher = LocalLauncher(world_size, device)  # imports torch in the background while the inputs are prepared
+    launcher = _launcher(config, per_node)  # imports torch in the background while the inputs are prepared
+    where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
+    print(
+        f"run      {run_dir}  ({world_size} {launcher.device} rank{'s' if world_size > 1 else ''}{where})", flush=True
+    )
 
     from titan_train.inputs import prepare_inputs
+    from titan_train.launch.supervisor import Supervisor
 
-    prepare_inputs(config)
-    for change in write_config(config, run_dir):
-        print(f"changed  {change}")
-    info = RunInfo(run_dir, device=device, world_size=world_size, resume_step=done or 0)
-    code = launcher.run(config, run_dir)
-    _finish(config, run_dir, info, code)
+    infos: list[RunInfo] = []
+
+    def record(attempt: Attempt) -> None:
+        resume_step = newest_checkpoint(run_dir) or 0
+        infos.append(RunInfo(run_dir, device=launcher.device, world_size=attempt.world_size, resume_step=resume_step))
+
+    try:
+        prepare_inputs(config)
+        for change in write_config(config, run_dir):
+            print(f"changed  {change}")
+        supervisor = Supervisor(launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record)
+    except BaseException:
+        launcher.close()
+        raise
+    code = supervisor.run()
+    _finish(config, run_dir, infos[-1], code)
     return code
+
+
+def _launcher(config: Config, per_node: int) -> Launcher:
+    launch = config.launch
+    if launch.launcher == "torchrun":
+        from titan_train.launch.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher(launch, per_node, device_type(launch))
+    if launch.launcher == "ray":
+        from titan_train.launch.ray import RayLauncher
+
+        return RayLauncher(launch, per_node)
+    from titan_train.launch.local import LocalLauncher
+
+    return LocalLauncher(per_node, device_type(launch))
+
+
+def _written_out(word: str) -> str:
+    """A short option as the setting it stands for."""
+    for short, whole in _SHORT.items():
+        if word == short or word.startswith(f"{short}=") or (short.endswith(".") and word.startswith(short)):
+            return whole + word.removeprefix(short)
+    return word
 
 
 def _be_a_torchrun_worker(config: Config) -> int:

@@ -64,8 +64,10 @@ def describe_failure(failure: Failure, world_size: int) -> str:
     return head if failure.users_mistake else f"{failure.traceback.rstrip()}\n\n{head}"
 
 
-def describe_exit(rank: int, world_size: int, code: int) -> str:
-    """A rank that ended without a word: killed, or crashed below Python."""
+def describe_exit(rank: int, world_size: int, code: int | None) -> str:
+    """A rank that ended without a word: killed, or crashed below Python. None: nobody saw its exit code."""
+    if code is None:
+        return f"rank {rank} of {world_size} was lost without a word"
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (often the kernel, out of memory: see `dmesg`)" if name == "SIGKILL" else ""

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,12 +31,12 @@ class Injector:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._run_dir = run_dir
 
-    def before_step(self, step: int, model: nn.Module, step_s: float) -> None:
+    def before_step(self, step: int, parts: Sequence[nn.Module], step_s: float) -> None:
         """Strike with what is due before ``step``.
 
         Args:
             step: The step about to be made.
-            model: The wrapped model.
+            parts: The wrapped model, or this rank's stages of it.
             step_s: What a step takes this rank, waiting left out.
         """
         for fault in self._faults:
@@ -44,7 +44,7 @@ class Injector:
                 if fault.step <= step and (not fault.steps or step < fault.step + fault.steps):
                     time.sleep((fault.factor - 1) * step_s)
             elif fault.kind != "disk-full" and fault.step == step and self._first_time(fault):
-                self._strike(fault, model)
+                self._strike(fault, parts)
 
     @contextlib.contextmanager
     def during_save(self, step: int) -> Generator[None]:
@@ -72,7 +72,7 @@ class Injector:
             return False
         return True
 
-    def _strike(self, fault: Fault, model: nn.Module) -> None:
+    def _strike(self, fault: Fault, parts: Sequence[nn.Module]) -> None:
         if fault.kind in ("kill", "lose"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "hang":
@@ -83,7 +83,7 @@ class Injector:
         elif fault.kind == "raise":
             raise InjectedFault(f"asked for by --faults {str(fault)!r}")
         elif fault.kind == "nan":
-            _spoil_one_forward(model)
+            _spoil_one_forward(parts[-1])
         else:
             assert fault.kind == "corrupt-checkpoint"
             corrupt_newest_checkpoint(self._run_dir)

@@ -1,9 +1,12 @@
 """What the fork server imports once for all ranks. Imported there only, never by a rank or the command line.
 
+A module that cannot be imported is left to the ranks, whose error names it.
+
 A signal sent to the whole process group (a batch system, Ctrl-C) must reach the ranks and the launcher, which act on
 it; the server between them must live on, or the ranks' exit codes are lost.
 """
 
+import contextlib
 import importlib
 import signal
 
@@ -12,7 +15,9 @@ for _module in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "titan_train.train",
+    "titan_train.launch.monitor",
 ):
-    importlib.import_module(_module)
+    with contextlib.suppress(Exception):
+        importlib.import_module(_module)
 for _number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(_number, signal.SIG_IGN)

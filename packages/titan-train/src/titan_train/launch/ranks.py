@@ -22,7 +22,8 @@ class Ranks:
     local_world_size: int
     device_type: DeviceType
     store: str | None
-    """A file for the rendezvous of ranks on one machine; None reads torchrun's MASTER_ADDR and MASTER_PORT."""
+    """How ranks find each other: a file on their one machine, or "host:port" of a store whose server rank 0 is;
+    None reads torchrun's MASTER_ADDR and MASTER_PORT."""
 
 
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
@@ -77,17 +78,19 @@ def device_type(launch: LaunchConfig) -> DeviceType:
     return launch.device
 
 
-def local_world_size(launch: LaunchConfig) -> int:
-    """Ranks that `titan-train run` starts on this machine.
+def ranks_per_node(launch: LaunchConfig) -> int:
+    """Ranks that `titan-train run` starts on each machine.
 
     Raises:
-        ValueError: More ranks than GPUs were asked for, or more machines than this one.
+        ValueError: More ranks than GPUs were asked for, or the local launcher for more machines than this one.
     """
-    if launch.nnodes > 1:
+    if launch.launcher == "local" and launch.nnodes > 1:
         raise ValueError(
-            f"launch.nnodes={launch.nnodes}: `run` starts ranks on this machine only. Start every machine with "
-            f"`torchrun --nnodes {launch.nnodes} ... -m titan_train run CONFIG`."
+            f"launch.nnodes={launch.nnodes}: launcher 'local' starts ranks on this machine only. Use --launcher ray, or "
+            "--launcher torchrun on every machine (`titan-train slurm` writes the batch file)."
         )
+    if launch.launcher == "ray":
+        return _ranks_per_ray_node(launch)
     if device_type(launch) == "cpu":
         return launch.nproc or min(2, os.cpu_count() or 1)
     gpus = count_gpus()
@@ -97,3 +100,14 @@ def local_world_size(launch: LaunchConfig) -> int:
             f"The nearest valid choice is {gpus}; for CPU ranks add --launch.device cpu."
         )
     return launch.nproc or gpus
+
+
+def _ranks_per_ray_node(launch: LaunchConfig) -> int:
+    """The nodes of a cluster are not this machine: their GPUs are Ray's to count, so the number must be given."""
+    if launch.nproc:
+        return launch.nproc
+    if launch.ray.address:
+        raise ValueError(
+            "launch.nproc=0: with --launcher ray and an address, say how many ranks a node holds, such as --launch.nproc 8."
+        )
+    return count_gpus() or min(2, os.cpu_count() or 1)

@@ -1,55 +1,49 @@
-"""One rank: join the others, train, leave cleanly; tell the error once if it fails."""
+"""One rank: join the others, train, leave cleanly; tell the error once if it fails.
+
+The same code whoever starts it: a fork server (locally and on Ray's nodes), our torchrun launcher
+(`python -m titan_train.launch.worker JOB`), or a torchrun that the user runs, where nobody watches.
+"""
 
 import contextlib
 import datetime
 import faulthandler
 import os
 import signal
+import socket
 import sys
-import threading
-import time
-from collections.abc import Generator
-from multiprocessing.connection import Connection
+import tomllib
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
 from titan_train.launch.failure import describe_failure, first_failure, write_failure
-from titan_train.launch.ranks import Ranks
+from titan_train.launch.flight_recorder import record_collectives, write_dump
+from titan_train.launch.job import RankJob, heartbeat_file, orders_file
+from titan_train.launch.orders import obey
+from titan_train.launch.ranks import Ranks, ranks_from_torchrun
 
-_ORPHAN_GRACE_S = 60.0  # for a last checkpoint after the launcher is gone
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from titan_train.train.monitor import StepMonitor
 
 
-def forked_worker(config_toml: str, ranks: Ranks, run_dir: str, launcher: Connection) -> None:
-    """A rank forked by the local launcher. Ends the process itself.
+def forked_worker(job: RankJob, listener: socket.socket | None, log: str | None) -> None:
+    """A rank forked by `titan_train.launch.forked`. Ends the process itself.
 
     Args:
-        config_toml: The resolved configuration.
-        ranks: This rank's place.
-        run_dir: The run's folder.
-        launcher: Nothing is ever sent through it; it closes when the launcher is gone.
+        job: What to do.
+        listener: Rank 0 of several machines: the bound socket on which it serves the store that ranks meet at.
+        log: A file for what this rank prints; None leaves it on the terminal.
     """
-    threading.Thread(target=_stop_without_launcher, args=(launcher,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into SIGTERM
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the trainer takes it over
-    if ranks.rank > 0:
-        _redirect_output(Path(run_dir) / "logs" / f"rank-{ranks.rank}.log")
-    code = 1
-    try:
-        import tomllib
-
-        train_rank(parse_config(tomllib.loads(config_toml)), ranks, Path(run_dir))
-        code = 0
-    except BaseException as err:  # whatever it is, the launcher tells it
-        write_failure(Path(run_dir), ranks.rank, err)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Skip the interpreter's teardown: gloo's threads abort it now and then after all work is done.
-        os._exit(code)
+    if log is not None:
+        _redirect_output(Path(log))
+    _run_and_exit(job, listener)
 
 
 def torchrun_worker(config: Config, ranks: Ranks, run_dir: Path) -> int:
-    """A rank started by torchrun. Prints its error only if no peer failed before it."""
+    """A rank started by a torchrun of the user's. Prints its error only if no peer failed before it."""
     try:
         train_rank(config, ranks, run_dir)
     except Exception as err:
@@ -61,20 +55,66 @@ def torchrun_worker(config: Config, ranks: Ranks, run_dir: Path) -> int:
     return 0
 
 
-def train_rank(config: Config, ranks: Ranks, run_dir: Path) -> None:
-    """Join the process group, train, and leave it after a barrier."""
+def main(words: Sequence[str]) -> None:
+    """A rank started by our torchrun launcher, with the file of its job."""
+    job = RankJob.loads(Path(words[0]).read_text(encoding="utf-8"))
+    environ = ranks_from_torchrun(parse_config(tomllib.loads(job.config_toml)).launch)
+    ranks = Ranks(
+        environ.rank, environ.local_rank, environ.world_size, environ.local_world_size, job.ranks.device_type,
+        job.ranks.store,
+    )  # fmt: skip
+    if ranks.rank > 0:
+        _redirect_output(Path(job.run_dir) / "logs" / f"rank-{ranks.rank}.log")
+    _run_and_exit(job.at(ranks), None)
+
+
+def train_rank(
+    config: Config,
+    ranks: Ranks,
+    run_dir: Path,
+    monitor: "StepMonitor | None" = None,
+    listener: socket.socket | None = None,
+) -> int:
+    """Join the process group, train, and leave it after a barrier. Returns the step that was reached."""
     from titan_train.train import Trainer
 
     faulthandler.enable()
-    with _process_group(config, ranks), Trainer(config, run_dir=run_dir) as trainer:
+    with _process_group(config, ranks, listener), Trainer(config, run_dir=run_dir, monitor=monitor) as trainer:
         trainer.fit()
+    return trainer.step
+
+
+def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
+    run_dir, rank, board = Path(job.run_dir), job.ranks.rank, Path(job.board)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an order
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the trainer takes it over
+    code = 1
+    try:
+        obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank))
+        config = parse_config(tomllib.loads(job.config_toml))
+
+        from titan_train.launch.heartbeat import Heartbeat
+        from titan_train.launch.monitor import RankMonitor
+
+        monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir)
+        step = train_rank(config, job.ranks, run_dir, monitor, listener)
+        monitor.ended(step, config.train.steps)
+        code = 0
+    except BaseException as err:  # whatever it is, the launcher tells it
+        write_failure(run_dir, rank, err)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Skip the interpreter's teardown: gloo's threads abort it now and then after all work is done.
+        os._exit(code)
 
 
 @contextlib.contextmanager
-def _process_group(config: Config, ranks: Ranks) -> Generator[None]:
+def _process_group(config: Config, ranks: Ranks, listener: socket.socket | None) -> Generator[None]:
     import torch
     import torch.distributed as dist
 
+    record_collectives()
     os.environ.update(
         RANK=str(ranks.rank),
         WORLD_SIZE=str(ranks.world_size),
@@ -90,8 +130,11 @@ def _process_group(config: Config, ranks: Ranks) -> Generator[None]:
     if ranks.store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(ranks.store, ranks.world_size)  # pyright: ignore[reportPrivateImportUsage]
+        if ranks.store.startswith("/"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store: dist.Store = dist.FileStore(ranks.store, ranks.world_size)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            store = _tcp_store(ranks, timeout, listener)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     yield
     # Only after success: a barrier with a dead peer would hide the error behind a time-out.
@@ -99,13 +142,21 @@ def _process_group(config: Config, ranks: Ranks) -> Generator[None]:
     dist.destroy_process_group()
 
 
-def _stop_without_launcher(launcher: Connection) -> None:
-    """When the launcher is killed, save and stop; where that cannot be (a peer is gone too), end."""
-    with contextlib.suppress(EOFError, OSError):
-        launcher.recv_bytes()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_ORPHAN_GRACE_S)
-    os._exit(1)
+def _tcp_store(ranks: Ranks, timeout: datetime.timedelta, listener: socket.socket | None) -> "dist.TCPStore":  # pyright: ignore[reportPrivateImportUsage]
+    """Rank 0 serves on the socket its launcher bound, so the port cannot be lost to another program meanwhile."""
+    import torch.distributed as dist
+
+    assert ranks.store is not None
+    host, _, port = ranks.store.rpartition(":")
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        int(port),
+        ranks.world_size,
+        ranks.rank == 0,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def _redirect_output(path: Path) -> None:
@@ -114,3 +165,7 @@ def _redirect_output(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

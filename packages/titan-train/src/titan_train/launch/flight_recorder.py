@@ -1,0 +1,104 @@
+"""Where every rank stood when a collective hung, and which rank the others wait for.
+
+torch keeps the last collectives of each rank in a ring buffer, the flight recorder. When the launcher finds a hang, each
+rank writes its buffer as JSON, and its Python stacks, into ``hangs/attempt-N/`` of the run's folder, from a thread, so
+that a rank stuck in a collective still can. Then the numbers are compared: ranks of a group count its collectives
+alike, so whoever has the lowest number is the one that did not come.
+
+The functions of the recorder are private; checked on torch 2.11 and 2.15, with gloo (CPU) and NCCL (GPU) dumps.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ENTRIES = "2000"
+
+
+def record_collectives() -> None:
+    """Turn the recorder on. Before the process group is made; a size the user set is kept."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
+
+
+def write_dump(folder: Path, rank: int) -> None:
+    """Write this rank's stacks and recorded collectives. Whole or not at all: the JSON comes last, by rename."""
+    from torch._C import _distributed_c10d as recorder
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{rank}.stacks.txt").open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(recorder, name):
+            with contextlib.suppress(RuntimeError, ValueError):
+                entries += json.loads(getattr(recorder, name)(True, False)).get("entries", [])
+    unfinished = folder / f"rank-{rank}.json.tmp"
+    unfinished.write_text(json.dumps(entries), encoding="utf-8")
+    unfinished.replace(folder / f"rank-{rank}.json")
+
+
+def wait_for_dumps(folder: Path, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has written, at most so many seconds."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and len(list(folder.glob("rank-*.json"))) < world_size:
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the dumps say together."""
+
+    missing: tuple[int, ...]
+    """Ranks that the others wait for; empty if the dumps do not tell."""
+    text: str
+
+
+def read_dumps(folder: Path, world_size: int) -> Reading:
+    """Compare the ranks' dumps."""
+    dumps = {
+        rank: json.loads(file.read_text(encoding="utf-8"))
+        for rank in range(world_size)
+        if (file := folder / f"rank-{rank}.json").exists()
+    }
+    silent = tuple(rank for rank in range(world_size) if rank not in dumps)
+    if silent:
+        return Reading(silent, f"{_ranks(silent)} did not answer: stopped, or stuck below Python")
+    last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # by group, then rank: its newest collective
+    for rank, entries in dumps.items():
+        for entry in entries:
+            group = entry["process_group"][0]
+            newest = last[group].get(rank)
+            if newest is None or entry["collective_seq_id"] > newest["collective_seq_id"]:
+                last[group][rank] = entry
+    for newest in last.values():
+        ahead = max(entry["collective_seq_id"] for entry in newest.values())
+        behind = tuple(sorted(rank for rank, entry in newest.items() if entry["collective_seq_id"] < ahead))
+        waiting = tuple(sorted(rank for rank in newest if rank not in behind))
+        entry = newest[waiting[0]]
+        if behind and not entry.get("retired", False):
+            name = entry["process_group"][1] or "default"
+            place = "; ".join(f"rank {rank} is at {_place(folder, rank)}" for rank in behind)
+            return Reading(
+                behind,
+                f"{_ranks(behind)} did not come to {entry['profiling_name']} number {ahead} of group {name!r} "
+                f"(shapes {entry['input_sizes']}), where {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}; {place}",
+            )
+    return Reading((), "all ranks are in the same collective, or none: see the stacks")
+
+
+def _place(folder: Path, rank: int) -> str:
+    """The innermost Python frame of the rank's main thread: the last listed thread of the dump."""
+    text = (folder / f"rank-{rank}.stacks.txt").read_text(encoding="utf-8")
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text.rpartition("Thread 0x")[2], re.MULTILINE)
+    return f"{Path(frames[0][0]).name}:{frames[0][1]} in {frames[0][2]}" if frames else "an unknown place"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

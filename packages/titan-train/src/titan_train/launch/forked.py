@@ -1,0 +1,131 @@
+"""Ranks on one machine, forked from one server that has imported torch.
+
+Problem: torchrun starts every rank as a fresh interpreter; on two cores four ranks spend 36 s importing torch, and again
+after every restart.
+
+Idea: Python's forkserver imports torch once (never CUDA) and each rank is a fork of it, ready in milliseconds. The
+server outlives the attempts of a run, so a restart costs no import. Whoever owns it (the command line, or an agent on a
+Ray node) never imports torch itself.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from titan_train.launch.heartbeat import Beat, Phase
+from titan_train.launch.job import Board, RankExit, RankJob
+from titan_train.launch.orders import Order
+
+
+class ForkServer:
+    """The process that has imported torch. It warms up in the background from the moment it is made."""
+
+    def __init__(self, threads_per_rank: int) -> None:
+        """Start it.
+
+        Args:
+            threads_per_rank: For OMP_NUM_THREADS, unless that is set.
+        """
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["titan_train.launch.preload"])
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+    def start(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:
+        """Fork one rank and return its process."""
+        from titan_train.launch.worker import forked_worker  # imports no torch itself
+
+        with _hidden_main():
+            process = self._context.Process(
+                target=forked_worker, args=(rank_job, listener, log), name=f"rank-{rank_job.ranks.rank}"
+            )
+            process.start()
+        return process
+
+
+class ForkedRanks:
+    """The running ranks of one machine in one attempt."""
+
+    def __init__(
+        self, server: ForkServer, jobs: Sequence[RankJob], *, log_rank_0: bool, listener: socket.socket | None = None
+    ) -> None:
+        """Start them.
+
+        Args:
+            server: Where they are forked from.
+            jobs: One a rank; ``board`` is filled in here.
+            log_rank_0: Rank 0 prints into ``logs/`` like the others, not to this process's terminal.
+            listener: The socket on which rank 0 serves the store, if there is one; closed here afterwards.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
+        self._board = Board(self._folder, [job.ranks.rank for job in jobs])
+        self._processes: dict[int, Any] = {}
+        for job in jobs:
+            rank = job.ranks.rank
+            log = str(Path(job.run_dir, "logs", f"rank-{rank}.log")) if rank or log_rank_0 else None
+            placed = RankJob(job.config_toml, job.run_dir, str(self._folder), job.attempt, job.ranks)
+            self._processes[rank] = server.start(placed, listener if rank == 0 else None, log)
+        if listener is not None:
+            listener.close()
+        self._waiting = {process.sentinel: rank for rank, process in self._processes.items()}
+
+    def exits(self, timeout_s: float) -> list[RankExit]:
+        """See `titan_train.launch.job.Job.exits`."""
+        if not self._waiting:
+            return []
+        found: list[RankExit] = []
+        for sentinel in multiprocessing.connection.wait(list(self._waiting), timeout=timeout_s):
+            rank = self._waiting.pop(cast("int", sentinel))
+            self._processes[rank].join()
+            found.append(RankExit(rank, self._code(rank)))
+        return found
+
+    def beats(self) -> dict[int, Beat]:
+        """See `titan_train.launch.job.Job.beats`."""
+        return self._board.beats()
+
+    def order(self, order: Order) -> None:
+        """See `titan_train.launch.job.Job.order`."""
+        self._board.order(order)
+
+    def end(self) -> None:
+        """Kill what still runs, reap it, remove the board."""
+        for rank in self._waiting.values():
+            self._processes[rank].kill()
+        for rank in self._waiting.values():
+            self._processes[rank].join()
+        self._waiting = {}
+        self._board.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _code(self, rank: int) -> int:
+        code = int(self._processes[rank].exitcode)
+        beat = self._board.beats().get(rank)
+        done = beat is not None and beat.phase in (Phase.STOPPED, Phase.FINISHED)
+        # gloo's and NCCL's threads abort a rank now and then after all its work is done
+        return 0 if done and code == -signal.SIGABRT else code
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Generator[None]:
+    """Hide ``__main__`` from multiprocessing, which would otherwise import it in every rank."""
+    main = sys.modules["__main__"]
+    saved = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+    for name in saved:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(main, name, value)

@@ -1,0 +1,146 @@
+"""The words that the supervisor and every launcher share: an attempt, its ranks, how they end. No torch.
+
+A launcher says how many ranks could run and starts an attempt; the job it returns is watched by the one loop of
+`titan_train.launch.supervisor`, which alone decides what happens next.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from titan_train.config import Config
+from titan_train.launch.heartbeat import Beat, read_beat
+from titan_train.launch.orders import Order, OrderSender
+from titan_train.launch.ranks import DeviceType, Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of all ranks."""
+
+    number: int
+    """From 0; the same on every machine."""
+    config: Config
+    """What the ranks train, its degrees fit for ``world_size``."""
+    run_dir: Path
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """All that one rank is told: plain values, so that any launcher can hand it over as text."""
+
+    config_toml: str
+    run_dir: str
+    board: str
+    """A folder on the rank's machine where its heartbeat lies and its orders come from."""
+    attempt: int
+    ranks: Ranks
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "RankJob":
+        """The inverse of `dumps`."""
+        values = json.loads(text)
+        return cls(**values | {"ranks": Ranks(**values["ranks"])})
+
+    def at(self, ranks: Ranks) -> "RankJob":
+        """The same job in another rank's place."""
+        return replace(self, ranks=ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """How one rank ended."""
+
+    rank: int
+    code: int | None
+    """0 for success, minus the signal's number if it was killed; None if its node is gone or nobody knows."""
+    note: str = ""
+    """What the launcher knows besides, such as that the node was lost."""
+
+
+class Job(Protocol):
+    """The running ranks of one attempt."""
+
+    def exits(self, timeout_s: float) -> list[RankExit]:
+        """The ranks that ended since the last call; waits for one up to ``timeout_s`` seconds."""
+        ...
+
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat of every rank that has one and whose node answers."""
+        ...
+
+    def order(self, order: Order) -> None:
+        """Pass an order on to every rank."""
+        ...
+
+    def node_of(self, rank: int) -> str:
+        """Where a rank runs, in words."""
+        ...
+
+    def end(self) -> None:
+        """Kill what still runs and free what the attempt held. Safe to call twice."""
+        ...
+
+
+class Launcher(Protocol):
+    """Something that can start ranks."""
+
+    device: DeviceType
+
+    def capacity(self) -> int:
+        """Ranks that could run now."""
+        ...
+
+    def start(self, attempt: Attempt) -> Job:
+        """Start all ranks of an attempt.
+
+        Raises:
+            ValueError: They cannot run, and will not: the message says what is missing.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back everything, also what keeps restarts fast."""
+        ...
+
+
+class Board:
+    """The folder of one machine's ranks: their heartbeats, and the pipes of their orders."""
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        """Make the pipes. Before the ranks start, which open them."""
+        self._folder = folder
+        self._senders = {rank: OrderSender(orders_file(folder, rank)) for rank in ranks}
+
+    def beats(self) -> dict[int, Beat]:
+        """The last reading of each rank that has one."""
+        found = {rank: read_beat(heartbeat_file(self._folder, rank)) for rank in self._senders}
+        return {rank: beat for rank, beat in found.items() if beat is not None}
+
+    def order(self, order: Order) -> None:
+        """Send to every rank."""
+        for sender in self._senders.values():
+            sender.send(order)
+
+    def close(self) -> None:
+        """Close the pipes; a rank still there takes it as the launcher's end."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders = {}
+
+
+def heartbeat_file(board: Path, rank: int) -> Path:
+    """Where a rank writes its heartbeat."""
+    return board / f"rank-{rank}.beat"
+
+
+def orders_file(board: Path, rank: int) -> Path:
+    """The named pipe a rank reads orders from."""
+    return board / f"rank-{rank}.orders"

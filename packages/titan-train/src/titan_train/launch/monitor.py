@@ -1,0 +1,78 @@
+"""A rank's side of being watched: heartbeats, injected faults, time-outs that tighten once the run steps."""
+
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from titan_train.config import LaunchConfig
+from titan_train.launch.faults import parse_faults
+from titan_train.launch.heartbeat import Heartbeat, Phase
+from titan_train.launch.inject import Injector
+from titan_train.launch.timeouts import set_collective_timeout
+from titan_train.train.monitor import StepMonitor
+
+_WINDOW = 16  # steps that a median is taken over
+
+
+class RankMonitor(StepMonitor):
+    """What the trainer of a rank tells goes into its heartbeat; what the fault plan says strikes."""
+
+    def __init__(self, heartbeat: Heartbeat, launch: LaunchConfig, rank: int, run_dir: Path) -> None:
+        self._heartbeat = heartbeat
+        self._injector = Injector(parse_faults(launch.faults), rank, run_dir)
+        self._long_s = launch.timeout_s
+        self._short_s = launch.step_timeout_s or launch.timeout_s
+        self._step = 0
+        self._met: float | None = None  # when this rank last left the others: after a step, a save, a validation
+        self._alone: deque[float] = deque(maxlen=_WINDOW)
+        self._together: deque[float] = deque(maxlen=_WINDOW)
+        heartbeat.write(Phase.STARTING, 0)
+
+    def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
+        """Note that a step begins, and let faults strike."""
+        self._step = step - 1
+        self._write(Phase.TRAIN if self._together else Phase.STARTING)  # the first step may compile
+        self._injector.before_step(step, parts, _median(self._together))
+        now = time.monotonic()
+        if self._met is not None:
+            self._alone.append(now - self._met)
+        self._began = now
+
+    def step_made(self, step: int) -> None:
+        """Note that a step is done."""
+        self._met = time.monotonic()
+        self._together.append(self._met - self._began)
+        self._step = step
+        if len(self._together) == 1:
+            set_collective_timeout(self._short_s)
+        self._write(Phase.TRAIN)
+
+    @contextlib.contextmanager
+    def phase(self, name: Literal["save", "validate"], step: int) -> Generator[None]:
+        """Allow the longer time-out inside the block."""
+        self._step = step
+        self._write(Phase.SAVE if name == "save" else Phase.VALIDATE)
+        set_collective_timeout(self._long_s)
+        with self._injector.during_save(step) if name == "save" else contextlib.nullcontext():
+            yield
+        set_collective_timeout(self._short_s)
+        self._met = time.monotonic()
+        self._write(Phase.TRAIN)
+
+    def ended(self, step: int, total_steps: int) -> None:
+        """Note that the trainer returned after ``step``."""
+        self._heartbeat.write(Phase.FINISHED if step >= total_steps else Phase.STOPPED, step)
+
+    def _write(self, phase: Phase) -> None:
+        alone, together = _median(self._alone), _median(self._together)
+        self._heartbeat.write(phase, self._step, step_s=alone + together, alone_s=alone)
+
+
+def _median(values: deque[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,77 @@
+"""Whether a failed attempt is followed by another. Pure: a history in, a decision out."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_train.config import LaunchConfig
+
+_LONGEST_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an attempt ended without finishing the run."""
+
+    text: str
+    """What happened, in words: which rank, where, why."""
+    step: int
+    """Steps finished by the run when it ended."""
+    progressed: bool
+    """Whether this attempt finished a step."""
+    error: str = ""
+    """The exception's class and message, if a rank raised one by itself."""
+    users_mistake: bool = False
+    """The exception says what the user should change."""
+    planned: bool = False
+    """A rank was asked from outside to stop and everything was saved: nothing broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows."""
+
+    again: bool
+    reason: str
+    """Why not, or which restart it is."""
+    wait_s: float = 0.0
+    """Seconds to wait before the next attempt."""
+
+
+class RestartBudget:
+    """Counts the restarts of one run."""
+
+    def __init__(self, launch: LaunchConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = launch.max_restarts
+        self._window_s = launch.restart_window_s
+        self._clock = clock
+        self._times: list[float] = []
+        self._last: Ended | None = None
+        self._fruitless = 0
+
+    def decide(self, ended: Ended) -> Decision:
+        """Take note of how an attempt ended and say what follows.
+
+        A program that is wrong fails again in the same way: a mistake of the user's, an exception before the first
+        step, and the same exception at the same step twice end the run at once. A rank that was killed or hangs does
+        not, and a preempted one does not count.
+        """
+        last, self._last = self._last, ended
+        self._fruitless = 0 if ended.progressed else self._fruitless + 1
+        if self._most == 0:
+            return Decision(False, "launch.max_restarts is 0")
+        if ended.users_mistake:
+            return Decision(False, "starting again would meet the same mistake")
+        if ended.error and not ended.progressed:
+            return Decision(False, "it failed before its first step, so starting again would fail again")
+        if ended.error and last is not None and (last.error, last.step) == (ended.error, ended.step):
+            return Decision(False, f"the same error at the same step, {ended.step}, twice in a row")
+        if ended.planned and ended.progressed:
+            return Decision(True, "it does not count as a failure")
+        now = self._clock()
+        self._times = [t for t in self._times if now - t < self._window_s]
+        if len(self._times) >= self._most:
+            return Decision(False, f"launch.max_restarts={self._most} restarts within {self._window_s:g} s are used up")
+        self._times.append(now)
+        wait_s = min(_LONGEST_WAIT_S, 2.0 ** (self._fruitless - 1)) if self._fruitless else 0.0
+        return Decision(True, f"restart {len(self._times)} of {self._most}", wait_s)

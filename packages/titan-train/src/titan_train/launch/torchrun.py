@@ -1,0 +1,180 @@
+"""Launcher `torchrun`: torchrun starts the ranks of this machine, and only starts them.
+
+Problem: torchrun's own restarts hand the dead round's store to the next one, where gloo finds the addresses of processes
+that are gone (measured: every retry fails), and it notices neither hangs nor how far the run got.
+
+Idea: torchrun with ``--max-restarts 0`` for each attempt of our supervisor, a new rendezvous and a new store each time.
+On one machine both are files, so nothing listens; on several they meet at ``launch.endpoint``, and the machines agree
+on the attempt through ``torchrun.json`` in the run's folder, which all of them see: machine 0 supervises and writes it,
+the others follow (`Follower`).
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from titan_train.config import LaunchConfig, dump_config
+from titan_train.launch.heartbeat import Beat, Phase
+from titan_train.launch.job import Attempt, Board, RankExit, RankJob
+from titan_train.launch.orders import Order
+from titan_train.launch.ranks import DeviceType, Ranks
+
+_POLL_S = 0.05
+_PEERS_S = 2.0  # how long the peers of a lost rank may take to fail by themselves
+
+
+class TorchrunLauncher:
+    """Starts ranks through torchrun on this machine."""
+
+    def __init__(self, launch: LaunchConfig, per_node: int, device: DeviceType) -> None:
+        """Prepare.
+
+        Args:
+            launch: Machines and where they meet.
+            per_node: Ranks on this machine.
+            device: What each rank computes on.
+        """
+        self.device: DeviceType = device
+        self._launch = launch
+        self._per_node = per_node
+
+    def capacity(self) -> int:
+        """Torchrun is not asked: every machine of the job is taken to be there."""
+        return self._per_node * self._launch.nnodes
+
+    def start(self, attempt: Attempt) -> "TorchrunJob":
+        """Start all ranks of an attempt on this machine."""
+        return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device)
+
+    def close(self) -> None:
+        """Nothing outlives an attempt."""
+
+
+class TorchrunJob:
+    """The ranks of this machine in one attempt."""
+
+    def __init__(self, attempt: Attempt, per_node: int, device: DeviceType) -> None:
+        launch = attempt.config.launch
+        self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
+        first = launch.node_rank * per_node
+        self._ranks = range(first, first + per_node)
+        self._board = Board(self._folder, self._ranks)
+        alone = launch.nnodes == 1
+        job = RankJob(
+            config_toml=dump_config(attempt.config),
+            run_dir=str(attempt.run_dir.resolve()),
+            board=str(self._folder),
+            attempt=attempt.number,
+            ranks=Ranks(0, 0, 0, 0, device, str(self._folder / "store") if alone else None),
+        )
+        job_file = self._folder / "job.json"
+        job_file.write_text(job.dumps(), encoding="utf-8")
+        self._log = self._folder / "torchrun.log"
+        command = [
+            sys.executable, "-m", "torch.distributed.run",
+            "--nnodes", str(launch.nnodes), "--nproc-per-node", str(per_node), "--node-rank", str(launch.node_rank),
+            "--max-restarts", "0", "--monitor-interval", "0.1", "--rdzv-id", f"{attempt.run_dir.name}-{attempt.number}",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self._folder / "rendezvous") if alone else launch.endpoint,
+            *(("--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1") if alone else ()),
+            "-m", "titan_train.launch.worker", str(job_file),
+        ]  # fmt: skip
+        environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node) if device == "cpu" else 1))
+        with self._log.open("wb") as log:
+            # A session of its own: Ctrl-C at the terminal is for the supervisor, which passes on an order.
+            self._process = subprocess.Popen(command, env=environ, stderr=log, start_new_session=True)
+        self._world_size = attempt.world_size
+        self._told = False
+        self._lost_at: float | None = None
+
+    def exits(self, timeout_s: float) -> list[RankExit]:
+        """See `titan_train.launch.job.Job`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if found := self._look():
+                return found
+            if time.monotonic() >= deadline:
+                return []
+            time.sleep(_POLL_S)
+
+    def beats(self) -> dict[int, Beat]:
+        """See `titan_train.launch.job.Job`."""
+        return self._board.beats()
+
+    def order(self, order: Order) -> None:
+        """See `titan_train.launch.job.Job`."""
+        self._board.order(order)
+
+    def node_of(self, rank: int) -> str:
+        """On which machine."""
+        return "this machine" if rank in self._ranks else "another machine"
+
+    def end(self) -> None:
+        """See `titan_train.launch.job.Job`."""
+        if self._process.poll() is None:
+            # first the ranks, which torchrun would give 30 s; torchrun ends when it sees it
+            for beat in self._board.beats().values():
+                _kill(beat.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._board.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _look(self) -> list[RankExit]:
+        """Nothing until torchrun ends: it alone knows the exit codes. A lost rank ends it within a second or so."""
+        code = self._process.poll()
+        if code is None:
+            self._end_what_waits_for_the_dead()
+            return []
+        if self._told:
+            return []
+        self._told = True
+        beats = self._board.beats()
+        exits: list[RankExit] = []
+        root = _root_cause(self._log.read_text(encoding="utf-8", errors="replace")) if code else None
+        if root is not None:
+            exits.append(RankExit(*root))
+        for rank in range(self._world_size):
+            done = rank in beats and beats[rank].phase >= Phase.STOPPED
+            if root is None or rank != root[0]:
+                exits.append(RankExit(rank, 0 if code == 0 or done else 1))
+        return exits
+
+    def _end_what_waits_for_the_dead(self) -> None:
+        """Torchrun gives the peers of a lost rank 30 s to end, which they spend in a collective: shorten that."""
+        beats = {rank: beat for rank, beat in self._board.beats().items() if beat.phase < Phase.STOPPED}
+        if all(_alive(beat.pid) for beat in beats.values()):
+            self._lost_at = None
+            return
+        self._lost_at = self._lost_at or time.monotonic()
+        if time.monotonic() - self._lost_at > _PEERS_S:
+            for beat in beats.values():
+                _kill(beat.pid)
+
+
+def _root_cause(log: str) -> tuple[int, int] | None:
+    """Rank and exit code of the first failure, from torchrun's report."""
+    report = log.rpartition("Root Cause")[2]
+    rank, code = re.search(r"rank\s*: (\d+)", report), re.search(r"exitcode\s*: (-?\d+)", report)
+    return (int(rank[1]), int(code[1])) if rank and code else None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
