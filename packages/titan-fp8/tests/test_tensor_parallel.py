@@ -7,6 +7,9 @@ import titan_fp8
 import torch
 import torch.distributed as dist
 from titan_testing import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BATCH, TOKENS, K, N = 2, 256, 96, 64
@@ -92,27 +95,34 @@ def test_row_parallel_linear_gathers_its_gradient_in_float8(recipe: str) -> None
         assert torch.equal(dw, grads[rank][1])
 
 
-def cut_by_columns(recipe: str) -> torch.Tensor:
-    """``x`` and ``w`` cut over their contraction: every amax is the whole tensor's."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+def lopsided() -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` and ``w`` whose halves differ in size: a rank's own amax would give the second half finer scales."""
     x, w, *_ = tensors()
-    part, shard = x.float().chunk(n, -1)[rank], w.chunk(n, 1)[rank]
-    out = titan_fp8.linear(part, shard, None, recipe, amax_group=dist.group.WORLD)
+    x, w = x.float(), w.float()
+    x[..., : K // 2] *= 37
+    w[:, : K // 2] *= 37
+    return x, w
+
+
+def cut_by_columns(group: bool) -> torch.Tensor:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, w = (t.chunk(n, -1)[rank] for t in lopsided())
+    out = titan_fp8.linear(x, w, None, "tensorwise", amax_group=dist.group.WORLD if group else None)
     dist.all_reduce(out)
     return out
 
 
 def test_an_amax_over_the_group_gives_the_scales_of_the_whole_tensor() -> None:
-    x, w, *_ = tensors()
-    want = titan_fp8.linear(x.float(), w, None, "tensorwise")
-    for got in run_ranks(cut_by_columns, 2, "tensorwise"):
-        assert (got - want).abs().max() <= 1e-5 * want.abs().max()  # float32, another order of summation
+    want = titan_fp8.linear(*lopsided(), None, "tensorwise")
+    for got in run_ranks(cut_by_columns, 2, True):
+        assert (got - want).abs().max() <= 1e-6 * want.abs().max()  # float32, another order of summation
+    for got in run_ranks(cut_by_columns, 2, False):
+        assert (got - want).abs().max() > 1e-6 * want.abs().max()
 
 
 def gather_any(scaling: titan_fp8.Scaling) -> tuple[torch.Tensor, torch.Tensor]:
     rank, n = dist.get_rank(), dist.get_world_size()
-    x, _, _, g, _ = tensors()
-    part = x.chunk(n, 1)[rank].clone().requires_grad_()
+    part = tensors()[0].chunk(n, 1)[rank].clone().requires_grad_()
     whole = titan_fp8.all_gather_float8(part, scaling, group=dist.group.WORLD)
     whole.backward(torch.ones_like(whole))
     return whole.detach(), part.grad
@@ -143,3 +153,64 @@ def refusals() -> None:
         titan_fp8.all_gather_linears(x, [w], "rowwise", group=dist.group.WORLD)
     with pytest.raises(ValueError, match="multiple of 128"):
         titan_fp8.all_gather_linears(x[:, :100], [w], "blockwise", group=dist.group.WORLD)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w1 = nn.Linear(K, 2 * N, bias=False, dtype=torch.bfloat16)
+        self.w3 = nn.Linear(K, 2 * N, dtype=torch.bfloat16)
+        self.w2 = nn.Linear(2 * N, K, bias=False, dtype=torch.bfloat16)
+        titan_fp8.convert_to_float8(self, "blockwise", min_speedup=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x) * self.w3(x))
+
+
+def styled(prepare: bool) -> tuple[torch.Tensor, ...]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    block = FeedForward()
+    column = titan_fp8.Float8ColwiseParallel(gather=not prepare)
+    plan = {"w1": column, "w3": column, "w2": titan_fp8.Float8RowwiseParallel()}
+    parallelize_module(block, mesh, plan)
+    if prepare:
+        parallelize_module(block, mesh, titan_fp8.PrepareFloat8Input("blockwise"))
+    part = tensors()[0].chunk(n, 1)[rank].clone().requires_grad_()
+    out = block(part)
+    out.float().square().sum().backward()
+    grads = [p.grad.full_tensor() for p in block.parameters()]
+    return out.detach(), part.grad, *grads
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_parallel_styles_compute_the_layer_of_one_process(prepare: bool) -> None:
+    block = FeedForward()
+    x = tensors()[0].requires_grad_()
+    out = block(x)
+    out.float().square().sum().backward()
+    wants = [(out.chunk(2, 1)[r].detach(), x.grad.chunk(2, 1)[r]) for r in range(2)]
+    for rank, (got, dx, *grads) in enumerate(run_ranks(styled, 2, prepare)):
+        # Partial sums of two ranks are rounded to bfloat16 before they are added: 2^-8 of the largest value each.
+        assert (got - wants[rank][0]).abs().max() <= 2**-6 * out.abs().max()
+        assert_sqnr(dx, wants[rank][1], 25.0)
+        for a, parameter in zip(grads, block.parameters(), strict=True):
+            assert_sqnr(a, parameter.grad, 25.0)  # what float8 itself keeps; the gradient's codes differ in last bits
+
+
+def assert_sqnr(got: torch.Tensor, want: torch.Tensor, floor_db: float) -> None:
+    noise = (got.double() - want.double()).square().sum()
+    assert 10 * torch.log10(want.double().square().sum() / noise) >= floor_db
+
+
+def wrong_styles() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    with pytest.raises(ValueError, match="convert_to_float8 the model before"):
+        parallelize_module(nn.Linear(8, 8), mesh, titan_fp8.Float8ColwiseParallel())
+    with pytest.raises(ValueError, match="bias"):
+        parallelize_module(titan_fp8.Float8Linear(8, 8), mesh, titan_fp8.Float8RowwiseParallel())
+
+
+def test_styles_refuse_layers_they_cannot_cut() -> None:
+    run_ranks(wrong_styles, 1)

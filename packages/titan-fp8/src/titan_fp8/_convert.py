@@ -110,7 +110,9 @@ def _unfit(layer: nn.Linear, uses: int) -> str | None:
     return None
 
 
-_ALL_GATHER_IMPOSSIBLE = "its backward takes the weight with column scales, which span the ranks, so float8 would be sent twice and save nothing."
+_ALL_GATHER_IMPOSSIBLE = (
+    "its backward takes the weight with column scales, which span the ranks: float8 would be sent twice, for no gain."
+)
 
 
 def _all_gather_note(recipe: Recipe, gather: bool) -> str:

@@ -247,11 +247,12 @@ def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward
     if isinstance(w, ShardedWeight):
         w = w.tensor
     known = None if cache is None else cache.find(w, in_backward=in_backward)
-    if known is not None:
+    if known is not None and not (in_backward and known.data_t is None):
         return known
+    # Without a cache the forward's cast is dropped, and backward makes its own: each then needs one layout.
     both = in_backward or (cache is not None and call.input_grad)
     wq = products.cast_weight(w, call.recipe, for_input_grad=both, amax_group=call.amax_group)
-    if cache is not None and both:
+    if cache is not None:
         cache.keep(w, wq)
     return wq
 
@@ -269,7 +270,9 @@ def bias_gradient(g: Tensor, dtype: torch.dtype) -> Tensor:
 def output_dtype(x: Tensor) -> torch.dtype:
     """``x``'s dtype, or autocast's where it is on for the device."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta has no autocast, and asking raises
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def check_shapes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:

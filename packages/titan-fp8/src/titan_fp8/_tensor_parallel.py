@@ -157,9 +157,7 @@ class _LinearScatter(torch.autograd.Function):
         recipe, group = call.recipe, ctx.group
         data_t, scale_t, w = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        part = products.cast_grad(
-            g.reshape(-1, g.shape[-1]), recipe, for_weight_grad=need_w, amax_group=group
-        )
+        part = products.cast_grad(g.reshape(-1, g.shape[-1]), recipe, for_weight_grad=need_w, amax_group=group)
         dx = dw = None
         if need_x:
             wq = weight_cast(w, call, None, in_backward=True)

@@ -46,7 +46,7 @@ def cast_tensor_dual(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale for all: ``q[Mp, Kp]``, ``qt[Kp, Mp]``, ``scale[]``."""
     q, decode = cast_tensor(x, dtype, pow2, known_amax)
-    return q, q.t().contiguous(), decode
+    return q, q.t().clone(memory_format=torch.contiguous_format), decode
 
 
 def cast_row(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:

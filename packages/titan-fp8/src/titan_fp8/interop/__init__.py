@@ -1,0 +1,1 @@
+"""Other packages' entry points, for frameworks that call those."""
