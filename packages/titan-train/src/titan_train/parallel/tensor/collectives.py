@@ -68,7 +68,9 @@ def sum_partials(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """`gather_parts` without a gradient."""
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(part.contiguous(), dim, group)
+        stacked = functional.all_gather_tensor(part.contiguous(), 0, group)
+        # spelled as torch's micro-pipelining looks for it
+        return stacked if dim == 0 else torch.cat(torch.chunk(stacked, group.size(), dim=0), dim=dim)
     n = group.size()
     stacked = part.new_empty((n * part.shape[0], *part.shape[1:]))
     dist.all_gather_into_tensor(stacked, part.contiguous(), group=group)
