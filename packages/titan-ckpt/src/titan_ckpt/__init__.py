@@ -16,6 +16,7 @@ from titan_ckpt._errors import CheckpointError, Damage, DamageError
 from titan_ckpt._manifest import Manifest
 from titan_ckpt._names import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, KeyMap, Pair
 from titan_ckpt._retention import Retention
+from titan_ckpt._storage import RemotePath, StorePath
 
 if TYPE_CHECKING:
     from titan_ckpt._async import SaveJob
@@ -39,9 +40,11 @@ __all__ = [
     "LocalShard",
     "Manifest",
     "Pair",
+    "RemotePath",
     "Retention",
     "SaveJob",
     "Stateful",
+    "StorePath",
     "TitanStorageReader",
     "TitanStorageWriter",
     "TrainState",

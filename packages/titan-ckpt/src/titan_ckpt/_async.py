@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,13 +23,14 @@ from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._job import Job
 from titan_ckpt._saver import arena_starts, receive, send
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._tree import dump_json
 
 
 class SaveJob:
     """A save that was begun. With synchronous saves it is done when you get it."""
 
-    def __init__(self, step: int, path: Path | None = None, *, skipped: bool = False) -> None:
+    def __init__(self, step: int, path: StorePath | None = None, *, skipped: bool = False) -> None:
         self.step = step
         self.skipped = skipped
         """True if nothing is saved, since the last save was still in flight and ``on_busy="skip"``."""
@@ -43,7 +43,7 @@ class SaveJob:
             self._done.set()
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> StorePath | None:
         """The step's folder once it is committed; None before, or if it failed or was skipped."""
         return self._path
 
@@ -62,7 +62,7 @@ class SaveJob:
         """Why it failed; None while it runs or if it is committed."""
         return self._error
 
-    def wait(self, timeout_s: float | None = None) -> Path:
+    def wait(self, timeout_s: float | None = None) -> StorePath:
         """Wait until the step is committed and return its folder.
 
         Raises:
@@ -76,7 +76,7 @@ class SaveJob:
             raise CheckpointError(f"step {self.step} was not saved: {why}")
         return self._path
 
-    def finish(self, path: Path | None, error: str | None) -> None:
+    def finish(self, path: StorePath | None, error: str | None) -> None:
         """Called by the machinery when the save has ended."""
         self._path, self._error = path, error
         self._staged.set()
@@ -168,4 +168,4 @@ class Saver:
             result.finish(None, f"the saver process {self.process.pid} ended while it wrote step {job.step}")
             return
         told: dict[str, str] = json.loads(answer[0])
-        result.finish(Path(told["path"]) if "path" in told else None, told.get("error"))
+        result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
 from titan_ckpt._save import PlanCache, Planned, begin_job, plan_step, save_now
 from titan_ckpt._state import TrainState
+from titan_ckpt._storage import StorePath, as_path
 
 _log = logging.getLogger("titan_ckpt")
 
@@ -37,10 +37,11 @@ class Checkpointer:
     """Saves and restores the state of a training loop below one folder.
 
     Without torch.distributed it serves one process. With it, every rank constructs one, and ``save``, ``restore``,
-    ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks see one file system.
+    ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks see one storage.
 
     Args:
-        root: The folder of the steps; made if missing.
+        root: The folder of the steps; made if missing. A path, or a URL that fsspec knows (``s3://bucket/run``), with
+            the extra ``titan-ckpt[fsspec]``.
         keep_last: Keep this many newest steps; None keeps all. 1 is allowed: a step is deleted only after a newer one
             is committed, and an unfinished save is never counted.
         keep_every: Also keep steps divisible by this number.
@@ -64,7 +65,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: Path | str,
+        root: StorePath | os.PathLike[str] | str,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -84,7 +85,7 @@ class Checkpointer:
             )
         if compress not in ("none", "auto"):
             raise ValueError(f"compress={compress!r} is neither 'none' nor 'auto'.")
-        self.root = Path(root)
+        self.root = as_path(root)
         self._compress = compress == "auto"
         self.retention = Retention(keep_last, keep_every, keep_best, best_is)
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
@@ -223,7 +224,7 @@ class Checkpointer:
             )
         for number, path in reversed(tried):
             try:
-                return restore_step(Path(path), state, self._ranks, verify, strict)
+                return restore_step(as_path(path), state, self._ranks, verify, strict)
             except DamageError as err:
                 if not fallback or number == tried[0][0]:
                     raise
@@ -241,7 +242,7 @@ class Checkpointer:
         """Every valid step, oldest first: manifest intact, every file present in full size."""
         return [step for step, path in _commit.step_folders(self.root) if _valid(path) is not None]
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> StorePath:
         """The folder of a step.
 
         Raises:
@@ -315,7 +316,7 @@ class Checkpointer:
             raise ValueError(f"the Checkpointer of {self.root} is closed. Make a new one.")
 
 
-def _valid(path: Path) -> Manifest | None:
+def _valid(path: StorePath) -> Manifest | None:
     try:
         return Manifest.open(path)
     except (DamageError, ValueError) as err:
@@ -323,11 +324,11 @@ def _valid(path: Path) -> Manifest | None:
         return None
 
 
-def _await_inherited(root: Path) -> None:
+def _await_inherited(root: StorePath) -> None:
     """Let savers of a trainer that ended finish: their step is the one to resume from."""
     deadline = time.monotonic() + _INHERITED_SAVE_S
     while time.monotonic() < deadline:
-        owners = [_commit.owner_of(path) for path in root.glob(".tmp-*")]
+        owners = [_commit.owner_of(path) for path in _commit.unfinished(root)]
         if not any(owner and owner.local and owner.pid != os.getpid() and owner.alive for owner in owners):
             return
         time.sleep(0.05)

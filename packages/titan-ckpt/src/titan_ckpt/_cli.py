@@ -19,6 +19,7 @@ from titan_ckpt._manifest import Manifest
 from titan_ckpt._names import KEY_MAPS
 from titan_ckpt._progress import Progress
 from titan_ckpt._read import StepReader
+from titan_ckpt._storage import StorePath, as_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,22 +39,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titan-ckpt", description="Look at, check, compare and convert checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("ls", help="list the steps below a folder, and what is wrong with the invalid ones")
-    listing.add_argument("root", type=Path, help="folder of the steps")
+    listing.add_argument("root", type=as_path, help="folder of the steps")
     listing.set_defaults(run=_ls)
     show = commands.add_parser("show", help="what a step holds: files, tensors, plain state")
-    show.add_argument("step", type=Path, help="a step's folder")
+    show.add_argument("step", type=as_path, help="a step's folder")
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     show.set_defaults(run=_show)
     verify = commands.add_parser("verify", help="check every block of a step, or of every step below a folder")
-    verify.add_argument("path", type=Path, help="a step's folder, or the folder of the steps")
+    verify.add_argument("path", type=as_path, help="a step's folder, or the folder of the steps")
     verify.set_defaults(run=_verify)
     diff = commands.add_parser("diff", help="which tensors differ between two steps, bit by bit")
-    diff.add_argument("a", type=Path, help="a step's folder")
-    diff.add_argument("b", type=Path, help="another")
+    diff.add_argument("a", type=as_path, help="a step's folder")
+    diff.add_argument("b", type=as_path, help="another")
     diff.set_defaults(run=_diff)
     _add_conversions(commands)
     gc = commands.add_parser("gc", help="delete what crashed saves left, and older steps if asked")
-    gc.add_argument("root", type=Path, help="folder of the steps")
+    gc.add_argument("root", type=as_path, help="folder of the steps")
     gc.add_argument("--keep-last", type=int, help="also delete all but this many newest valid steps")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.set_defaults(run=_gc)
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     out = commands.add_parser("export-hf", help="write a step's weights as a Hugging Face folder")
-    out.add_argument("step", type=Path, help="a step's folder")
+    out.add_argument("step", type=as_path, help="a step's folder")
     out.add_argument("out", type=Path, help="folder to make")
     out.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="convert floating-point tensors; default: keep")
@@ -71,13 +72,13 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     out.set_defaults(run=_export_hf)
     into = commands.add_parser("import-hf", help="make a step that holds the weights of a Hugging Face folder")
     into.add_argument("folder", type=Path, help="folder of safetensors files")
-    into.add_argument("root", type=Path, help="folder of the steps")
+    into.add_argument("root", type=as_path, help="folder of the steps")
     into.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
     into.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
     into.set_defaults(run=_import_hf)
     dcp = commands.add_parser("import-dcp", help="make a step of a checkpoint of torch.distributed.checkpoint")
     dcp.add_argument("folder", type=Path, help="folder with .metadata and .distcp files")
-    dcp.add_argument("root", type=Path, help="folder of the steps")
+    dcp.add_argument("root", type=as_path, help="folder of the steps")
     dcp.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
     dcp.add_argument("--model", help="entry that is the model, '' if its weights stand at the top (default: look)")
     dcp.add_argument("--optim", help="entry that is the optimizer's state (default: look for optim, optimizer)")
@@ -132,7 +133,7 @@ def _ls(args: argparse.Namespace) -> int:
         metrics = " ".join(f"{key}={value:g}" for key, value in manifest.metrics.items())
         size = f"{manifest.nbytes / 2**20:,.1f} MiB"
         print(f"{step:>10}  {manifest.saved_at}  {manifest.world_size:>4} ranks  {size:>14}  {metrics}".rstrip())
-    unfinished = sorted(path.name for path in args.root.glob(".tmp-*"))
+    unfinished = _commit.unfinished(args.root)
     print(f"{len(folders) - bad} valid steps, {bad} invalid, {len(unfinished)} unfinished")
     return 1 if bad else 0
 
@@ -169,7 +170,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _damages(folder: Path) -> list[Damage]:
+def _damages(folder: StorePath) -> list[Damage]:
     try:
         reader = StepReader(folder)
     except DamageError as err:
@@ -210,7 +211,7 @@ def _gc(args: argparse.Namespace) -> int:
     if args.keep_last is not None and args.keep_last < 1:
         raise ValueError(f"--keep-last {args.keep_last} would delete every step. Use 1 or more.")
     leftovers = [path for path in root.iterdir() if _commit.is_leftover(path)]
-    steps: list[Path] = []
+    steps: list[StorePath] = []
     for _, path in reversed(_commit.step_folders(root) if args.keep_last else []):
         try:
             Manifest.open(path)
@@ -226,7 +227,7 @@ def _gc(args: argparse.Namespace) -> int:
     return 0
 
 
-def _existing(path: Path) -> Path:
+def _existing(path: StorePath) -> StorePath:
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder.")
     return path

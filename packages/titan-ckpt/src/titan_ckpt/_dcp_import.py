@@ -22,13 +22,19 @@ from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import Damage
 from titan_ckpt._leaves import TensorSink
 from titan_ckpt._plan import Box, intersect
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import write_step
 from titan_ckpt._views import View
 
 
 def import_dcp(
-    folder: Path | str, root: Path | str, *, step: int = 0, model: str | None = None, optim: str | None = None
-) -> Path:
+    folder: Path | str,
+    root: StorePath | Path | str,
+    *,
+    step: int = 0,
+    model: str | None = None,
+    optim: str | None = None,
+) -> StorePath:
     """Make a step of a DCP checkpoint. One process; needs memory for the largest tensor.
 
     Args:
@@ -56,7 +62,7 @@ def import_dcp(
             parts.add_tensor(name, source.view(name, kind))
         else:
             parts.add_value(name, source.value(name))
-    return write_step(Path(root), step, parts.views, parts.shared())
+    return write_step(as_path(root), step, parts.views, parts.shared())
 
 
 @dataclass(slots=True)

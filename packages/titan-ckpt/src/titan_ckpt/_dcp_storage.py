@@ -46,6 +46,7 @@ from titan_ckpt._leaves import TensorSink, tensor_bytes
 from titan_ckpt._load import box_copies, check_copies, read_tensor, run_copies
 from titan_ckpt._read import StepReader
 from titan_ckpt._save import merge_shared
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._tree import dump_json
 from titan_ckpt._version import VERSION
 from titan_ckpt._write import write_bytes, write_safetensors
@@ -82,18 +83,18 @@ class TitanStorageWriter(StorageWriter):
         step: The step's number.
     """
 
-    def __init__(self, root: Path | str, step: int) -> None:
+    def __init__(self, root: StorePath | os.PathLike[str] | str, step: int) -> None:
         super().__init__()
-        self.root, self.step = Path(root), step
-        self.path: Path | None = None
+        self.root, self.step = as_path(root), step
+        self.path: StorePath | None = None
         """The committed step's folder, on the coordinator, once it is saved."""
-        self._save_id, self._folder, self._world = "", Path(), 1
+        self._save_id, self._folder, self._world = "", self.root, 1
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save; a ``checkpoint_id`` is taken as the root."""
         self.path = None
         if checkpoint_id is not None:
-            self.root = Path(checkpoint_id)
+            self.root = as_path(str(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP; nothing to do before the plan is known."""
@@ -123,7 +124,7 @@ class TitanStorageWriter(StorageWriter):
         if entries:
             buffers = (_tensor_bytes(planner.resolve_data(item)) for item in tensors)
             name = shard_name("model", place.rank)
-            record = write_safetensors(Path(place.folder), name, entries, buffers, {"format": "pt"}).to_json()
+            record = write_safetensors(as_path(place.folder), name, entries, buffers, {"format": "pt"}).to_json()
         start = 0
         for item, entry in zip(tensors, entries, strict=True):
             written = _Written(place.rank, start, entry.shape, record=None if start else record)
@@ -190,14 +191,14 @@ class TitanStorageReader(StorageReader):
         DamageError: If the step is not what was written.
     """
 
-    def __init__(self, step: Path | str) -> None:
+    def __init__(self, step: StorePath | os.PathLike[str] | str) -> None:
         super().__init__()
         self._reader = StepReader(step)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load; a ``checkpoint_id`` is taken as the step's folder."""
         if checkpoint_id is not None:
-            self._reader = StepReader(Path(checkpoint_id))
+            self._reader = StepReader(str(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Called by DCP: what the step holds, in DCP's terms."""

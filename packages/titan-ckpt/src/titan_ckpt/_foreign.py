@@ -27,6 +27,7 @@ class SafetensorsReader(FolderReader):
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         records: list[FileRecord] = []
         tensors: dict[str, StoredTensor] = {}
         for number, name in enumerate(_files(folder)):
@@ -45,7 +46,7 @@ class SafetensorsReader(FolderReader):
     def views(self) -> dict[str, View]:
         """Every tensor by name; a float8 matrix with block scales as the product, without the scales."""
         stored: dict[str, View] = {key: StoredView(self, t) for key, t in self.index.tensors["model"].items()}
-        block = _scale_block(self.path)
+        block = _scale_block(self._folder)
         views: dict[str, View] = {}
         for key, view in stored.items():
             scales = stored.get(key + _SCALE_SUFFIX)

@@ -39,7 +39,7 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Safetensors dtype name to bytes an element."""
 
-_STEP = re.compile(r"step-(\d{8,})(?:\.r(\d+))?")
+_STEP = re.compile(r"step-(\d{8,})(?:\.r(\d+)(?:\.[0-9a-f]{16})?)?")
 
 
 def shard_name(section: str, rank: int) -> str:
@@ -56,6 +56,11 @@ def rank_state_name(rank: int) -> str:
 def step_name(step: int, revision: int = 0) -> str:
     """The folder of a step; ``revision`` counts how often the same step was saved again."""
     return f"step-{step:08d}" + (f".r{revision}" if revision else "")
+
+
+def remote_step_name(step: int, revision: int, save_id: str) -> str:
+    """The folder of a step in a store that cannot rename: no other save writes there."""
+    return f"step-{step:08d}.r{revision}.{save_id}"
 
 
 def parse_step_name(name: str) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ parameters. Where a family cuts its tensors in another way there, views translat
 
 import json
 import math
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -26,6 +27,7 @@ from titan_ckpt._model import as_modules, model_state
 from titan_ckpt._names import KeyMap
 from titan_ckpt._plan import Box
 from titan_ckpt._read import StepReader
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import view_bytes, write_step
 from titan_ckpt._translate import from_hf, to_hf
 from titan_ckpt._views import StoredView, View, row_pieces
@@ -33,7 +35,7 @@ from titan_ckpt._write import fsync_folder, write_plain, write_safetensors
 
 
 def export_hf(
-    step: Path | str,
+    step: StorePath | os.PathLike[str] | str,
     out: Path | str,
     *,
     names: KeyMap | None = None,
@@ -140,7 +142,9 @@ def import_hf(
             view.fill(box, into)
 
 
-def import_hf_step(folder: Path | str, root: Path | str, *, step: int = 0, names: KeyMap | None = None) -> Path:
+def import_hf_step(
+    folder: Path | str, root: StorePath | os.PathLike[str] | str, *, step: int = 0, names: KeyMap | None = None
+) -> StorePath:
     """Make a step that holds the weights of a Hugging Face folder: to start a run from, on any number of ranks.
 
     One process, no model. The step holds a model and nothing else: restore it with ``TrainState(model=, rng=False)``.
@@ -157,7 +161,7 @@ def import_hf_step(folder: Path | str, root: Path | str, *, step: int = 0, names
     Raises:
         ValueError: If a name is not of the family, or a file is damaged.
     """
-    return write_step(Path(root), step, {"model": _views_of(Path(folder), names)})
+    return write_step(as_path(root), step, {"model": _views_of(Path(folder), names)})
 
 
 def _views_of(folder: Path, names: KeyMap | None, wanted: Container[str] | None = None) -> dict[str, View]:

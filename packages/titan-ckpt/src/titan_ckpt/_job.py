@@ -6,7 +6,7 @@ is the caller's business (tensors, or an arena of staged bytes). Rank 0's job al
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from titan_ckpt._digest import Buffer
 from titan_ckpt._format import Entry
 from titan_ckpt._index import FileRecord, Index, StoredTensor, move_boxes
 from titan_ckpt._retention import Retention
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._write import write_bytes, write_packed_safetensors, write_safetensors
 
 
@@ -45,7 +46,7 @@ class Lead:
 class Job:
     """One rank's part of one save."""
 
-    folder: Path
+    folder: StorePath
     """The unfinished step's folder."""
     step: int
     save_id: str
@@ -59,7 +60,7 @@ class Job:
 
     def encode(self) -> bytes:
         """As JSON, for the saver process."""
-        value = asdict(self)
+        value = asdict(replace(self, folder=Path()))  # a remote folder holds a connection
         value["folder"] = str(self.folder)
         return json.dumps(value, separators=(",", ":")).encode()
 
@@ -84,7 +85,7 @@ class Job:
             lead = Lead(tuple(told["shard_names"]), tensors, told["tied"], told["versions"], told["metrics"], retention)
         texts = tuple((name, text) for name, text in value["texts"])
         rest = {key: value[key] for key in ("step", "save_id", "rank", "world_size")}
-        return cls(folder=Path(value["folder"]), shards=shards, texts=texts, lead=lead, **rest)
+        return cls(folder=as_path(value["folder"]), shards=shards, texts=texts, lead=lead, **rest)
 
 
 def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
@@ -108,7 +109,7 @@ def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[Fi
     return records
 
 
-def commit_job(job: Job, records: Iterable[FileRecord]) -> Path:
+def commit_job(job: Job, records: Iterable[FileRecord]) -> StorePath:
     """Rank 0: commit the step from every rank's records, then delete what retention no longer keeps.
 
     Raises:

@@ -94,6 +94,8 @@ def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
     """Write the targets."""
     for listed in copies.values():
         for copy in listed:
+            for begin, end in _byte_runs(reader, copy):
+                reader.fetch(copy.chunk.file, begin, end)
             for into, values in _values(reader, copy):
                 into.copy_(values)
 

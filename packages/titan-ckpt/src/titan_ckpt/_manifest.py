@@ -7,22 +7,23 @@ the process.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titan_ckpt._digest import digest, root_digest
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME
 from titan_ckpt._index import FileRecord, Index
+from titan_ckpt._storage import StorePath, as_path
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A committed step's table of contents."""
 
-    path: Path
+    path: StorePath
     """The step's folder."""
     step: int
     save_id: str
@@ -41,13 +42,13 @@ class Manifest:
     """Size and digest of the index file."""
 
     @classmethod
-    def open(cls, path: Path | str) -> "Manifest":
+    def open(cls, path: StorePath | os.PathLike[str] | str) -> "Manifest":
         """Read the manifest of a step's folder and check it: its own digest, and every file's presence and size.
 
         Raises:
             DamageError: If the manifest or a file is missing, short, long or altered. The error lists all of them.
         """
-        folder = Path(path)
+        folder = as_path(path)
         manifest = cls._parse(folder)
         damages = [
             damage
@@ -59,7 +60,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _parse(cls, folder: Path) -> "Manifest":
+    def _parse(cls, folder: StorePath) -> "Manifest":
         try:
             value = json.loads((folder / MANIFEST_NAME).read_bytes())
         except OSError as err:
@@ -137,7 +138,7 @@ def _self_digest(value: Any) -> str:
     return digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _check_size(folder: Path, name: str, size: int) -> Damage | None:
+def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
     try:
         found = (folder / name).stat().st_size
     except OSError as err:

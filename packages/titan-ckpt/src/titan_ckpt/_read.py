@@ -5,9 +5,8 @@ a bus error, not an exception). A block is checked the first time any of its byt
 """
 
 import math
-import mmap
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from titan_ckpt._codec import FRAME_BYTES, unpack_frame
 from titan_ckpt._digest import block_digests
@@ -15,6 +14,7 @@ from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor
 from titan_ckpt._manifest import Manifest
+from titan_ckpt._storage import MappedFile, StorePath
 
 
 class FolderReader:
@@ -25,20 +25,26 @@ class FolderReader:
         index: Its index; sizes and offsets must have been checked against the files.
     """
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: StorePath, index: Index) -> None:
         self.path, self.index = path, index
-        self._maps: dict[int, memoryview] = {}
+        self._maps: dict[int, MappedFile] = {}
 
     def bytes_of(self, file: int) -> memoryview:
-        """All bytes of a file, mapped; writable without effect on the file. Not checked."""
+        """All bytes of a file; writable without effect on the file. Not checked, and remote ones must be fetched."""
+        return self._mapped(file).view
+
+    def fetch(self, file: int, begin: int, end: int) -> None:
+        """Have these bytes of a file here: nothing to do for a local one."""
+        self._mapped(file).fetch(begin, end)
+
+    def forget(self) -> None:
+        """Drop what was mapped or fetched."""
+        self._maps.clear()
+
+    def _mapped(self, file: int) -> MappedFile:
         if file not in self._maps:
             record = self.index.files[file]
-            with (self.path / record.name).open("rb") as opened:
-                self._maps[file] = (
-                    memoryview(mmap.mmap(opened.fileno(), record.size, access=mmap.ACCESS_COPY))
-                    if record.size
-                    else memoryview(bytearray())
-                )
+            self._maps[file] = MappedFile(self.path / record.name, record.size)
         return self._maps[file]
 
     def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
@@ -60,6 +66,7 @@ class FolderReader:
         """Bytes ``begin`` to ``end`` of a chunk's data: mapped, or decompressed. Writable. Not checked."""
         file = self.bytes_of(chunk.file)
         at, stop = self.stored_range(tensor, chunk, begin, end)
+        self.fetch(chunk.file, at, stop)
         if chunk.frames is None:
             return file[at:stop]
         item, total = ITEM_BYTES[tensor.dtype], math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
@@ -72,6 +79,7 @@ class FolderReader:
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
         """Files of others carry no digests: nothing is found."""
+        self.fetch(file, begin, end)
         return []
 
 
@@ -85,7 +93,7 @@ class StepReader(FolderReader):
         DamageError: If the manifest or index is damaged, or a file is missing or of another size.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
         self.manifest = Manifest.open(path)
         super().__init__(self.manifest.path, self.manifest.read_index())
         self._checked: dict[int, set[int]] = {}
@@ -100,6 +108,7 @@ class StepReader(FolderReader):
         damages: list[Damage] = []
         record = self.index.files[file]
         checked = self._checked.setdefault(file, set())
+        self.fetch(file, begin, end)
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if block in checked:
                 continue

@@ -6,7 +6,6 @@ Nothing of the state is touched before every rank has matched all names and chec
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from titan_ckpt._ranks import Ranks
 from titan_ckpt._read import StepReader
 from titan_ckpt._rng import reseed, set_rng_state
 from titan_ckpt._state import Stateful, TrainState, as_stateful, shard_of
+from titan_ckpt._storage import StorePath
 
 _log = logging.getLogger("titan_ckpt")
 
 
-def restore_step(path: Path, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
+def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective."""
     doing = f"restore of {path.name}"
     restore: _Restore | None = None
@@ -49,7 +49,7 @@ def restore_step(path: Path, state: TrainState, ranks: Ranks, verify: Verify, st
 class _Restore:
     """A matched restore: every check that needs no other rank is made at construction."""
 
-    def __init__(self, path: Path, state: TrainState, ranks: Ranks, strict: bool) -> None:
+    def __init__(self, path: StorePath, state: TrainState, ranks: Ranks, strict: bool) -> None:
         self.state, self.ranks, self.strict = state, ranks, strict
         self.reader = StepReader(path)
         shared = json.loads(self.reader.read_state(STATE_NAME))

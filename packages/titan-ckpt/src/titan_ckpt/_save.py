@@ -8,7 +8,6 @@ saver process (`titan_ckpt._async`). Every failure, of whatever rank, is raised 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, enco
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect, shard_of
+from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._version import VERSION
 
 
@@ -72,7 +72,7 @@ def plan_step(step: int, state: TrainState, ranks: Ranks, cache: PlanCache) -> P
 
 
 def begin_job(
-    root: Path,
+    root: StorePath,
     step: int,
     planned: Planned,
     ranks: Ranks,
@@ -121,10 +121,10 @@ def begin_job(
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
         lead = Lead(cache.shard_names, cache.tensors, tied, versions, dict(metrics), retention)
-    return Job(Path(name), step, save_id, ranks.rank, ranks.size, tuple(shards), tuple(texts), lead)
+    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, tuple(shards), tuple(texts), lead)
 
 
-def save_now(job: Job, planned: Planned, ranks: Ranks) -> Path:
+def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
     """Carry out a job in this process; when this returns, the step is on disk and committed. Collective.
 
     Raises:
@@ -139,18 +139,18 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> Path:
         ranks.agree(error, doing)
         if reports is not None:
             everyone = [FileRecord.from_json(record) for report in reports for record in json.loads(report)]
-            committed: list[Path] = []
+            committed: list[StorePath] = []
             error = _attempt(lambda: committed.append(commit_job(job, everyone)), job)
             final = str(committed[0]) if committed else ""
         ranks.agree(error, doing)
     except Exception:
-        if ranks.rank == 0 and job.folder.exists():
+        if ranks.rank == 0:
             _commit.discard(job.folder)
         raise
-    return Path(ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode())
+    return as_path(ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode())
 
 
-def explained(err: OSError, path: Path, rank: int) -> CheckpointError:
+def explained(err: OSError, path: StorePath, rank: int) -> CheckpointError:
     """An operating system's error, with the rank and what it means."""
     return CheckpointError(
         f"rank {rank} cannot write below {path}: {err.strerror or err} (errno {err.errno}). Earlier steps are intact."

@@ -26,8 +26,10 @@ from titan_ckpt._format import step_name
 from titan_ckpt._index import FileRecord
 from titan_ckpt._job import Job, commit_job, write_job
 from titan_ckpt._manifest import Manifest
+from titan_ckpt._storage import StorePath, renames
 
 _POLL_S = 0.01
+_REMOTE_POLL_S = 0.2
 # Pieces of the arena start at multiples of this, so that every dtype is aligned.
 ARENA_ALIGN = 64
 
@@ -112,9 +114,13 @@ def _buffers(job: Job, arena: memoryview) -> Iterator[memoryview]:
 
 def _report(job: Job, value: dict[str, Any]) -> None:
     """Leave a report in the step's folder, whole or not at all."""
-    part = job.folder / f".part-r{job.rank:05d}"
-    part.write_bytes(json.dumps(value).encode())
-    part.rename(job.folder / _report_name(job.rank))
+    report, data = job.folder / _report_name(job.rank), json.dumps(value).encode()
+    if not isinstance(report, Path):
+        report.write_bytes(data)  # an object appears whole
+        return
+    part = report.with_name(f".part-r{job.rank:05d}")
+    part.write_bytes(data)
+    part.rename(report)
 
 
 def _report_name(rank: int) -> str:
@@ -137,7 +143,7 @@ def _lead(job: Job, peers: list[Process], deadline: float) -> dict[str, Any]:
         return {"error": f"step {job.step} was not committed: {err}"}
 
 
-def _await_report(path: Path, saver: Process, deadline: float) -> dict[str, Any]:
+def _await_report(path: StorePath, saver: Process, deadline: float) -> dict[str, Any]:
     while True:
         alive = saver.alive  # asked before looking: a saver may report and end in between
         if path.exists():
@@ -146,20 +152,20 @@ def _await_report(path: Path, saver: Process, deadline: float) -> dict[str, Any]
             return {"error": f"its saver process {saver.pid} ended before its part was on disk"}
         if time.monotonic() > deadline:
             return {"error": "its part was not on disk in time"}
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if renames(path) else _REMOTE_POLL_S)
 
 
 def _follow(job: Job, lead: Process, deadline: float) -> dict[str, Any]:
     """Other savers: wait until the folder became a step, or did not."""
     while True:
         alive = lead.alive
-        if not job.folder.exists():
+        if not (job.folder / _commit.OWNER_NAME).exists():  # committed, or given up
             return _outcome(job)
         if not alive:
             return {"error": f"step {job.step} was not committed: rank 0's saver process {lead.pid} ended"}
         if time.monotonic() > deadline:
             return {"error": f"step {job.step} was not committed in time"}
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if renames(job.folder) else _REMOTE_POLL_S)
 
 
 def _outcome(job: Job) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,15 @@ from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, plan_save
 from titan_ckpt._retention import Retention
 from titan_ckpt._save import index_tensors, merge_shared
+from titan_ckpt._storage import StorePath
 from titan_ckpt._tree import dump_json
 from titan_ckpt._version import VERSION
 from titan_ckpt._views import View, row_pieces, whole_box
 
 
 def write_step(
-    root: Path, step: int, views: Mapping[str, Mapping[str, View]], shared: Mapping[str, Any] | None = None
-) -> Path:
+    root: StorePath, step: int, views: Mapping[str, Mapping[str, View]], shared: Mapping[str, Any] | None = None
+) -> StorePath:
     """Write views as a committed step, a few megabytes at a time.
 
     Args:
@@ -62,8 +62,7 @@ def write_step(
     try:
         return commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))
     except BaseException:
-        if folder.exists():
-            discard(folder)
+        discard(folder)
         raise
 
 

@@ -6,19 +6,20 @@ No torch here: the bytes come as buffers, from tensors in the trainer.
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from titan_ckpt._codec import MIN_BYTES, Packer
 from titan_ckpt._digest import BlockDigester, Buffer
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES, Entry, encode_header
 from titan_ckpt._index import FileRecord, Moved
+from titan_ckpt._storage import StorePath, writing
 
 # One write call takes at most this much, so that hashing finds the bytes still in the processor's cache.
 _WRITE_BYTES = 1 << 20
 
 
 def write_safetensors(
-    folder: Path,
+    folder: StorePath,
     name: str,
     entries: Sequence[Entry],
     buffers: Iterable[Buffer | Iterable[Buffer]],
@@ -59,7 +60,7 @@ def write_safetensors(
 
 
 def write_packed_safetensors(
-    folder: Path,
+    folder: StorePath,
     name: str,
     entries: Sequence[Entry],
     buffers: Iterable[Buffer | Iterable[Buffer]],
@@ -105,19 +106,18 @@ def write_packed_safetensors(
     # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
     beside, rest = bytearray(), BlockDigester()
-    with path.open("xb", buffering=0) as file:
+    with writing(path, seekable=True) as file:
         file.seek(reserved)
         for piece in pieces():
             view = memoryview(piece).cast("B")
-            _write_all(file.fileno(), view)
+            _write_all(file, view)
             room = min(boundary - reserved - len(beside), len(view))
             beside += view[:room]
             rest.feed(view[room:])
         header = encode_header(stored, metadata, at_least=reserved)
         assert len(header) == reserved
         file.seek(0)
-        _write_all(file.fileno(), header)
-        os.fsync(file.fileno())
+        _write_all(file, header)
     front = BlockDigester()
     front.feed(header)
     front.feed(beside)
@@ -137,16 +137,19 @@ def _whole(buffer: Buffer | Iterable[Buffer]) -> memoryview:
     return memoryview(b"".join(buffer))
 
 
-def write_bytes(folder: Path, name: str, data: bytes) -> FileRecord:
+def write_bytes(folder: StorePath, name: str, data: bytes) -> FileRecord:
     """Write a small file (JSON); see `write_safetensors`."""
     size, blocks = _write(folder, name, [data])
     return FileRecord(name, size, blocks)
 
 
-def write_plain(path: Path, data: bytes) -> None:
-    """Write a file and bring it to disk."""
+def write_plain(path: StorePath, data: bytes) -> None:
+    """Write a small file and bring it to disk; replaces one of that name."""
+    if not isinstance(path, Path):
+        path.write_bytes(data)
+        return
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), data)
+        _write_all(file, data)
         os.fsync(file.fileno())
 
 
@@ -159,29 +162,28 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _make_parent(folder: Path, path: Path) -> None:
+def _make_parent(folder: StorePath, path: StorePath) -> None:
     """Make ``optim/`` or ``state/``, never ``folder`` itself: a save that was given up must not come back as a folder."""
     if path.parent != folder:
         path.parent.mkdir(exist_ok=True)
 
 
-def _write(folder: Path, name: str, pieces: Iterable[Buffer]) -> tuple[int, tuple[str, ...]]:
+def _write(folder: StorePath, name: str, pieces: Iterable[Buffer]) -> tuple[int, tuple[str, ...]]:
     path = folder / name
     _make_parent(folder, path)
     digester = BlockDigester()
-    # "x": a leftover of the same name would mean that two saves share a folder.
-    with path.open("xb", buffering=0) as file:
+    with writing(path) as file:
         for piece in pieces:
             view = memoryview(piece).cast("B")
             for at in range(0, len(view), _WRITE_BYTES):
                 part = view[at : at + _WRITE_BYTES]
                 digester.feed(part)
-                _write_all(file.fileno(), part)
-        os.fsync(file.fileno())
+                _write_all(file, part)
     return digester.size, tuple(digester.finish())
 
 
-def _write_all(fd: int, data: Buffer) -> None:
+def _write_all(file: Any, data: Buffer) -> None:
+    """Write every byte; an unbuffered file may take fewer at a time."""
     view = memoryview(data)
     while len(view):
-        view = view[os.write(fd, view) :]
+        view = view[file.write(view) :]

@@ -1,0 +1,209 @@
+"""Stores without rename, through fsspec: the manifest, the last object of a step, is its commit."""
+
+import os
+import uuid
+
+import pytest
+import torch
+from ckpt_layouts import assert_equal
+from ckpt_loop import build, full_state, train
+from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, _commit, export_hf
+from titan_ckpt._cli import main
+from titan_ckpt._storage import MappedFile, RemotePath, as_path
+from titan_testing import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+fsspec = pytest.importorskip("fsspec", reason="the extra titan-ckpt[fsspec]")
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402 - only if fsspec is there
+
+
+class Objects(MemoryFileSystem):
+    """Objects in memory: no rename, and the store goes away after ``writes_left`` more of them."""
+
+    protocol = "objects"
+    store: dict = {}  # noqa: RUF012 - as the class it extends
+    pseudo_dirs = [""]  # noqa: RUF012
+    cachable = False
+    writes_left = 10**9
+    written: list = []  # noqa: RUF012
+
+    def _strip(self, path):
+        return self._strip_protocol(path)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(str(path).replace("objects://", "memory://"))
+
+    def unstrip_protocol(self, name):
+        return "objects:/" + self._strip_protocol(name)
+
+    def mv(self, *args, **kwargs):
+        raise NotImplementedError("an object store cannot rename")
+
+    def _count(self, path):
+        if Objects.writes_left <= 0:
+            raise OSError(5, "the store is gone")
+        Objects.writes_left -= 1
+        Objects.written.append(str(path))
+
+    def pipe_file(self, path, value, **kwargs):
+        self._count(path)
+        super().pipe_file(path, value, **kwargs)
+
+    def _open(self, path, mode="rb", **kwargs):
+        if "w" in mode:
+            self._count(path)
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def bucket():
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    Objects.store, Objects.pseudo_dirs, Objects.writes_left, Objects.written = {}, [""], 10**9, []
+    return f"objects://bucket-{uuid.uuid4().hex[:6]}/run"
+
+
+def state_of(fill: float) -> TrainState:
+    model = nn.Linear(40, 30)
+    nn.init.constant_(model.weight, fill)
+    return TrainState(model=model, rng=False, extra={"fill": fill})
+
+
+def fill_of(root) -> tuple[int, float]:
+    state = state_of(-1.0)
+    step = Checkpointer(root).restore(state, verify="all")
+    weight = state.model.weight.detach()
+    assert bool((weight == weight[0, 0]).all())
+    return step, float(weight[0, 0])
+
+
+def test_a_loop_saves_resumes_and_retains_in_an_object_store(bucket):
+    state = build()
+    with Checkpointer(bucket, keep_last=2, compress="auto") as ck:
+        for step in (1, 2, 3):
+            train(state, 1)
+            path = ck.save(step, state).path
+    assert isinstance(path, RemotePath)
+    assert str(path).startswith(bucket)
+    assert ck.steps() == [2, 3]
+    want, losses = full_state(state), train(state, 2)
+    got = build(seed=9)
+    assert Checkpointer(bucket).restore(got, verify="all") == 3
+    assert_equal(full_state(got), want)
+    assert train(got, 2) == losses
+    assert not [name for name in Objects.store if "/." in name], "notes are gone"
+
+
+def test_the_manifest_is_the_last_object_of_a_step(bucket):
+    Checkpointer(bucket).save(1, state_of(1.0))
+    names = list(dict.fromkeys(name.rpartition("/")[2] for name in Objects.written))
+    assert names[0] == ".owner.json"
+    assert names[-2:] == ["INDEX.json.zst", "MANIFEST.json"]
+
+
+def test_a_store_that_goes_away_at_any_write_leaves_the_previous_step(bucket):
+    ck = Checkpointer(bucket, keep_last=1)
+    ck.save(1, state_of(1.0))
+    for writes in range(5):
+        Objects.writes_left = writes
+        with pytest.raises(CheckpointError, match=r"cannot write below .*Earlier steps are intact"):
+            ck.save(2, state_of(2.0))
+        Objects.writes_left = 10**9
+        assert fill_of(bucket) == (1, 1.0), writes
+    ck.save(2, state_of(2.0))
+    assert fill_of(bucket) == (2, 2.0)
+    assert ck.steps() == [2]
+
+
+def test_an_unfinished_save_is_no_step_and_swept_when_its_owner_is_dead(bucket):
+    Checkpointer(bucket).save(1, state_of(1.0))
+    root = as_path(bucket)
+    alive, _ = _commit.begin_save(root, 2, _commit.Process.of(os.getpid()))
+    dead = _commit.Process(_commit.Process.of(1).host, 2**30, "1")
+    gone, _ = _commit.begin_save(root, 2, dead)
+    (gone / "model-r00000.safetensors").write_bytes(b"half")
+    abroad, _ = _commit.begin_save(root, 2, _commit.Process("elsewhere", 1, "1"))
+    assert len({alive.name, gone.name, abroad.name}) == 3
+    assert Checkpointer(bucket).steps() == [1]
+    assert not gone.exists()
+    assert alive.exists()
+    assert abroad.exists()
+
+
+def test_a_step_saved_again_replaces_the_one_before(bucket):
+    ck = Checkpointer(bucket)
+    ck.save(1, state_of(1.0))
+    ck.save(1, state_of(5.0))
+    assert fill_of(bucket) == (1, 5.0)
+    assert len(list(as_path(bucket).iterdir())) == 1
+
+
+def test_damage_in_a_store_is_found_and_named(bucket):
+    path = Checkpointer(bucket).save(1, state_of(1.0)).path
+    file = path / "model-r00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 2
+    file.write_bytes(bytes(data))
+    with pytest.raises(DamageError, match=r"model-r00000.safetensors block 0"):
+        Checkpointer(bucket).restore(state_of(0.0))
+    file.write_bytes(bytes(data[:-1]))
+    with pytest.raises(DamageError, match=r"bytes, .* were written"):
+        Manifest.open(str(path))
+    assert Checkpointer(bucket).latest() is None
+
+
+def test_only_the_blocks_that_are_needed_are_fetched(bucket, monkeypatch):
+    path = as_path(bucket) / "big"
+    data = bytes(range(256)) * (80 << 12)  # 80 MiB
+    path.write_bytes(data)
+    asked = []
+    real = RemotePath.read_range
+
+    def read_range(self, begin, end):
+        asked.append((begin >> 20, end >> 20))
+        return real(self, begin, end)
+
+    monkeypatch.setattr(RemotePath, "read_range", read_range)
+    file = MappedFile(path, len(data))
+    file.fetch(5 << 20, 6 << 20)
+    file.fetch(0, 1)
+    file.fetch(0, len(data))
+    assert asked == [(4, 8), (0, 4), (8, 72), (72, 80)]
+    assert bytes(file.view) == data
+
+
+def test_the_command_line_takes_urls(bucket, capsys, tmp_path):
+    Checkpointer(bucket).save(1, state_of(1.0))
+    step = str(Checkpointer(bucket).path(1))
+    assert main(["ls", bucket]) == 0
+    assert main(["verify", bucket]) == 0
+    assert main(["show", step]) == 0
+    assert "1 valid steps, 0 invalid" in capsys.readouterr().out
+    assert len(export_hf(step, tmp_path / "hf")) == 1
+    assert main(["diff", step, step]) == 0
+
+
+def test_an_unknown_store_says_what_to_install():
+    with pytest.raises(ValueError, match=r"nowhere|Protocol not known"):
+        as_path("nowhere://x")
+
+
+def save_files(url: str) -> list[int]:
+    """Savers of several ranks meet in a store: files behind fsspec, without rename."""
+    model = nn.Linear(64, 64)
+    torch.nn.init.constant_(model.weight, 3.0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with Checkpointer(url, keep_last=1, async_=True) as ck:
+        for step in (1, 2):
+            ck.save(step, TrainState(model=model, rng=False))
+    return ck.steps()
+
+
+def test_asynchronous_saves_of_two_ranks_commit_in_a_store(tmp_path):
+    url = f"file://{tmp_path}/run"
+    assert run_ranks(save_files, 2, url) == [[2], [2]]
+    state = TrainState(model=nn.Linear(64, 64), rng=False)
+    assert Checkpointer(url).restore(state) == 2
+    assert bool((state.model.weight == 3.0).all())
