@@ -134,7 +134,8 @@ class Policy:
     """How a model is wrapped. A value: the same policy serves any model, any number of ranks."""
 
     units: Literal["auto"] | Sequence[Unit | type[nn.Module] | str] = "auto"
-    """``"auto"`` finds the repeated blocks, embeddings and head; or units, classes and FQN patterns."""
+    """``"auto"`` finds the repeated blocks, embeddings and head; or units, classes and FQN patterns, to
+    which ``"auto"`` adds those: ``["auto", Unit("layers.*.experts", mesh="experts")]``."""
     reshard: Reshard = "default"
     """``default``: free after forward except in the last unit, the root, and under pipeline parallelism; ``always``;
     ``never``; or a number of ranks (a divisor of the shard group) that keep a copy between forward and backward."""

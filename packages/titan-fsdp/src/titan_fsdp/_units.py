@@ -40,7 +40,9 @@ def find_groups(model: nn.Module, units: str | Sequence[Unit | type[nn.Module] |
     modules = named_modules(model)
     if isinstance(units, str):
         return _merge_tied(model, _discover(model, modules))
-    groups = [group for unit in units for group in _resolve(unit if isinstance(unit, Unit) else Unit(unit), modules)]
+    groups = _merge_tied(model, _discover(model, modules)) if "auto" in units else []
+    named = [unit if isinstance(unit, Unit) else Unit(unit) for unit in units if unit != "auto"]
+    groups += [group for unit in named for group in _resolve(unit, modules)]
     _check_disjoint(groups)
     _check_tied(model, groups)
     order = {name: i for i, name in enumerate(modules)}

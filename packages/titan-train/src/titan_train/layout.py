@@ -67,7 +67,14 @@ def build_layout(config: Config, world_size: int) -> Layout:
         )
     nodes = config.launch.nnodes
     gpus_per_node = world_size // nodes if world_size % nodes == 0 else world_size
-    return Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node))
+    layout = Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node))
+    if spec.ep > 1 and resolve_mode(parallel, layout, dtype=config.train.dtype) == "ddp":
+        raise ValueError(
+            f"parallel.ep={spec.ep} and mode 'ddp': expert parallelism borrows the ranks that parameters are sharded over, "
+            "and ddp shards nothing. Use mode 'fsdp' or 'hsdp' with dp_shard > 1, or ep=1."
+        )
+    # named here, so that every rank makes the same groups: who shares a row, and who sees other tokens than this rank
+    return layout.flatten("sequence", ("cp", "tp")).flatten("tokens", ("dp_replicate", "dp_shard", "cp", "tp"))
 
 
 def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32") -> Mode:

@@ -53,8 +53,8 @@ class Float8Config:
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"] = "none"
     """How values are scaled; blockwise is the best on Hopper."""
 
-    skip: tuple[str, ...] = ("lm_head", "*router*")
-    """Patterns of modules that stay in higher precision."""
+    skip: tuple[str, ...] = ()
+    """Patterns of modules that stay in higher precision; empty leaves out the head and routers."""
 
     min_speedup: float = 1.0
     """Leave layers alone whose expected speed-up on a GPU is below this; 0 converts all that can be."""

@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, d width, V vocabulary, N documents of a row (padded
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,14 @@ class Decoder(nn.Module):
         if tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_plan: Any = None,
+    ) -> Tensor:
         """Logits of every next token.
 
         Args:
@@ -66,17 +74,20 @@ class Decoder(nn.Module):
                 document's start.
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
+            attention_plan: Passed on to the attention, see `SequenceContext`.
 
         Returns:
             ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
         """
-        context = self.sequence_context(tokens, positions, cu_seqlens)
+        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, context)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
 
-    def sequence_context(self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None) -> SequenceContext:
+    def sequence_context(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
+    ) -> SequenceContext:
         """What the layers need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
@@ -88,6 +99,7 @@ class Decoder(nn.Module):
             cu_seqlens=cu_seqlens,
             mask=None if cu_seqlens is None else document_mask(cu_seqlens, seq_len),
             rope=self.rope(positions),
+            attention_plan=attention_plan,
         )
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The model under its parallelism, in the one order that works.
 
-Built on the meta device (no memory) → pipeline stage → tensor parallel → expert parallel → context parallel → float8 →
+Built on the meta device (no memory) → pipeline stage → float8 → tensor parallel → expert parallel → context parallel →
 activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn from the whole parameters' names and shapes, so
 that they are the same whatever the layout. The optimizer comes after, because it must hold the sharded parameters.
 """
@@ -8,6 +8,7 @@ that they are the same whatever the layout. The optimizer comes after, because i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import titan_fp8
 import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.layout import Mode
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.context import ContextParallel, Heads
 from titan_train.parallel.cut import Cut
+from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, keep_stage, plan_layers
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables, vocab_parallel_cross_entropy_sum
@@ -84,6 +88,8 @@ def build_parallel_model(
     plans: list[fsdp.Plan] = []
     cuts: dict[str, Cut] = {}
     for part in _parts(config, whole, schedule, mesh, vocab_size):
+        if config.float8.recipe != "none":
+            convert_to_float8(part, config.float8, tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1))
         if spec.tp > 1:
             assert mesh is not None
             cuts |= apply_tensor_parallel(
@@ -96,6 +102,11 @@ def build_parallel_model(
             )
             if "lm_head.weight" in cuts:
                 loss = _vocab_parallel_loss(mesh.group("tp"), cuts["lm_head.weight"])
+            share_scales(part, mesh.group("tp"))
+        if spec.ep > 1:
+            assert mesh is not None
+            cuts |= apply_expert_parallel(part, mesh.group("ep"))
+        _balance_experts(part, config, mesh)
         if context is not None:
             context.apply(part)
         apply_activation_checkpointing(part, blocks_of(part), config.activations)
@@ -111,7 +122,7 @@ def build_parallel_model(
         assert mesh is not None
         pipeline = Pipeline(
             schedule, parts, mesh.group("pp"), loss=loss, config=config.pipeline,
-            gather_each_microbatch=config.parallel.reshard == "always",
+            gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
     copies = _tied_copies(tied, mesh, schedule) if schedule is not None and mesh is not None else None
     return ParallelModel(
@@ -151,11 +162,18 @@ def tied_to_first(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def fsdp_policy(config: Config, mode: Mode) -> fsdp.Policy:
-    """The titan-fsdp policy that a configuration means."""
+def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = ()) -> fsdp.Policy:
+    """The titan-fsdp policy that a configuration means.
+
+    Args:
+        config: The run's configuration.
+        mode: The resolved mode.
+        experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
+    """
     parallel = config.parallel
     return fsdp.Policy(
         mode="fsdp" if mode == "none" else mode,
+        units=["auto", *(fsdp.Unit(name, mesh="experts") for name in experts)],
         reshard=parallel.reshard,
         reshard_overrides=dict(parallel.reshard_overrides),
         mp=fsdp.MixedPrecision(
@@ -216,6 +234,13 @@ def _vocab_parallel_loss(group: dist.ProcessGroup, head: Cut) -> TokenLoss:
     return loss
 
 
+def _balance_experts(part: nn.Module, config: Config, mesh: Mesh | None) -> None:
+    """Tell mixtures of experts which ranks share a row, and how much one row of the step weighs."""
+    shared = mesh is not None and mesh.layout.spec.tp > 1 and config.parallel.sequence_parallel
+    set_sequence_group(part, mesh.group("sequence" if shared else "cp") if mesh is not None else None)
+    set_aux_scale(part, 1 / config.train.global_batch)
+
+
 def _wrap(
     part: nn.Module,
     config: Config,
@@ -235,7 +260,11 @@ def _wrap(
         plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
         fsdp.materialize(part, device, init, seed=config.run.seed)
         return plan.apply(part), plan
-    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode))
+    experts = [f"{name}.experts" for name, _ in moe_layers(part)] if layout.spec.ep > 1 else []
+    meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
+    if config.float8.recipe != "none" and config.float8.all_gather != "off":
+        titan_fp8.apply_float8_all_gather(part)
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts), meshes=meshes)
     wrapped = plan.apply(part)
     fsdp.materialize(wrapped, device, init, seed=config.run.seed)
     return wrapped, plan

@@ -19,15 +19,18 @@ class Place:
     """This rank is the first of those that read the same batch."""
     speaks_for_loss: bool
     """This rank is the first of those that compute the same part of the loss."""
+    tokens_group: dist.ProcessGroup | None
+    """The ranks that see other tokens than this one, and this one; None for a run of one rank."""
     world_size: int
 
     @classmethod
-    def of(cls, mesh: Mesh | None) -> "Place":
-        """Where this rank is; None is a run of one rank."""
+    def of(cls, mesh: Mesh | None, *, sequence_parallel: bool) -> "Place":
+        """Where this rank is; ``mesh`` None is a run of one rank."""
         if mesh is None:
-            return cls(True, True, 1)
+            return cls(True, True, None, 1)
         first = mesh.rank_in("tp") == 0 and mesh.rank_in("pp") == 0
-        return cls(first and mesh.rank_in("cp") == 0, first, mesh.layout.num_ranks)
+        tokens = mesh.group("tokens" if sequence_parallel else "loss")
+        return cls(first and mesh.rank_in("cp") == 0, first, tokens, mesh.layout.num_ranks)
 
     def sum(self, value: Tensor) -> Tensor:
         """Add ``value`` over all ranks, in place; the same bits on each."""

@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import titan_fp8
 import titan_fsdp as fsdp
 import torch
 from torch import Tensor
 
 from titan_train.data import Batch
 from titan_train.models import call_model
+from titan_train.models.moe import LayerRouting, routing_statistics, update_expert_bias
 from titan_train.train.build import ParallelModel
 from titan_train.train.loss import count_valid
 from titan_train.train.place import Place
@@ -37,6 +39,8 @@ class StepResult:
     """Loss or gradient was not finite: nothing was updated."""
     requests: tuple[bool, ...]
     """For each request passed in, whether any rank made it."""
+    routing: dict[str, float]
+    """Balance of this rank's mixtures of experts; empty for a dense model."""
 
 
 class OptimizerStep:
@@ -95,10 +99,16 @@ class OptimizerStep:
 
         loss_value, norm_value = torch.stack([sums[0], grad_norm]).tolist()  # the one host sync
         skipped = not (_finite(loss_value) and _finite(norm_value))
+        routing: dict[str, LayerRouting] = {}
+        for part in self._model.parts:
+            routing |= update_expert_bias(part, self._place.tokens_group, skip=skipped)
         if not skipped:
             self._optimizer.step()
+            for part in self._model.parts:
+                titan_fp8.sync_scales(part)
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_value, norm_value, agreed[0], skipped, tuple(flag > 0 for flag in agreed[1:]))
+        flags = tuple(flag > 0 for flag in agreed[1:])
+        return StepResult(loss_value, norm_value, agreed[0], skipped, flags, routing_statistics(routing))
 
     def _forward_backward(self, batches: Sequence[Batch], num_labels: int) -> Tensor:
         """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar."""

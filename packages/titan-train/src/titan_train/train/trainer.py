@@ -83,7 +83,7 @@ class Trainer:
             self.mesh = build(
                 layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
             )
-        self._place = Place.of(self.mesh)
+        self._place = Place.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._inputs: Inputs = open_inputs(config)
         self.model = build_parallel_model(
             config,
