@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from titan_testing import assert_close
 from titan_train.models.blocks import SwiGLU
-from titan_train.models.moe import GroupedMM, MoE, MoEArgs, grouped_mm_loop, update_expert_bias
+from titan_train.models.moe import GroupedMM, MoE, MoEArgs, grouped_mm_loop, grouped_mm_masked, update_expert_bias
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,7 +109,7 @@ def test_grouped_product_and_its_gradients_equal_the_plain_loop(dtype: torch.dty
     probe = torch.randn(20, 24, generator=generator).to(dtype)
     offs = torch.tensor([7, 7, 19, 20], dtype=torch.int32)
     results = []
-    for product in (GroupedMM(), grouped_mm_loop):
+    for product in (GroupedMM(), grouped_mm_loop, grouped_mm_masked):
         a.grad = b.grad = None
         out = product(a, b.transpose(-2, -1), offs=offs)
         out.backward(probe)
@@ -118,6 +118,7 @@ def test_grouped_product_and_its_gradients_equal_the_plain_loop(dtype: torch.dty
         results.append((out.detach(), a.grad.clone(), b.grad.clone()))
     # one product each, the same kernel for each group: bitwise on the CPU, a rounding elsewhere
     assert_close(results[0], results[1])
+    assert_close(results[0], results[2])
 
 
 @pytest.mark.parametrize(("k", "n"), [(6, 10), (16, 6), (6, 16)])

@@ -10,7 +10,7 @@ from titan_train.models.moe.balance import (
     update_expert_bias,
 )
 from titan_train.models.moe.dispatch import LocalDispatch
-from titan_train.models.moe.experts import Experts, GroupedMM, grouped_mm_loop
+from titan_train.models.moe.experts import Experts, GroupedMM, grouped_mm_loop, grouped_mm_masked
 from titan_train.models.moe.layer import MoE
 from titan_train.models.moe.router import Gate, Router, Routing
 
@@ -25,6 +25,7 @@ __all__ = [
     "Router",
     "Routing",
     "grouped_mm_loop",
+    "grouped_mm_masked",
     "moe_layers",
     "routing_statistics",
     "set_aux_scale",

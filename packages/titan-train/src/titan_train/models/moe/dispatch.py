@@ -79,12 +79,17 @@ class _Gather(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
         apart = rows.index_select(0, inverse).unflatten(0, weights.shape)
-        return (apart.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return _cast((_cast(apart, weights.dtype) * weights.unsqueeze(-1)).sum(1), rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        grad = grad_outputs[0].index_select(0, order // weights.shape[1]).to(weights.dtype)
+        grad = _cast(grad_outputs[0].index_select(0, order // weights.shape[1]), weights.dtype)
         grad_rows = grad * weights.flatten().index_select(0, order).unsqueeze(-1)
-        grad_weights = (grad * rows.to(weights.dtype)).sum(-1).index_select(0, inverse)
-        return grad_rows.to(rows.dtype), grad_weights.view_as(weights), None, None
+        grad_weights = (grad * _cast(rows, weights.dtype)).sum(-1).index_select(0, inverse)
+        return _cast(grad_rows, rows.dtype), grad_weights.view_as(weights), None, None
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not plain .to: torch 2.11 compiles an autograd function with a cast to the same dtype in it to wrong gradients.
+    return x if x.dtype == dtype else x.to(dtype)

@@ -6,6 +6,8 @@ them: on GPUs a single kernel, without a host sync, for any sizes of groups.
 Shapes: R rows, E experts, d width, F hidden width, k and n the inner and outer width of one product.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +23,11 @@ class GroupedMM(nn.Module):
     must drop both.
     """
 
+    def __init__(self) -> None:
+        """Find out what this torch can trace: older ones compile the grouped product in bfloat16 alone."""
+        super().__init__()
+        self._traces_all_dtypes = _traces_float32()
+
     def forward(self, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
         """Multiply.
 
@@ -34,6 +41,8 @@ class GroupedMM(nn.Module):
         """
         if mat_a.is_meta:
             return mat_a @ mat_b[0]  # one matrix a row: the shape and the FLOPs of any grouping
+        if torch.compiler.is_compiling() and mat_a.dtype != torch.bfloat16 and not self._traces_all_dtypes:
+            return grouped_mm_masked(mat_a, mat_b, offs=offs)
         if _kernel_takes(mat_a) and _kernel_takes(mat_b):
             return F.grouped_mm(mat_a, mat_b, offs=offs)
         return grouped_mm_loop(mat_a, mat_b, offs=offs)
@@ -45,6 +54,24 @@ def grouped_mm_loop(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
     parts = [mat_a[start:end] @ b for start, end, b in zip(ends, ends[1:], mat_b, strict=False)]
     parts.append(mat_a.new_zeros(mat_a.shape[0] - ends[-1], mat_b.shape[-1]))
     return torch.cat(parts)
+
+
+def grouped_mm_masked(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
+    """The same without a host sync, at E times the products. Rows after the last group come out zero."""
+    group = torch.searchsorted(offs, torch.arange(mat_a.shape[0], dtype=offs.dtype, device=offs.device), right=True)
+    parts = [mat_a.where((group == e).unsqueeze(-1), 0) @ b for e, b in enumerate(mat_b)]
+    return torch.stack(parts).sum(0)
+
+
+@functools.cache
+def _traces_float32() -> bool:
+    # private by nature: what torch's own shape function of the operator accepts differs between 2.11 and 2.15
+    rows, weights = torch.empty(4, 4, device="meta"), torch.empty(1, 4, 4, device="meta")
+    try:
+        F.grouped_mm(rows, weights, offs=torch.empty(1, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _kernel_takes(matrix: Tensor) -> bool:
