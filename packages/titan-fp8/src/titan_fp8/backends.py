@@ -71,6 +71,11 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     op: (Candidate("triton", f"{_TRITON}.{module}:{op}"), Candidate("reference", f"{_REFERENCE}:{op}"))
     for op, module in _TRITON_MODULES.items()
 }
+_CANDIDATES["cast_block_dual"] = (
+    # Half of the Triton kernel's instructions, but not yet measured on a device.
+    Candidate("cuda", "titan_fp8.kernels.cuda._launch:cast_block_dual", opt_in=True),
+    *_CANDIDATES["cast_block_dual"],
+)
 _CANDIDATES["scaled_mm"] = (
     Candidate("cublaslt", "titan_fp8.kernels.products:scaled_mm_cublaslt"),
     Candidate("bf16", "titan_fp8.kernels.products:scaled_mm_bf16"),

@@ -48,7 +48,9 @@ def cast_grouped_kernel(
     magnitude = tl.abs(tile)
     encode, decode = scales_of(tl.max(magnitude, axis=1), E4M3, POW2)
     codes = to_float8(tile * encode[:, None], E4M3, HARDWARE)
-    tl.store(q + rows[:, None] * stride_q + columns[None, :], codes, mask=readable[:, None] & (columns < stride_q)[None, :])
+    tl.store(
+        q + rows[:, None] * stride_q + columns[None, :], codes, mask=readable[:, None] & (columns < stride_q)[None, :]
+    )
     tl.store(scale + tile_k * M + rows, decode, mask=readable)
     if first < stride_qt:
         weight = tl.where(group < E, 1.0, 0.0)

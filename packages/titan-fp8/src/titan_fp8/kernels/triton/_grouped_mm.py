@@ -98,9 +98,7 @@ def grouped_mm_kernel(
 
 
 @triton.jit
-def grouped_wgrad_kernel(
-    a, scale_a, b, scale_b, offs_padded, out, N, K, tiles_n, tiles_k, HARDWARE: tl.constexpr
-):
+def grouped_wgrad_kernel(a, scale_a, b, scale_b, offs_padded, out, N, K, tiles_n, tiles_k, HARDWARE: tl.constexpr):
     """One 128×128 tile of one expert's ``out[N, K]``: ``a[N, Mp]`` times ``b[K, Mp]`` over the group's tokens.
 
     Args:

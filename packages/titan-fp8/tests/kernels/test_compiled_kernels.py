@@ -1,0 +1,120 @@
+"""Triton kernels compiled ahead of time, without a GPU: no spills, 128-bit memory accesses, the tensor cores' opcodes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Named here, not imported: the script imports triton's compiler, which this process need not load.
+CASTS = [
+    "cast_block_dual",
+    "cast_block_dual-ragged",
+    "cast_block_dual-exact",
+    "cast_block",
+    "cast_mx_dual",
+    "cast_weights",
+    "cast_with_amax-tensor",
+    "cast_with_amax-row",
+    "cast_row",
+    "cast_grouped",
+    "rmsnorm_cast",
+    "swiglu_cast",
+    "swiglu_backward_cast",
+]
+READS = ["amax", "row_column_amax", "rms_rstd"]
+PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_wgrad"]
+KERNELS = [*CASTS, *READS, *PRODUCTS, "rmsnorm_backward"]
+
+
+def _compile(capability):
+    script = Path(__file__).with_name("_aot.py")
+    # Triton 3.10 changes the default and 3.9 warns of it; the kernels do not depend on it.
+    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(capability)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    return _compile(90)
+
+
+def _spills(kernel):
+    return {opcode: count for opcode, count in kernel["opcodes"].items() if opcode.startswith(("LDL", "STL"))}
+
+
+def test_every_kernel_is_compiled(hopper):
+    assert sorted(hopper) == sorted(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_spills_nothing_on_hopper(hopper, name):
+    assert not _spills(hopper[name])
+    assert hopper[name]["stack_bytes"] == 0
+    assert hopper[name]["local_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", [*CASTS, "rmsnorm_backward"])
+def test_cast_reads_and_writes_128_bits_at_a_time(hopper, name):
+    opcodes = hopper[name]["opcodes"]
+    loaded, stored = _bulk(opcodes, "LDG"), _bulk(opcodes, "STG")
+    # The narrower accesses that remain are scales, offsets and table entries: never the matrix.
+    assert opcodes["LDG.E.128"] >= 4
+    assert opcodes["STG.E.128"] >= 2
+    assert loaded["wide"] > loaded["narrow"]
+    assert stored["wide"] > stored["narrow"]
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reduction_reads_128_bits_at_a_time(hopper, name):
+    assert set(_matching(hopper[name]["opcodes"], "LDG")) == {"LDG.E.128"}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_cast_uses_the_saturating_hardware_conversion(hopper, name):
+    assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in hopper[name]["opcodes"]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_uses_float8_tensor_cores_fed_by_tma(hopper, name):
+    opcodes = hopper[name]["opcodes"]
+    assert _matching(opcodes, "QGMMA")
+    assert _matching(opcodes, "UTMALDG")
+    assert not _matching(opcodes, "HMMA")
+    assert "STG.E.128" in opcodes
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_promotes_partial_sums_to_float32(hopper, name):
+    # 128 x 128 sums over 256 threads: 64 additions (row, tensor) or multiply-adds (block) each for every 128 terms.
+    opcodes = hopper[name]["opcodes"]
+    assert opcodes.get("FADD", 0) + opcodes.get("FFMA", 0) >= 64
+
+
+@pytest.mark.slow
+def test_every_kernel_also_compiles_for_blackwell_without_spills():
+    for name, kernel in _compile(100).items():
+        assert not _spills(kernel), name
+
+
+def _matching(opcodes, prefix):
+    return {opcode: count for opcode, count in opcodes.items() if opcode.startswith(prefix)}
+
+
+def _bulk(opcodes, prefix):
+    """Bytes moved by 128-bit and by narrower instructions."""
+    bits = {"64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8, "128": 128}
+    moved = {"wide": 0, "narrow": 0}
+    for opcode, count in _matching(opcodes, prefix).items():
+        width = next((bits[part] for part in opcode.split(".") if part in bits), 32)
+        moved["wide" if width == 128 else "narrow"] += count * width // 8
+    return moved

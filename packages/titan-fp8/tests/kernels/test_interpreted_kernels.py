@@ -1,0 +1,84 @@
+"""Every Triton kernel equals its reference, bit for bit, in Triton's interpreter: data and scales.
+
+The conversion itself is the kernels' integer rule here and the hardware's on a device; `test_on_device.py` compares that.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("numpy")
+
+DTYPES = ("e4m3", "e5m2")
+EXHAUSTIVE = [
+    *(f"round-{values}-{dtype}" for values in ("bf16", "midpoints") for dtype in DTYPES),
+    *(f"scales-{dtype}-{rule}" for dtype in DTYPES for rule in ("pow2", "exact")),
+    *(f"cast_block_dual-every-bf16-{order}-{dtype}" for order in ("in-order", "shuffled") for dtype in DTYPES),
+    *(f"cast_tensor_dual-midpoints-{dtype}" for dtype in DTYPES),
+    "widen-every-bf16",
+    "round_like-every-bf16",
+]
+OPS = (
+    "amax", "cast_tensor", "cast_tensor_dual", "cast_row_dual", "cast_row", "cast_block", "cast_block_dual",
+    "cast_weights_block", "cast_mx", "cast_mx_dual",
+)  # fmt: skip
+CASTS = [
+    *(f"{op}-{shape}-{how}" for op in OPS for shape in ("128x256", "140x147") for how in ("e4m3-pow2", "e5m2-exact")),
+    *(f"cast_block_dual-{what}" for what in ("float32", "float16", "strided", "empty")),
+    *(f"{op}-empty" for op in ("cast_tensor_dual", "cast_row_dual", "cast_row")),
+    "cast_row-long",
+    *(f"cast_grouped-{groups}" for groups in ("unaligned", "skewed", "none", "full")),
+]
+# Relative to the largest value. Sums in another order and another exponential move a float32 by a few units in the last
+# place (2^-23 of a term); a code can then move by one step of float8 in the rare value that was on a rounding boundary.
+LAST_PLACES = 1e-6
+ONE_STEP = 2.0**-4
+ERRORS = {
+    "rmsnorm_rstd": LAST_PLACES,
+    "rmsnorm_cast_block": ONE_STEP,
+    "rmsnorm_backward-dx": 2.0**-8,  # one bfloat16 step
+    "rmsnorm_backward-dweight": LAST_PLACES,
+    "swiglu_cast_block": ONE_STEP,
+    "swiglu_backward_cast_block-gate": ONE_STEP,
+    "swiglu_backward_cast_block-up": ONE_STEP,
+    "grouped_scaled_mm-block1x128": LAST_PLACES,
+    "grouped_scaled_mm-row": LAST_PLACES,
+    "grouped_scaled_mm-tensor": LAST_PLACES,
+    "grouped_scaled_mm_wgrad": LAST_PLACES,
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    script = Path(__file__).with_name("_interpreted.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_case_is_named_here(interpreted):
+    assert sorted(interpreted["mismatches"]) == sorted([*EXHAUSTIVE, *CASTS])
+    assert sorted(interpreted["errors"]) == sorted(ERRORS)
+
+
+@pytest.mark.parametrize("case", EXHAUSTIVE)
+def test_kernel_equals_the_reference_for_every_value(interpreted, case):
+    assert interpreted["mismatches"][case] == 0
+
+
+@pytest.mark.parametrize("case", CASTS)
+def test_kernel_equals_the_reference_bit_for_bit(interpreted, case):
+    assert interpreted["mismatches"][case] == 0
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_kernel_is_within_rounding_of_the_reference(interpreted, case):
+    assert interpreted["errors"][case] <= ERRORS[case]
