@@ -9,6 +9,8 @@ import pytest
 import torch
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_ckpt._arena import Arena, staging_point
+from titan_ckpt._format import Entry
 from titan_testing import run_ranks
 from torch import nn
 
@@ -143,3 +145,40 @@ def test_a_lost_saver_fails_the_step_on_every_rank_and_leaves_the_one_before(tmp
     assert "rank 1 failed: its saver process" in errors[0]
     assert "ended while it wrote step 2" in errors[1]
     assert Checkpointer(tmp_path).steps() == [1]
+
+
+def test_an_arena_that_grows_is_a_new_file_and_holds_what_was_staged():
+    arena = Arena()
+    entries = [Entry("a", "F32", (3, 4)), Entry("b", "BF16", (5,)), Entry("c", "I64", ())]
+    tensors = [torch.arange(12.0).view(4, 3).t(), torch.ones(5, dtype=torch.bfloat16), torch.tensor(7)]
+    assert arena.reserve(256)
+    assert not arena.reserve(100)
+    arena.stage([(0, 48), (64, 10), (128, 8)], entries, tensors, staging_point(tensors))
+    assert torch.equal(arena.memory[:48].view(torch.float32).view(3, 4), tensors[0])
+    assert torch.equal(arena.memory[64:74].view(torch.bfloat16), tensors[1])
+    assert not arena.pinned, "only CUDA tensors need it"
+    first = os.fstat(arena.fd).st_ino
+    assert arena.reserve(512)
+    assert os.fstat(arena.fd).st_ino != first
+    arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True], ids=["staged-at-once", "overlapped"])
+def test_cuda_tensors_are_staged_through_pinned_memory_behind_queued_kernels(tmp_path, overlap):
+    model = nn.Linear(2048, 2048, device="cuda")
+    with Checkpointer(tmp_path, async_=True, overlap=overlap) as ck:
+        for step in (1, 2):
+            with torch.no_grad():
+                torch.cuda._sleep(50_000_000)  # the save is called while this is still running
+                model.weight.fill_(step)
+            ck.save(step, TrainState(model=model, rng=False))
+            with ck.guard(), torch.no_grad():
+                model.weight.fill_(-1.0)
+        ck.wait()
+        assert ck._saver._arena.pinned
+    for step in (1, 2):
+        ck = Checkpointer(tmp_path)
+        got = nn.Linear(2048, 2048)
+        ck.restore(TrainState(model=got, rng=False), step)
+        assert bool((got.weight == step).all())

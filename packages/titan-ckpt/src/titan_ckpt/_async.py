@@ -1,25 +1,21 @@
 """Asynchronous saves, the trainer's side: stage into an arena, hand over, go on training.
 
-The arena is one anonymous memory file a rank, as large as what the rank writes, kept from save to save so that
-staging is a plain memory copy (a fresh buffer costs ten times that in page faults). The saver process maps the same
-memory. One save is in flight at a time: the arena holds it.
+The saver process maps the same arena (`titan_ckpt._arena`). One save is in flight at a time: the arena holds it.
 """
 
 import json
-import mmap
-import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from titan_ckpt._arena import Arena
 from titan_ckpt._commit import Process
-from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._job import Job
 from titan_ckpt._saver import arena_starts, receive, send
@@ -104,9 +100,8 @@ class Saver:
                 start_new_session=True,
             )
         self.process = Process.of(self._child.pid)
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = Arena()
         self._sent = True
-        self._fd = -1
         self._reader: threading.Thread | None = None
 
     @property
@@ -114,27 +109,12 @@ class Saver:
         """Whether the process runs."""
         return self._child.poll() is None
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the arena at least this large, with its pages in place."""
-        if self._arena.numel() >= nbytes:
-            return
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = os.memfd_create("titan-ckpt-arena", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        memory = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        self._arena = torch.frombuffer(memory, dtype=torch.uint8)
-        self._sent = False
-
-    @torch.no_grad()
-    def stage(self, job: Job, views: Iterable[Tensor]) -> None:
-        """Copy the tensors of a job into the arena."""
-        starts, total = arena_starts(job)
-        self.reserve(total)
-        entries = [entry for shard in job.shards for entry in shard.entries]
-        for (start, size), entry, view in zip(starts, entries, views, strict=True):
-            if size:
-                self._arena[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape).copy_(view)
+    def stage(self, job: Job, views: Sequence[Tensor], ready: Any = None) -> None:
+        """Copy the tensors of a job into the arena; ``ready`` as for `Arena.stage`."""
+        places, total = arena_starts(job)
+        if self._arena.reserve(total):
+            self._sent = False
+        self._arena.stage(places, [entry for shard in job.shards for entry in shard.entries], views, ready)
 
     def submit(self, job: Job, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
         """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
@@ -145,7 +125,7 @@ class Saver:
         meeting = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
         message = len(meeting).to_bytes(8, "little") + meeting + job.encode()
         try:
-            send(self._control, message, None if self._sent else self._fd)
+            send(self._control, message, None if self._sent else self._arena.fd)
         except OSError as err:
             raise CheckpointError(
                 f"the saver process {self.process.pid} is gone ({err}); step {job.step} is not saved."
@@ -157,10 +137,8 @@ class Saver:
     def close(self) -> None:
         """Let the process end; it finishes what it was given."""
         self._control.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
         self._child.wait()
+        self._arena.close()
 
     def _await(self, job: Job, result: SaveJob) -> None:
         answer = receive(self._control)

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_ckpt import _commit
+from titan_ckpt._arena import staging_point
 from titan_ckpt._async import SaveJob, Saver
 from titan_ckpt._errors import CheckpointError, DamageError
 from titan_ckpt._job import Job
@@ -21,7 +23,7 @@ from titan_ckpt._manifest import Manifest
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
-from titan_ckpt._save import PlanCache, Planned, begin_job, plan_step, save_now
+from titan_ckpt._save import PlanCache, begin_job, plan_step, save_now
 from titan_ckpt._state import TrainState
 from titan_ckpt._storage import StorePath, as_path
 
@@ -143,13 +145,12 @@ class Checkpointer:
         if not self._async:
             return SaveJob(step, save_now(job, planned, self._ranks))
         self._flight = SaveJob(step)
+        views = list(planned.views())
+        arguments = (job, views, staging_point(views), self._flight, savers)
         if self._overlap:
-            thread = threading.Thread(
-                target=self._hand_over, args=(job, planned, self._flight, savers), name="titan-ckpt"
-            )
-            thread.start()
+            threading.Thread(target=self._hand_over, args=arguments, name="titan-ckpt").start()
         else:
-            self._hand_over(job, planned, self._flight, savers)
+            self._hand_over(*arguments)
         return self._flight
 
     @contextlib.contextmanager
@@ -301,11 +302,13 @@ class Checkpointer:
         told = self._ranks.all_gather(json.dumps(asdict(self._saver.process)).encode())
         return [_commit.Process(**json.loads(reply)) for reply in told]
 
-    def _hand_over(self, job: Job, planned: Planned, result: SaveJob, savers: list[_commit.Process]) -> None:
+    def _hand_over(
+        self, job: Job, views: list[Tensor], ready: Any, result: SaveJob, savers: list[_commit.Process]
+    ) -> None:
         """Copy the state's bytes and give the job to the saver."""
         assert self._saver is not None
         try:
-            self._saver.stage(job, planned.views())
+            self._saver.stage(job, views, ready)
             result.mark_staged()
             self._saver.submit(job, result, savers, _MEETING_S)
         except (CheckpointError, OSError) as err:
