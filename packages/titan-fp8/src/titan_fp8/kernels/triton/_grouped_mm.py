@@ -9,7 +9,9 @@ sum is scaled by both blocks' scales (which a 1×128 or 128×128 recipe needs an
 - `grouped_scaled_mm_wgrad`: a program owns a 128×128 tile of one expert's gradient and walks over that group's padded
   tokens, 128 at a time: the padding is zeros, so there is nothing to mask.
 """
-# pyright: basic
+# Triton kernels are not Python: their arguments and launches have no types.
+# pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
