@@ -2,14 +2,17 @@
 
 Question: what does a schedule cost besides the computation?
 Method: (1) ``weight_grad``: I plus W of a stack of tiny Transformer blocks, over one plain backward, ours and torch's
-(``stage_backward_input`` / ``stage_backward_weight``); minimum over repetitions, alternating. (2) ``null_stages``:
+(``stage_backward_input`` / ``stage_backward_weight``); median of the paired ratios, alternating. (2) ``null_stages``:
 one rank, stages that do nothing, microseconds an action; torch's runtime in the same process. (3) ``fidelity``: gloo
-ranks whose stages sleep, measured over simulated makespan, median of ``--repeats`` steps.
+ranks whose stages sleep, measured over simulated makespan, median of ``--repeats`` steps. (4) ``train``: four gloo ranks
+train a small Transformer, our executor and torch's runtime in turns within the same processes, same schedules; steps a
+second of each, and the median of the paired ratios.
 Limits: CPU, host time only; a loaded machine makes every number worse, most of all the third.
 Example: ``python bench_runtime.py --parts weight_grad null_stages``; the last line is one JSON object.
 """
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -17,13 +20,15 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from titan_pipeline import Costs, Schedule, build_schedule, simulate
-from titan_pipeline.runtime import Executor, GlooTransport, TorchStage
+from titan_pipeline.runtime import Executor, GlooTransport, TorchStage, split_layers, torch_runtime
 from titan_testing import run_ranks
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "v_half", "dualpipe_v")
 
@@ -53,13 +58,13 @@ def bench_weight_grad(layers: int, repeats: int) -> dict[str, float]:
     stage = TorchStage(ours, 1)
     stage.configure(True)
     x, grad = torch.randn(1, 4, 16), torch.randn(1, 4, 16)
-    best = dict.fromkeys(("backward", "input", "weight", "torch_input", "torch_weight"), float("inf"))
+    laps: dict[str, list[float]] = {k: [] for k in ("backward", "input", "weight", "torch_input", "torch_weight")}
 
     def lap(name: str, began: float) -> float:
-        now = time.perf_counter()
-        best[name] = min(best[name], 1e3 * (now - began))
+        laps[name].append(1e3 * (time.perf_counter() - began))
         return time.perf_counter()
 
+    stage.begin(True, 0.0)
     for _ in range(repeats):
         out = plain(x.clone().requires_grad_())
         t = time.perf_counter()
@@ -78,9 +83,11 @@ def bench_weight_grad(layers: int, repeats: int) -> dict[str, float]:
         t = lap("torch_input", t)
         stage_backward_weight(theirs.parameters(), groups)
         lap("torch_weight", t)
-    best["ratio"] = (best["input"] + best["weight"]) / best["backward"]
-    best["torch_ratio"] = (best["torch_input"] + best["torch_weight"]) / best["backward"]
-    return best
+    result = {name: statistics.median(values) for name, values in laps.items()}
+    for prefix in ("", "torch_"):
+        pairs = zip(laps[f"{prefix}input"], laps[f"{prefix}weight"], laps["backward"], strict=True)
+        result[f"{prefix}ratio"] = statistics.median((i + w) / b for i, w, b in pairs)
+    return result
 
 
 class NullStage:
@@ -139,6 +146,112 @@ def bench_null_stages(repeats: int) -> dict[str, float]:
     return result
 
 
+class NullTorchStage(PipelineStage):
+    """Torch's stage with forward and backward that do nothing."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """A constant."""
+        return NULL
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def set_local_fwd_input(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is passed on."""
+
+    def set_local_bwd_input(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is passed on."""
+
+    def get_local_bwd_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing is passed on."""
+        return (NULL,)
+
+
+NULL = torch.zeros(4)
+
+
+def bench_null_torch(repeats: int) -> dict[str, float]:
+    """The same for torch's runtime, with the same schedules, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    result: dict[str, float] = {}
+    for name, chunks in (("interleaved_1f1b", 4), ("interleaved_zb", 4), ("zbv", 2)):
+        schedule = build_schedule(name, 1, 16, num_chunks=chunks)
+        cpu = torch.device("cpu")
+        stages = [
+            NullTorchStage(nn.Identity(), s, chunks, cpu, input_args=(NULL,), output_args=(NULL,))
+            for s in range(chunks)
+        ]
+        runtime = torch_runtime(schedule, stages)
+        data = torch.zeros(16, 4)
+        best = float("inf")
+        for _ in range(repeats):
+            began = time.perf_counter()
+            runtime.step(data, return_outputs=False)
+            best = min(best, time.perf_counter() - began)
+        result[name] = 1e6 * best / len(schedule.ranks[0])
+    dist.destroy_process_group()
+    return result
+
+
+def _train_rank(texts: list[str], repeats: int, width: int, tokens: int) -> list[list[tuple[float, float]]]:
+    """Seconds of our and of torch's step, in turns, for each schedule."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    measured = []
+    for text in texts:
+        schedule = Schedule.from_text(text)
+        m, first, last = schedule.num_microbatches, schedule.placement[0] == rank, schedule.placement[-1] == rank
+        torch.manual_seed(0)
+        parts = split_layers([Block(width) for _ in range(16)], schedule.num_stages)
+        copies = copy.deepcopy(parts)
+        mine = schedule.stages_of(rank)
+        ours = Executor(schedule, [TorchStage(parts[s], s, loss=_loss) for s in mine], GlooTransport())
+        stages = []
+        for s in mine:
+            x = torch.zeros(1, tokens, width, requires_grad=s > 0)
+            y = torch.zeros(1, tokens, width, requires_grad=True)
+            stages.append(
+                PipelineStage(copies[s], s, schedule.num_stages, torch.device("cpu"), input_args=(x,), output_args=(y,))
+            )
+        theirs = torch_runtime(schedule, stages, loss_fn=_loss)
+        data = torch.randn(m, tokens, width)
+        chunks = [c.contiguous() for c in data.chunk(m)]
+        laps = []
+        for _ in range(repeats + 2):
+            dist.barrier()
+            began = time.perf_counter()
+            ours.step(chunks, chunks)
+            dist.barrier()
+            middle = time.perf_counter()
+            theirs.step(*((data,) if first else ()), target=data if last else None)
+            dist.barrier()
+            laps.append((middle - began, time.perf_counter() - middle))
+        measured.append(laps[2:])
+    return measured
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target) / 8
+
+
+def bench_train(repeats: int, width: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Steps a second of both runtimes for the schedules that both have, and ours over theirs."""
+    names = (("interleaved_1f1b", 2), ("interleaved_zb", 2), ("zbv", 2), ("dualpipe_v", 2), ("zb_h1", 1))
+    schedules = [build_schedule(name, 4, 8, num_chunks=v) for name, v in names]
+    by_rank = run_ranks(_train_rank, 4, [s.to_text() for s in schedules], repeats, width, tokens, timeout_s=900)
+    result = {}
+    for schedule, laps in zip(schedules, by_rank[0], strict=True):
+        result[schedule.name] = {
+            "steps_per_s": 1 / statistics.median(a for a, _ in laps),
+            "torch_steps_per_s": 1 / statistics.median(b for _, b in laps),
+            "speedup": statistics.median(b / a for a, b in laps),
+        }
+    return result
+
+
 def _sleep_rank(texts: list[str], repeats: int, times: tuple[float, float, float]) -> list[list[float]]:
     transport = GlooTransport()
     measured = []
@@ -176,7 +289,9 @@ def bench_fidelity(repeats: int, scale: float) -> dict[str, float]:
 def main() -> None:
     """Run the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=["weight_grad", "null_stages", "fidelity"])
+    parser.add_argument("--parts", nargs="+", default=["weight_grad", "null_stages", "fidelity", "train"])
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--scale", type=float, default=0.2, help="seconds of F+I+W of a rank and microbatch")
@@ -193,11 +308,16 @@ def main() -> None:
         report["weight_grad_ms"] = bench_weight_grad(args.layers, args.repeats)
     if "null_stages" in args.parts:
         report["null_stages_us_per_action"] = bench_null_stages(10 * args.repeats)
+        report["torch_null_stages_us_per_action"] = bench_null_torch(10 * args.repeats)
     if "fidelity" in args.parts:
         # by its importable name, so that the ranks find the function that they are to run
         import bench_runtime
 
         report["measured_over_simulated"] = bench_runtime.bench_fidelity(min(args.repeats, 5), args.scale)
+    if "train" in args.parts:
+        import bench_runtime
+
+        report["train"] = bench_runtime.bench_train(args.repeats, args.width, args.tokens)
     print(json.dumps(report))
 
 

@@ -1,5 +1,6 @@
 """Run schedules: stages, transports, the weight-gradient engine. Needs torch: the extra ``titan-pipeline[torch]``."""
 
+from titan_pipeline.runtime._device_transport import DeviceTransport
 from titan_pipeline.runtime._executor import Executor, StepResult
 from titan_pipeline.runtime._messages import Failure, PipelineAborted
 from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
@@ -13,6 +14,7 @@ from titan_pipeline.runtime._weight_grad import NORM_RULES, Queue, WeightGradEng
 
 __all__ = [
     "NORM_RULES",
+    "DeviceTransport",
     "Executor",
     "Failure",
     "GlooTransport",

@@ -26,6 +26,10 @@ Payload = tuple[Tensor | None, ...]
 """Tensors of one message; None stands for "no gradient"."""
 
 
+Specs = list[tuple[torch.dtype, tuple[int, ...]] | None]
+"""Data type and shape of each tensor that follows a header."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Who failed first, where, and with what."""
@@ -37,8 +41,10 @@ class Failure:
     error: str
 
     def __str__(self) -> str:
-        where = f"action {self.action} (position {self.position})" if self.position >= 0 else "the step's set-up or end"
-        return f"rank {self.rank} failed at {where}: {self.error}"
+        where = (
+            f"at action {self.action} (position {self.position})" if self.position >= 0 else "outside of its actions"
+        )
+        return f"rank {self.rank} failed {where}: {self.error}"
 
 
 class PipelineAborted(RuntimeError):
@@ -66,13 +72,13 @@ def encode_header(key: Key, payload: Payload) -> Tensor:
     return torch.tensor(values + [0] * (HEADER_LENGTH - len(values)), dtype=torch.int64)
 
 
-def decode_header(header: Tensor) -> tuple[Key, list[tuple[torch.dtype, tuple[int, ...]] | None]] | None:
+def decode_header(header: Tensor) -> tuple[Key, Specs] | None:
     """Key and what follows; None if the header announces a failure."""
     values: list[int] = header.tolist()
     if values[0] == _FAILURE:
         return None
     at = 5
-    specs: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+    specs: Specs = []
     for _ in range(values[4]):
         code, dims = values[at], values[at + 1]
         specs.append(None if code < 0 else (_DTYPES[code], tuple(values[at + 2 : at + 2 + dims])))

@@ -8,6 +8,7 @@ step needs no new group. A rank that died takes its connections down, which its 
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from titan_pipeline.runtime._messages import (
     Failure,
     Key,
     Payload,
+    PipelineAborted,
+    Specs,
     decode_failure,
     decode_header,
     encode_failure,
@@ -70,10 +73,12 @@ class GlooTransport:
     def send(self, target: int, key: Key, payload: Payload) -> None:
         """Queue header and tensors; they are kept alive until the step closes."""
         self._left[target] -= 1
-        self._post(encode_header(key, payload), target)
-        for tensor in payload:
-            if tensor is not None:
-                self._post(tensor.detach().cpu().contiguous(), target)
+        header = encode_header(key, payload)
+        try:
+            self._post(header, target)
+            self._send_tensors(target, payload)
+        except RuntimeError as err:
+            raise PipelineAborted(Failure(target, -1, "", f"it takes no messages any more: {err}")) from err
 
     def receive(self, source: int, key: Key) -> Payload | Failure:
         """Wait for the tensors, or for bad news."""
@@ -88,17 +93,31 @@ class GlooTransport:
         for target, left in self._left.items():
             if left > 0:
                 self._left[target] = 0
-                self._post(failure_header(), target)
-                self._post(encode_failure(failure), target)
+                with suppress(RuntimeError):  # it may be the dead one
+                    self._post(failure_header(), target)
+                    self._post(encode_failure(failure), target)
 
     def close_step(self, failure: Failure | None, values: Sequence[float]) -> tuple[Failure | None, list[list[float]]]:
-        """Drain all channels, then gather every rank's report."""
+        """Drain all channels, then gather every rank's report.
+
+        Where a rank has died nobody can meet it any more: each rank returns the failure it knows, and the group is of
+        no further use.
+        """
+        try:
+            return self._meet(failure, values)
+        except RuntimeError as err:
+            lost = failure or self._receiver.failure or Failure(self.rank, -1, "", f"the ranks could not meet: {err}")
+            return lost, []
+        finally:
+            self._sent.clear()
+
+    def _meet(self, failure: Failure | None, values: Sequence[float]) -> tuple[Failure | None, list[list[float]]]:
         for thread in self._threads:
             thread.join()
         self._threads = []
+        self._drain()
         for work, _ in self._sent:
             work.wait()
-        self._sent.clear()
         report = torch.tensor([1.0 if failure else 0.0, *values], dtype=torch.float64)
         reports = [torch.empty_like(report) for _ in range(self.num_ranks)]
         dist.all_gather(reports, report, group=self._group)
@@ -109,6 +128,27 @@ class GlooTransport:
             first = next(f for f in map(decode_failure, texts) if f is not None)
             self._receiver.clear()
         return first, [r[1:].tolist() for r in reports]
+
+    def _drain(self) -> None:
+        """Receive what is still on its way after a failure: the threads have done that."""
+
+    def _send_tensors(self, target: int, payload: Payload) -> None:
+        for tensor in payload:
+            if tensor is not None:
+                self._post(tensor.detach().cpu().contiguous(), target)
+
+    def _announced(self, source: int, key: Key) -> None:
+        """Called in the listening thread before a message can be taken."""
+
+    def _receive_tensors(self, source: int, specs: Specs) -> Payload:
+        """Called in the listening thread, in the order of the messages."""
+        payload: list[Tensor | None] = []
+        for spec in specs:
+            tensor = None if spec is None else torch.empty(spec[1], dtype=spec[0])
+            if tensor is not None:
+                dist.recv(tensor, group=self._group, group_src=source)
+            payload.append(tensor)
+        return tuple(payload)
 
     def _post(self, tensor: Tensor, target: int) -> None:
         self._sent.append((dist.isend(tensor, group=self._group, group_dst=target), tensor))
@@ -128,14 +168,10 @@ class GlooTransport:
                     self._receiver.fail(failure)
                     return
                 got, specs = decoded
-                payload: list[Tensor | None] = []
-                for spec in specs:
-                    tensor = None if spec is None else torch.empty(spec[1], dtype=spec[0])
-                    if tensor is not None:
-                        dist.recv(tensor, group=self._group, group_src=source)
-                    payload.append(tensor)
+                payload = self._receive_tensors(source, specs)
                 if got != key:
                     raise RuntimeError(f"expected message {key} from rank {source}, got {got}")
-                self._receiver.put(source, key, tuple(payload))
+                self._announced(source, key)
+                self._receiver.put(source, key, payload)
         except (RuntimeError, ValueError) as err:  # a dead peer, or one that runs another schedule
             self._receiver.fail(Failure(source, -1, "", f"its messages stopped: {err}"))
