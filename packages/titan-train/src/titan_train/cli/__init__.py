@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 _COMMANDS = {
-    "run": "train: start ranks on this machine, or be one of torchrun's",
+    "run": "train: start ranks here, through torchrun or on a Ray cluster, and keep them running",
+    "slurm": "write a batch file that runs a configuration on several machines",
     "check": "validate a configuration; show layout, parameters and memory without training",
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",

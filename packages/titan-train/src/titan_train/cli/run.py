@@ -33,7 +33,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     arguments, overrides = parser.parse_known_args(words[:1]) if words else parser.parse_known_args([])
-    config = load_config(arguments.config, [_written_out(word) for word in (*overrides, *words[1:])])
+    config = load_config(arguments.config, [written_out(word) for word in (*overrides, *words[1:])])
     return _be_a_torchrun_worker(config) if under_torchrun() else _run_here(config)
 
 
@@ -43,6 +43,8 @@ def _run_here(config: Config) -> int:
     world_size = per_node * config.launch.nnodes
     _check_layout(config, world_size)
     run_dir = run_folder(config)
+    if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
+        return _follow(config, run_dir, per_node)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
         print(
@@ -80,12 +82,24 @@ def _run_here(config: Config) -> int:
     return code
 
 
+def _follow(config: Config, run_dir: Path, per_node: int) -> int:
+    """Be one of several machines under launcher `torchrun`, not the first."""
+    from titan_train.inputs import prepare_inputs
+    from titan_train.launch.follow import follow
+    from titan_train.launch.torchrun import TorchrunJob
+
+    prepare_inputs(config, quiet=True)
+    device = device_type(config.launch)
+    world_size = per_node * config.launch.nnodes
+    return follow(config, run_dir, world_size, lambda attempt: TorchrunJob(attempt, per_node, device))
+
+
 def _launcher(config: Config, per_node: int) -> Launcher:
     launch = config.launch
     if launch.launcher == "torchrun":
         from titan_train.launch.torchrun import TorchrunLauncher
 
-        return TorchrunLauncher(launch, per_node, device_type(launch))
+        return TorchrunLauncher(launch, per_node, device_type(launch), run_folder(config))
     if launch.launcher == "ray":
         from titan_train.launch.ray import RayLauncher
 
@@ -95,7 +109,7 @@ def _launcher(config: Config, per_node: int) -> Launcher:
     return LocalLauncher(per_node, device_type(launch))
 
 
-def _written_out(word: str) -> str:
+def written_out(word: str) -> str:
     """A short option as the setting it stands for."""
     for short, whole in _SHORT.items():
         if word == short or word.startswith(f"{short}=") or (short.endswith(".") and word.startswith(short)):

@@ -106,7 +106,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 1) -> None:
         """Give back everything, also what keeps restarts fast."""
         ...
 

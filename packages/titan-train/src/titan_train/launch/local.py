@@ -42,7 +42,7 @@ class LocalLauncher:
         """Start all ranks of an attempt."""
         return LocalJob(self._server, attempt, self._places, self.device)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 1) -> None:
         """Nothing to give back: the server ends with this process."""
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -23,11 +24,14 @@ _WINDOW = 16  # steps that a median is taken over
 class RankMonitor(StepMonitor):
     """What the trainer of a rank tells goes into its heartbeat; what the fault plan says strikes."""
 
-    def __init__(self, heartbeat: Heartbeat, launch: LaunchConfig, rank: int, run_dir: Path) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, launch: LaunchConfig, rank: int, run_dir: Path, ready: threading.Event
+    ) -> None:
         self._heartbeat = heartbeat
         self._injector = Injector(parse_faults(launch.faults), rank, run_dir)
         self._long_s = launch.timeout_s
         self._short_s = launch.step_timeout_s or launch.timeout_s
+        self._ready = ready  # set at the first step, when the trainer handles signals
         self._step = 0
         self._met: float | None = None  # when this rank last left the others: after a step, a save, a validation
         self._alone: deque[float] = deque(maxlen=_WINDOW)
@@ -36,6 +40,7 @@ class RankMonitor(StepMonitor):
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Note that a step begins, and let faults strike."""
+        self._ready.set()
         self._step = step - 1
         self._write(Phase.TRAIN if self._together else Phase.STARTING)  # the first step may compile
         self._injector.before_step(step, parts, _median(self._together))

@@ -48,26 +48,36 @@ class OrderSender:
         os.close(self._descriptor)
 
 
-def obey(path: Path, dump: Callable[[], None]) -> None:
+def obey(path: Path, dump: Callable[[], None], ready: threading.Event) -> None:
     """In the rank: act on what comes through ``path`` from now on, in a thread.
 
     Args:
         path: The pipe that the launcher made.
         dump: Writes down where this rank is.
+        ready: Set once the trainer takes signals as requests; until then a request to stop or save waits, since the
+            signal would kill.
     """
     descriptor = os.open(path, os.O_RDONLY)
-    threading.Thread(target=_listen, args=(descriptor, dump), name="orders", daemon=True).start()
+    threading.Thread(target=_listen, args=(descriptor, dump, ready), name="orders", daemon=True).start()
 
 
-def _listen(descriptor: int, dump: Callable[[], None]) -> None:
+def _listen(descriptor: int, dump: Callable[[], None], ready: threading.Event) -> None:
     while letters := os.read(descriptor, 64):
         for letter in letters:
             order = Order(bytes([letter]))
             if order is Order.DUMP:
                 dump()
             else:
-                os.kill(os.getpid(), signal.SIGTERM if order is Order.STOP else signal.SIGUSR1)
+                _request(signal.SIGTERM if order is Order.STOP else signal.SIGUSR1, ready)
     # The launcher is gone: save and stop; where that cannot be (a peer is gone too), end.
-    os.kill(os.getpid(), signal.SIGTERM)
+    _request(signal.SIGTERM, ready)
     time.sleep(_ORPHAN_GRACE_S)
     os._exit(1)
+
+
+def _request(number: signal.Signals, ready: threading.Event) -> None:
+    def wait_and_send() -> None:
+        ready.wait()
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait_and_send, name="request", daemon=True).start()

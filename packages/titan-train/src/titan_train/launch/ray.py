@@ -77,7 +77,7 @@ class RayLauncher:
             self._take_nodes(nodes, attempt.run_dir)
         return RayJob(self._ray, self._agents, attempt, self._per_node, self.device)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 1) -> None:
         """Give back the nodes and disconnect; a cluster started here ends."""
         self._give_back()
         self._ray.shutdown()

@@ -99,11 +99,13 @@ class Supervisor:
     def run(self) -> int:
         """Run until the job is done, stopped or given up. Returns the exit code."""
         forget_struck(self._run_dir)
+        code = 1
         try:
             with self._signals():
-                return self._attempts()
+                code = self._attempts()
         finally:
-            self._launcher.close()
+            self._launcher.close(code)
+        return code
 
     def _attempts(self) -> int:
         number = 0
@@ -185,7 +187,7 @@ class Supervisor:
                     return watched
             if attempt.world_size < self._full and not self._stops and not watched.growing and now >= next_grow:
                 next_grow = now + _GROW_S
-                if self._can_grow(attempt):
+                if _progressed(job.beats()) and self._can_grow(attempt):
                     watched.growing = True
                     self._say("elastic  ranks came back: saving, then starting with more")
                     job.order(Order.STOP)

@@ -6,7 +6,7 @@ that are gone (measured: every retry fails), and it notices neither hangs nor ho
 Idea: torchrun with ``--max-restarts 0`` for each attempt of our supervisor, a new rendezvous and a new store each time.
 On one machine both are files, so nothing listens; on several they meet at ``launch.endpoint``, and the machines agree
 on the attempt through ``torchrun.json`` in the run's folder, which all of them see: machine 0 supervises and writes it,
-the others follow (`Follower`).
+the others follow (`titan_train.launch.follow`).
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from titan_train.config import LaunchConfig, dump_config
+from titan_train.launch.follow import Leader
 from titan_train.launch.heartbeat import Beat, Phase
 from titan_train.launch.job import Attempt, Board, RankExit, RankJob
 from titan_train.launch.orders import Order
@@ -33,17 +34,19 @@ _PEERS_S = 2.0  # how long the peers of a lost rank may take to fail by themselv
 class TorchrunLauncher:
     """Starts ranks through torchrun on this machine."""
 
-    def __init__(self, launch: LaunchConfig, per_node: int, device: DeviceType) -> None:
+    def __init__(self, launch: LaunchConfig, per_node: int, device: DeviceType, run_dir: Path) -> None:
         """Prepare.
 
         Args:
             launch: Machines and where they meet.
             per_node: Ranks on this machine.
             device: What each rank computes on.
+            run_dir: The run's folder, where several machines agree.
         """
         self.device: DeviceType = device
         self._launch = launch
         self._per_node = per_node
+        self._leader = Leader(run_dir) if launch.nnodes > 1 else None
 
     def capacity(self) -> int:
         """Torchrun is not asked: every machine of the job is taken to be there."""
@@ -51,16 +54,21 @@ class TorchrunLauncher:
 
     def start(self, attempt: Attempt) -> "TorchrunJob":
         """Start all ranks of an attempt on this machine."""
-        return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device)
+        if self._leader is not None:
+            self._leader.attempt(attempt.number)
+        return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device, self._leader)
 
-    def close(self) -> None:
-        """Nothing outlives an attempt."""
+    def close(self, exit_code: int = 1) -> None:
+        """Tell the other machines that all is over."""
+        if self._leader is not None:
+            self._leader.finish(exit_code)
 
 
 class TorchrunJob:
     """The ranks of this machine in one attempt."""
 
-    def __init__(self, attempt: Attempt, per_node: int, device: DeviceType) -> None:
+    def __init__(self, attempt: Attempt, per_node: int, device: DeviceType, leader: Leader | None = None) -> None:
+        self._leader = leader
         launch = attempt.config.launch
         self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
         first = launch.node_rank * per_node
@@ -97,6 +105,8 @@ class TorchrunJob:
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.Job`."""
         deadline = time.monotonic() + timeout_s
+        if self._leader is not None:
+            self._leader.touch()
         while True:
             if found := self._look():
                 return found
@@ -111,6 +121,8 @@ class TorchrunJob:
     def order(self, order: Order) -> None:
         """See `titan_train.launch.job.Job`."""
         self._board.order(order)
+        if self._leader is not None:
+            self._leader.order(order)
 
     def node_of(self, rank: int) -> str:
         """On which machine."""

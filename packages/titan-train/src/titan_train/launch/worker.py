@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import tomllib
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -90,13 +91,14 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the trainer takes it over
     code = 1
     try:
-        obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank))
+        ready = threading.Event()
+        obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank), ready)
         config = parse_config(tomllib.loads(job.config_toml))
 
         from titan_train.launch.heartbeat import Heartbeat
         from titan_train.launch.monitor import RankMonitor
 
-        monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir)
+        monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir, ready)
         step = train_rank(config, job.ranks, run_dir, monitor, listener)
         monitor.ended(step, config.train.steps)
         code = 0

@@ -1,0 +1,58 @@
+"""Write an sbatch file that runs a configuration on several machines.
+
+`titan-train slurm my.toml --launcher torchrun --launch.nnodes 4 --launch.nproc 8 --out my.sbatch`, then `sbatch my.sbatch`.
+Every other setting is passed on to the run. Submitting the same file again continues the run.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_train.cli.run import written_out
+from titan_train.config import load_config
+from titan_train.launch.slurm import SlurmJob, sbatch_text
+from titan_train.layout import build_layout, plan_batch
+
+
+def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command."""
+    parser.usage = "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--section.key value ...]"
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_argument("--out", type=Path, default=None, help="file to write (default: standard output)")
+    parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
+    parser.add_argument("--partition", default="", help="Slurm's partition")
+    parser.add_argument("--account", default="", help="Slurm's account")
+    parser.add_argument(
+        "--warn-s", type=int, default=120, metavar="S", help="seconds to save before the limit; default 120"
+    )
+    parser.add_argument("--port", type=int, default=29500, help="where the machines meet; default 29500")
+    arguments, rest = parser.parse_known_args(words)
+    overrides = [written_out(word) for word in rest]
+    # the place where machines meet is known only inside the job
+    config = load_config(arguments.config, [*overrides, "--launch.endpoint", f"HEAD:{arguments.port}"])
+    per_node = config.launch.nproc
+    if per_node == 0:
+        raise ValueError(
+            "launch.nproc=0: the machine that writes the file need not be like those that run it. Say how many ranks each "
+            "holds, such as --launch.nproc 8."
+        )
+    plan_batch(config, build_layout(config, per_node * config.launch.nnodes))
+    text = sbatch_text(
+        config,
+        SlurmJob(
+            config=arguments.config,
+            overrides=overrides,
+            time_limit=arguments.time,
+            partition=arguments.partition,
+            account=arguments.account,
+            warn_s=arguments.warn_s,
+            port=arguments.port,
+        ),
+        per_node,
+    )
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+        print(f"wrote {arguments.out}: submit it with `sbatch {arguments.out}`")
+    return 0

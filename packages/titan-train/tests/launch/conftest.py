@@ -1,0 +1,106 @@
+"""A tiny job that every launcher can run: supervised in this process, or by the command as a person types it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from titan_train.config import load_config
+from titan_train.inputs import prepare_inputs
+from titan_train.launch.local import LocalLauncher
+from titan_train.launch.supervisor import Supervisor
+
+TINY = """
+[run]
+dir = "{folder}/runs"
+[model]
+name = "llama3_debug"
+seq_len = 32
+[tokenizer]
+kind = "bytes"
+[data]
+cache_dir = "{folder}/cache"
+validation_fraction = 0.0
+[[data.sources]]
+name = "text"
+kind = "text"
+paths = ["{folder}/text.txt"]
+[train]
+steps = 12
+global_batch = 12
+[checkpoint]
+every = 4
+keep_last = 0
+[metrics]
+progress = "lines"
+report = false
+[launch]
+device = "cpu"
+nproc = 2
+hang_least_s = 2.0
+max_restarts = 5
+"""
+
+
+class Job:
+    """A folder with a configuration; every run in it has a name."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(3000)))
+        (folder / "tiny.toml").write_text(TINY.format(folder=folder))
+
+    def config(self, name, *words):
+        return load_config(str(self.folder / "tiny.toml"), ["--run.name", name, *words])
+
+    def supervise(self, name, *words):
+        """Run it with local ranks, supervised by this process. Returns the exit code and what the user was told."""
+        config = self.config(name, *words)
+        prepare_inputs(config, quiet=True)
+        told = io.StringIO()
+        ranks = config.launch.nproc
+        run_dir = self.folder / "runs" / name
+        run_dir.mkdir(parents=True, exist_ok=True)
+        code = Supervisor(LocalLauncher(ranks, "cpu"), config, run_dir, ranks=ranks, out=told).run()
+        return code, told.getvalue()
+
+    def command(self, name, *words):
+        return [sys.executable, "-m", "titan_train", "run", str(self.folder / "tiny.toml"), "--run.name", name, *words]
+
+    def run(self, name, *words, timeout=170):
+        """Run the command and wait for it."""
+        return subprocess.run(
+            self.command(name, *words),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled"},
+            check=False,
+        )
+
+    def records(self, name, kind="step"):
+        lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == kind]
+
+    def losses(self, name):
+        """Loss by step, bit for bit: JSON keeps every digit of a float."""
+        return {record["step"]: record["loss"] for record in self.records(name)}
+
+    def attempts(self, name):
+        return [json.loads(line) for line in (self.folder / "runs" / name / "attempts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory):
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(job):
+    """The losses of a run on two ranks that nothing happened to."""
+    code, told = job.supervise("undisturbed")
+    assert code == 0, told
+    return job.losses("undisturbed")

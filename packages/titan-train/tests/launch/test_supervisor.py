@@ -1,0 +1,89 @@
+"""Whole runs on this machine, each struck by a fault; the losses after it are those of a run that nothing happened to."""
+
+import pytest
+from titan_train.launch import supervisor
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ("kill rank=1 step=7", "rank 1 of 2 was ended by SIGKILL"),
+        ("sigterm rank=1 step=7", "a rank was told to stop from outside (SIGTERM); step 7 is saved"),
+        ("raise rank=0 step=7", "rank 0 of 2 failed: InjectedFault"),
+        ("disk-full step=7", "File too large"),
+        ("corrupt-checkpoint step=10; kill rank=0 step=10", "rank 0 of 2 was ended by SIGKILL"),
+        ("kill rank=0 step=2; kill rank=1 step=6; kill rank=0 step=11", "restart 3 of 5"),
+    ],
+)
+def test_a_run_survives_and_ends_with_the_same_losses(job, undisturbed, faults, told):
+    name = faults.replace(" ", "_").replace(";", "").replace("=", "")
+    code, text = job.supervise(name, "--launch.faults", faults)
+    assert code == 0, text
+    assert told in text
+    assert job.losses(name) == undisturbed
+    struck = sorted((job.folder / "runs" / name / "faults").glob("*.json"))
+    assert len(struck) == faults.count(";") + 1
+    last = job.attempts(name)[-1]
+    assert last["end"] == "finished"
+    assert last["recovered_s"] > 0
+
+
+def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed):
+    code, told = job.supervise("hang", "--launch.faults", "hang rank=1 step=7", "--launch.hang-factor", "2")
+    assert code == 0, told
+    assert "no rank finished step 7" in told
+    assert "rank 1 did not come to gloo:all_reduce" in told
+    assert "where rank 0 waits; rank 1 is at inject.py" in told
+    assert job.losses("hang") == undisturbed
+    dumps = job.folder / "runs" / "hang" / "hangs" / "attempt-0"
+    assert sorted(file.name for file in dumps.iterdir()) == [
+        "rank-0.json", "rank-0.stacks.txt", "rank-1.json", "rank-1.stacks.txt",
+    ]  # fmt: skip
+
+
+def test_a_slow_rank_is_reported_and_changes_nothing(job, undisturbed):
+    code, told = job.supervise("slow", "--launch.faults", "slow rank=1 factor=8")
+    assert code == 0, told
+    assert "slow     rank 1 (place 1 of this machine)" in told
+    assert "slow     rank 0" not in told
+    assert job.losses("slow") == undisturbed
+
+
+def test_a_loss_that_is_not_a_number_is_skipped_once(job):
+    code, told = job.supervise("nan", "--launch.faults", "nan step=7")
+    assert code == 0, told
+    assert [event["step"] for event in job.records("nan", "event") if event["event"] == "nonfinite"] == [7]
+
+
+def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, monkeypatch):
+    monkeypatch.setattr(supervisor, "_GROW_S", 0.1)
+    four = ("--launch.nproc", "4", "--train.steps", "24")
+    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", "lose rank=3 step=6 seconds=1")
+    assert code == 0, told
+    assert [attempt["world_size"] for attempt in job.attempts("elastic")] == [4, 3, 4], told
+    assert job.attempts("elastic")[1]["to_step"] > job.attempts("elastic")[1]["from_step"]
+    assert [record["samples_consumed"] for record in job.records("elastic")] == [12 * step for step in range(1, 25)]
+
+    code, told = job.supervise("fixed", *four)
+    assert code == 0, told
+    elastic, fixed = job.losses("elastic"), job.losses("fixed")
+    # float32 sums in another order, carried through the optimizer; losses are about 5
+    assert max(abs(elastic[step] - fixed[step]) for step in fixed) < 1e-4
+
+
+def test_restarts_that_are_used_up_end_the_run_with_the_cause(job):
+    code, told = job.supervise(
+        "given-up", "--launch.max-restarts", "1", "--launch.faults", "kill rank=0 step=6; kill rank=1 step=10"
+    )
+    assert code == 1
+    assert "error: rank 1 of 2 was ended by SIGKILL" in told
+    assert "The last finished checkpoint is step 8: run the same command to continue from it." in told
+    assert "Not started again: launch.max_restarts=1 restarts within 3600 s are used up." in told
+
+
+def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):
+    code, told = job.supervise("broken", "--model.name", "no_such_package.model:build")
+    assert code == 1
+    assert told.count("error:") == 1
+    assert "no_such_package" in told
+    assert len(job.attempts("broken")) == 1

@@ -1,0 +1,56 @@
+from titan_train.config import LaunchConfig
+from titan_train.launch.heartbeat import Beat, Heartbeat, Phase, read_beat
+from titan_train.launch.watch import find_hang, find_stragglers
+
+
+def beat(age_s=0.1, phase=Phase.TRAIN, step_s=1.0, alone_s=0.0):
+    return Beat(pid=1, phase=phase, step=7, age_s=age_s, step_s=step_s, alone_s=alone_s)
+
+
+def test_a_hang_is_many_times_the_median_step_and_not_less_than_the_least():
+    launch = LaunchConfig(hang_factor=10, hang_least_s=5)
+    assert find_hang({0: beat(9.9), 1: beat()}, launch) is None
+    found = find_hang({0: beat(10.1), 1: beat()}, launch)
+    assert found is not None
+    assert (found.limit_s, found.step) == (10.0, 7)
+    assert find_hang({0: beat(4.9, step_s=0.01)}, launch) is None
+    assert find_hang({0: beat(5.1, step_s=0.01)}, launch) is not None
+
+
+def test_start_saves_and_validation_have_the_collectives_time():
+    launch = LaunchConfig(hang_factor=10, hang_least_s=5, timeout_s=60)
+    for phase in (Phase.STARTING, Phase.SAVE, Phase.VALIDATE):
+        assert find_hang({0: beat(59, phase), 1: beat(59)}, launch) is None
+        assert find_hang({0: beat(61, phase), 1: beat(1)}, launch) is not None
+    assert find_hang({0: beat(59, step_s=0.0)}, launch) is None  # the first step may compile
+
+
+def test_ended_ranks_do_not_hang_and_the_watch_can_be_turned_off():
+    assert find_hang({0: beat(9999, Phase.FINISHED)}, LaunchConfig()) is None
+    assert find_hang({0: beat(9999)}, LaunchConfig(hang_factor=0)) is None
+
+
+def test_the_rank_that_comes_late_to_every_step_is_the_straggler():
+    # rank 2 spends 2 s alone, then 1 s together; the others wait 2 s of their 3 s together
+    beats = {rank: beat(step_s=3.0, alone_s=0.0) for rank in (0, 1, 3)} | {2: beat(step_s=3.0, alone_s=2.0)}
+    (slow,) = find_stragglers(beats, 1.5)
+    assert slow.rank == 2
+    assert slow.factor == 3.0
+    assert find_stragglers({rank: beat(step_s=1.0, alone_s=0.1) for rank in range(4)}, 1.5) == []
+    assert find_stragglers(beats, 0) == []
+
+
+def test_a_heartbeat_is_read_as_written_and_a_torn_one_not_at_all(tmp_path):
+    file = tmp_path / "beat"
+    assert read_beat(file) is None
+    heartbeat = Heartbeat(file)
+    assert read_beat(file) is None
+    heartbeat.write(Phase.SAVE, 12, step_s=0.5, alone_s=0.25)
+    found = read_beat(file)
+    assert found is not None
+    assert (found.phase, found.step, found.step_s, found.alone_s) == (Phase.SAVE, 12, 0.5, 0.25)
+    assert 0 <= found.age_s < 60
+    raw = bytearray(file.read_bytes())
+    raw[:8] = (99).to_bytes(8, "little")  # the first word of the next reading, the rest of this one
+    file.write_bytes(raw)
+    assert read_beat(file) is None
