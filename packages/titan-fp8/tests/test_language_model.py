@@ -1,5 +1,7 @@
 """A small language model trains in float8 as it does in bfloat16: its loss lies within what the seed alone changes."""
 
+import functools
+
 import pytest
 import titan_fp8
 import torch
@@ -51,6 +53,7 @@ def batches(steps: int) -> list[Tensor]:
     return made
 
 
+@functools.cache
 def final_loss(seed: int, steps: int, recipe: str | None) -> float:
     """Mean loss of the last tenth of the steps."""
     torch.manual_seed(seed)
@@ -81,10 +84,10 @@ def check(recipe: str, steps: int, must_reach: float) -> None:
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 def test_sixty_steps_in_float8_lose_no_more_than_a_seed_does(recipe: str) -> None:
-    check(recipe, 60, must_reach=3.9)  # ln 64 = 4.16 is guessing
+    check(recipe, 60, must_reach=2.0)  # guessing is ln 64 = 4.16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8"])
 def test_two_hundred_steps_in_float8_lose_no_more_than_a_seed_does(recipe: str) -> None:
-    check(recipe, 200, must_reach=3.0)
+    check(recipe, 200, must_reach=1.5)

@@ -191,6 +191,27 @@ def test_a_weight_is_cast_once_for_all_microbatches_of_a_step() -> None:
     assert [weight_casts() for _ in range(2)] == [1, 0]
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_all_weights_are_cast_at_once_after_the_step(recipe: str) -> None:
+    net = Stack(recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        with Kernels() as kernels:
+            assert titan_fp8.precast_weights(net) == 2
+        assert len(kernels.names) == (1 if recipe == "blockwise" else 2)
+        weights_alone = [titan_fp8.cast_weight(m.weight, m.recipe) for m in (net.first, net.second)]
+        with Kernels() as kernels:
+            got = outputs_and_grads(net, net)
+        assert sum("cast" in name for name in kernels.names) == 4  # two inputs, two gradients, no weight
+        for module, alone in zip((net.first, net.second), weights_alone, strict=True):
+            module.keep_cast(alone)
+        assert all(torch.equal(a, b) for a, b in zip(outputs_and_grads(net, net), got, strict=True))
+        optimizer.step()
+    fresh = outputs_and_grads(net, net)  # after the step the kept casts are of older weights, and unused
+    net.first.cache_weight = net.second.cache_weight = False
+    assert all(torch.equal(a, b) for a, b in zip(outputs_and_grads(net, net), fresh, strict=True))
+
+
 @pytest.mark.parametrize("update", ["step", "data", "assign", "load"])
 def test_every_update_of_a_weight_is_seen(update: str) -> None:
     torch.manual_seed(0)

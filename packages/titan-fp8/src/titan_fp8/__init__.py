@@ -7,6 +7,7 @@ from titan_fp8._functional import linear, linear_deferred, linears
 from titan_fp8._grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
 from titan_fp8._linear import Float8Linear
 from titan_fp8._parallel_styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
+from titan_fp8._precast import precast_weights
 from titan_fp8._products import (
     QTensor,
     cast,
@@ -62,6 +63,7 @@ __all__ = [
     "linear_deferred",
     "linear_reduce_scatter",
     "linears",
+    "precast_weights",
     "predict_speedup",
     "record_stats",
     "scaled_mm",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_fp8._functional import linear
+from titan_fp8._products import QTensor
 from titan_fp8._recipe import Recipe
 from titan_fp8._sharded import ShardedWeight
 from titan_fp8._weight_cache import WeightCache
@@ -76,6 +77,10 @@ class Float8Linear(nn.Linear):
         """``[..., K]`` to ``[..., N]``."""
         cache = self._cache if self.cache_weight else None
         return linear(input, self.weight, self.bias, self.recipe, cache=cache, amax_group=self.amax_group)
+
+    def keep_cast(self, weight: QTensor) -> None:
+        """Use ``weight``, the cast of this layer's weight as it is now, until the weight changes."""
+        self._cache.keep(self.weight, weight, trusted=True)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -25,6 +25,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._cast: QTensor | None = None
+        self._trusted = False
 
     def find(self, weight: Tensor, *, in_backward: bool = False) -> QTensor | None:
         """The cast of ``weight`` as it is now, or None.
@@ -36,11 +37,17 @@ class WeightCache:
         if self._cast is None or self._key != _key(weight):
             self.clear()
             return None
-        return self._cast if in_backward or weight.grad is not None else None
+        return self._cast if self._trusted or in_backward or weight.grad is not None else None
 
-    def keep(self, weight: Tensor, cast: QTensor) -> None:
-        """Keep ``cast`` for as long as ``weight`` is not changed."""
-        self._key, self._cast = _key(weight), cast
+    def keep(self, weight: Tensor, cast: QTensor, *, trusted: bool = False) -> None:
+        """Keep ``cast`` for as long as ``weight`` is not changed.
+
+        Args:
+            weight: The weight.
+            cast: Its cast.
+            trusted: The caller casts after every update: no need to wait for gradients to accumulate.
+        """
+        self._key, self._cast, self._trusted = _key(weight), cast, trusted
 
     def clear(self) -> None:
         """Forget it, and free its memory."""
