@@ -13,11 +13,12 @@ a rank computes its summand for the next sum while the last one is on its way:
     step k of rank r:   compute the summand for rank (r - k - 1) mod n   while   the sum of step k - 1 travels to r + 1
 
 The gradient of either is the other: of the gathered product, a scattered sum; of the scattered sum, a gathered product.
-The weight's gradient needs the gathered input once more; it is fetched by an all-gather that runs behind the ring, so
-that only this rank's part is kept from forward to backward, 1/n of what an all-gather before a linear keeps.
+The weight's gradient needs the gathered input once more. Only this rank's part is kept from forward to backward, 1/n
+of what an all-gather before a linear keeps; the parts go around again, against the direction of the sums, behind the same
+products.
 
-Cost: the same bytes as the collectives, in n - 1 messages each way; n small products in the place of a large one.
-All n - 1 messages can be hidden if a message takes no longer than a part's product. A sum that travels is rounded to the
+Cost: the same bytes as the collectives, in n - 1 messages each; n small products in the place of a large one. All
+messages can be hidden if a message takes no longer than a part's product. A sum that travels is rounded to the
 activations' dtype at each hop, as in a ring reduce-scatter.
 
 Limits: the weight's gradient is computed in the same backward, so it cannot be deferred to a pipeline's weight pass; no
@@ -36,8 +37,6 @@ from torch import Tensor
 # Private: the public torch.compiler.disable imports the compiler at once (seconds, in every process). Checked on
 # torch 2.11 and 2.15 by tests/parallel/tensor/test_compile.py.
 from torch._compile import _disable_dynamo
-
-from titan_train.parallel.tensor.collectives import unstack
 
 
 def all_gather_matmul(part: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -92,7 +91,7 @@ class _GatherMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         part, *weights = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
-        whole = _AllGather(part, group) if any(ctx.needs_input_grad[2:]) else None
+        whole = _RingGather(part, group) if any(ctx.needs_input_grad[2:]) else None
         outs: list[Tensor] = [_with_batch(grad) for grad in grads]
         s = part.shape[-2]
 
@@ -103,10 +102,10 @@ class _GatherMatmul(torch.autograd.Function):
                 total.addmm_(piece, weight)
             return total
 
-        grad_part = _sum_around_ring(summand, group).view(part.shape) if ctx.needs_input_grad[0] else None
+        grad_part = _sum_around_ring(summand, group, whole).view(part.shape) if ctx.needs_input_grad[0] else None
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if whole is not None:
-            rows = whole.wait().flatten(0, -2)
+            rows = whole.finish().flatten(0, 1)
             for i, out in enumerate(outs):
                 if ctx.needs_input_grad[2 + i]:
                     grad_weights[i] = out.flatten(0, -2).t() @ rows
@@ -170,26 +169,61 @@ def _pass_around_ring(own: Tensor, use: Callable[[int, Tensor], None], group: di
         incoming = None if last else torch.empty_like(current)
         works = [] if incoming is None else _exchange(current, incoming, to=rank - 1, source=rank + 1, group=group)
         use((rank + step) % n, current)
-        for work in works:
-            work.wait()
+        _wait(works)
         if incoming is not None:
             current = incoming
 
 
-def _sum_around_ring(summand: Callable[[int], Tensor], group: dist.ProcessGroup) -> Tensor:
+def _sum_around_ring(
+    summand: Callable[[int], Tensor], group: dist.ProcessGroup, meanwhile: "_RingGather | None" = None
+) -> Tensor:
     """The sum over ranks of ``summand(this rank)``, each summand computed while a sum is on its way."""
     n, rank = group.size(), group.rank()
-    works: list[dist.Work] = []
-    incoming: Tensor | None = None
     total = summand((rank - 1) % n)
     for step in range(1, n):
         incoming = torch.empty_like(total)
         works = _exchange(total, incoming, to=rank + 1, source=rank - 1, group=group)
+        if meanwhile is not None:
+            meanwhile.advance()
         following = summand((rank - step - 1) % n)
-        for work in works:
-            work.wait()
+        _wait(works)
         total = following.add_(incoming)
     return total
+
+
+class _RingGather:
+    """The tokens of all ranks, one hop at a time, behind something else."""
+
+    def __init__(self, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Start the first hop."""
+        self._group, self._rank, self._n = group, group.rank(), group.size()
+        batched = _with_batch(part)
+        self._parts = batched.new_empty((self._n, *batched.shape))
+        self._parts[self._rank] = batched
+        self._hop = 0
+        self._works: list[dist.Work] = []
+        self._start()
+
+    def advance(self) -> None:
+        """Finish the hop that is under way, and start the next one."""
+        _wait(self._works)
+        self._works = []
+        self._start()
+
+    def finish(self) -> Tensor:
+        """The rest of the hops, and all tokens: ``[B, S, K]``."""
+        while self._works:
+            self.advance()
+        return self._parts.movedim(0, 1).flatten(1, 2)
+
+    def _start(self) -> None:
+        if self._hop == self._n - 1:
+            return
+        send, receive = ((self._rank + self._hop + ahead) % self._n for ahead in (0, 1))
+        self._works = _exchange(
+            self._parts[send], self._parts[receive], to=self._rank - 1, source=self._rank + 1, group=self._group
+        )
+        self._hop += 1
 
 
 def _exchange(send: Tensor, receive: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> list[dist.Work]:
@@ -203,20 +237,9 @@ def _exchange(send: Tensor, receive: Tensor, *, to: int, source: int, group: dis
     )
 
 
-class _AllGather:
-    """All ranks' tokens, on their way."""
-
-    def __init__(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        self._shape, self._n = part.shape, group.size()
-        self._part = _with_batch(part).contiguous()
-        self._stacked = part.new_empty((self._n * self._part.shape[0], *self._part.shape[1:]))
-        self._work = dist.all_gather_into_tensor(self._stacked, self._part, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """``[B, S, K]``."""
-        if self._work is not None:
-            self._work.wait()
-        return unstack(self._stacked, self._n, 1)
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _with_batch(x: Tensor) -> Tensor:
