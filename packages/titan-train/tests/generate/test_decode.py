@@ -7,7 +7,7 @@ from titan_train.generate import CachedAttention, Sampling, generate, kv_cache, 
 from titan_train.models import CausalAttention, build_model, init_for
 from torch import Tensor, nn
 
-FAMILIES = ["llama3_debug", "gpt_debug"]
+FAMILIES = ["llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug"]
 PROMPTS = [[5, 17, 3], [40], [9, 9, 9, 2, 60, 11, 7]]
 
 

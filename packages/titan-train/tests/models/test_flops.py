@@ -3,7 +3,7 @@
 import pytest
 import torch
 from titan_train.config.model import ModelConfig
-from titan_train.models import build_model, count_parameters, flops_per_token
+from titan_train.models import CausalAttention, build_model, count_active_parameters, count_parameters, flops_per_token
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +18,33 @@ def test_llama3_8b_matches_the_closed_form() -> None:
 def test_a_tied_matrix_counts_once_for_the_head_and_positions_do_not_count() -> None:
     model = build_model(ModelConfig(name="gpt3_175b"), vocab_size=None)
     assert flops_per_token(model, 2048) == 6 * (174_604_259_328 - 2048 * 12288) + 12 * 96 * 12288 * 2048
+
+
+def test_only_the_experts_that_a_token_goes_to_count() -> None:
+    model = build_model(ModelConfig(name="qwen3_30b_a3b"), vocab_size=None)
+    matrices = count_active_parameters(model) - 151_936 * 2048
+    assert flops_per_token(model, 4096) == 6 * matrices + 12 * 48 * 32 * 128 * 4096
+
+
+def test_latent_attention_counts_keys_of_192_and_values_of_128_channels() -> None:
+    model = build_model(ModelConfig(name="deepseek_v3"), vocab_size=None)
+    matrices = count_active_parameters(model) - 129_280 * 7168
+    assert flops_per_token(model, 4096) == 6 * matrices + 6 * 61 * 128 * (192 + 128) * 4096
+    assert flops_per_token(model, 4096, causal=True) == 6 * matrices + 3 * 61 * 128 * (192 + 128) * 4096
+
+
+@pytest.mark.parametrize("name", ["qwen3_debug", "qwen3_moe_debug", "deepseek_debug"])
+def test_convention_agrees_with_counted_multiplications_of_rotary_models(name: str) -> None:
+    # values as wide as keys: padded channels would be multiplied, but do not count
+    config = ModelConfig(name=name, args={"v_head_dim": 32} if name == "deepseek_debug" else {})
+    model = build_model(config, vocab_size=300)
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    width = sum(m.num_heads * m.head_dim for m in model.modules() if isinstance(m, CausalAttention))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 64, dtype=torch.int64, device="meta")).sum().backward()
+    want = 64 * (flops_per_token(model, 64) - 6 * vectors)
+    # torch counts 5 products in the backward of attention, as it computes the scores again
+    assert counter.get_total_flops() in (want, want + 64 * 2 * width * 64)
 
 
 @pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug"])

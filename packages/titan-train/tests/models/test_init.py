@@ -19,7 +19,7 @@ def fill(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return filled
 
 
-@pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug"])
+@pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug", "qwen3_moe_debug", "deepseek_debug"])
 def test_every_parameter_is_filled_from_its_generator_alone(name: str) -> None:
     model = build_model(ModelConfig(name=name), vocab_size=300)
     first = fill(model)
@@ -32,20 +32,31 @@ def test_every_parameter_is_filled_from_its_generator_alone(name: str) -> None:
         assert torch.equal(value, other[fqn]) == constant, fqn
 
 
-@pytest.mark.parametrize("name", ["llama3_small", "gpt_debug"])
+@pytest.mark.parametrize("name", ["llama3_small", "gpt_debug", "qwen3_moe_debug", "deepseek_debug"])
 def test_matrices_have_the_stated_deviation_and_residual_outputs_shrink_with_depth(name: str) -> None:
     config = ModelConfig(name=name, args={"num_layers": 4, "dim": 192})
     for fqn, value in fill(build_model(config, vocab_size=300)).items():
-        owner = fqn.split(".")[-2]
+        owner, leaf = fqn.split(".")[-2:]
         if fqn.endswith("bias"):
             assert torch.equal(value, torch.zeros_like(value)), fqn
         elif owner.endswith("norm"):
             assert torch.equal(value, torch.ones_like(value)), fqn
         else:
-            want = 0.02 / math.sqrt(2 * 4) if owner in ("wo", "w2") else 0.02
+            want = 0.02 / math.sqrt(2 * 4) if owner in ("wo", "w2") or leaf == "w2" else 0.02
             # the deviation of n normal numbers is off by 1 / sqrt(2 n) relative; five of those
             assert float(value.std()) == pytest.approx(want, rel=5 / math.sqrt(2 * value.numel())), fqn
             assert abs(float(value.mean())) < 5 * want / math.sqrt(value.numel()), fqn
+
+
+def test_expert_biases_on_the_meta_device_start_at_zero() -> None:
+    model = build_model(ModelConfig(name="deepseek_debug"), vocab_size=300)
+    init = init_for(model)
+    biases = [name for name, _ in model.named_buffers()]
+    assert biases == ["layers.1.moe.expert_bias", "layers.2.moe.expert_bias"]
+    for name in biases:
+        tensor = torch.full((8,), float("nan"))
+        init(name, tensor, torch.Generator())
+        assert torch.equal(tensor, torch.zeros(8))
 
 
 def test_initial_loss_is_that_of_guessing() -> None:
