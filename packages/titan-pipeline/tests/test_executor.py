@@ -105,7 +105,8 @@ def cases(ranks):
     ("ranks", "shape"),
     [(2, "even"), (2, "uneven"), (2, "ragged"), (4, "ragged")]
     + [
-        pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "even"), (4, "uneven"), (8, "even"), (8, "ragged"))
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((4, "even"), (4, "uneven"), (8, "even"), (8, "uneven"), (8, "ragged"))
     ],
 )
 def test_gradients_and_evaluation_are_bit_equal_to_one_process_for_every_family(ranks, shape):
@@ -140,7 +141,9 @@ def _gloo_rank(texts, shape):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape"), [(2, "ragged"), (4, "uneven"), pytest.param(8, "even", marks=pytest.mark.slow)]
+    ("ranks", "shape"),
+    [(2, "ragged"), (4, "uneven")]
+    + [pytest.param(8, shape, marks=pytest.mark.slow) for shape in ("even", "uneven", "ragged")],
 )
 def test_gloo_ranks_reproduce_one_process_for_every_family(ranks, shape):
     schedules = [build_schedule(name, ranks, 2 * ranks) for name in FAMILIES]
