@@ -1,10 +1,13 @@
 """A tiny job that every launcher can run: supervised in this process, or by the command as a person types it."""
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 from titan_train.config import load_config
@@ -12,6 +15,7 @@ from titan_train.inputs import prepare_inputs
 from titan_train.launch.local import LocalLauncher
 from titan_train.launch.supervisor import Supervisor
 
+MARK = f"launch-{os.getpid()}"  # in the environment of every process that a test starts
 TINY = """
 [run]
 dir = "{folder}/runs"
@@ -39,7 +43,7 @@ report = false
 [launch]
 device = "cpu"
 nproc = 2
-hang_least_s = 2.0
+hang_least_s = 30.0
 max_restarts = 5
 """
 
@@ -77,7 +81,8 @@ class Job:
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled"},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled", "TITAN_TEST": MARK},
             check=False,
         )
 
@@ -104,3 +109,43 @@ def undisturbed(job):
     code, told = job.supervise("undisturbed")
     assert code == 0, told
     return job.losses("undisturbed")
+
+
+@pytest.fixture
+def listening_beyond_loopback():
+    """A context that collects the addresses, other than loopback, on which processes of the run listen."""
+
+    @contextlib.contextmanager
+    def watched():
+        found, stop = set(), threading.Event()
+
+        def look():
+            while not stop.wait(0.3):
+                sockets = {inode: address for address, inode in _listening() if not _is_loopback(address)}
+                for file in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+                    with contextlib.suppress(OSError):
+                        inode = str(file.readlink()).removeprefix("socket:[").removesuffix("]")
+                        if inode in sockets and MARK.encode() in (file.parents[1] / "environ").read_bytes():
+                            found.add(sockets[inode])
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield found
+        finally:
+            stop.set()
+            thread.join()
+
+    return watched
+
+
+def _listening():
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                yield words[1].rsplit(":", 1)[0], words[9]
+
+
+def _is_loopback(address):
+    return address in ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")

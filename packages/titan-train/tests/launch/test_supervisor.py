@@ -29,7 +29,8 @@ def test_a_run_survives_and_ends_with_the_same_losses(job, undisturbed, faults, 
 
 
 def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed):
-    code, told = job.supervise("hang", "--launch.faults", "hang rank=1 step=7", "--launch.hang-factor", "2")
+    called_early = ("--launch.hang-factor", "2", "--launch.hang-least-s", "2")
+    code, told = job.supervise("hang", "--launch.faults", "hang rank=1 step=7", *called_early)
     assert code == 0, told
     assert "no rank finished step 7" in told
     assert "rank 1 did not come to gloo:all_reduce" in told

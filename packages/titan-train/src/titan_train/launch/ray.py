@@ -54,7 +54,7 @@ class RayLauncher:
         self._ray = connect(launch, per_node * launch.nnodes)
         self.device: DeviceType = self._device()
         self._group: Any = None
-        self._agents: list[_Agent] = []
+        self._agents: list[RayAgent] = []
         self._lost_nodes: dict[str, float] = {}
 
     def capacity(self) -> int:
@@ -122,7 +122,7 @@ class RayLauncher:
                 self._give_back()
                 if time.monotonic() > deadline:
                     raise ValueError(f"an agent could not start on its node: {_first_line(err)}") from err
-        self._agents = [_Agent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
+        self._agents = [RayAgent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
         problems = [problem for agent in self._agents for problem in agent.problems()]
         if problems:
             self._give_back()
@@ -193,7 +193,7 @@ class RayJob:
     """The ranks of one attempt."""
 
     def __init__(
-        self, ray: Any, agents: Sequence["_Agent"], attempt: Attempt, per_node: int, device: DeviceType
+        self, ray: Any, agents: Sequence["RayAgent"], attempt: Attempt, per_node: int, device: DeviceType
     ) -> None:
         self._ray = ray
         self._agents = agents
@@ -272,7 +272,7 @@ class RayJob:
         return report.exits
 
 
-class _Agent:
+class RayAgent:
     """The driver's view of one node's agent."""
 
     def __init__(

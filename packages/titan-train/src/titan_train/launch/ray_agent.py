@@ -66,14 +66,10 @@ class NodeAgent:
 
     def listen(self, port: int) -> dict[str, str]:
         """Bind the socket that rank 0 will serve the store on, before anyone is told of it."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self._address, port))
+            listener = bind(self._address, port)
         except OSError as err:
-            listener.close()
             return {"error": err.strerror or str(err)}
-        listener.listen(1024)
         self._listener = listener
         return {"address": f"{self._address}:{listener.getsockname()[1]}"}
 
@@ -114,6 +110,23 @@ class NodeAgent:
             new = file.read()
         self._read += len(new)
         return new.decode("utf-8", errors="replace")
+
+
+def bind(address: str, port: int) -> socket.socket:
+    """Listen on this address alone; port 0 takes a free one.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _own_address() -> str:

@@ -115,8 +115,8 @@ class TorchrunJob:
             time.sleep(_POLL_S)
 
     def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.Job`."""
-        return self._board.beats()
+        """See `titan_train.launch.job.Job`. None while a rank is gone and torchrun has yet to say how."""
+        return {} if self._lost_at is not None and self._process.poll() is None else self._board.beats()
 
     def order(self, order: Order) -> None:
         """See `titan_train.launch.job.Job`."""

@@ -1,0 +1,87 @@
+"""Torch's flight recorder is private: this holds what is used of it. Checked on torch 2.11 and 2.15."""
+
+import json
+
+from titan_testing import run_ranks
+from titan_train.launch.flight_recorder import read_dumps, record_collectives, write_dump
+from titan_train.launch.timeouts import set_collective_timeout
+
+
+def one_rank_stays_away(folder):
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    record_collectives()
+    import os
+
+    store = dist.FileStore(f"{folder}/store", 3)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    dist.all_reduce(torch.ones(4))
+    work = dist.all_reduce(torch.ones(4), async_op=True) if rank != 2 else None
+    time.sleep(0.3)
+    write_dump(folder / "dumps", rank)
+    if rank == 2:
+        dist.all_reduce(torch.ones(4))
+    else:
+        work.wait()
+
+
+def test_the_rank_that_did_not_come_is_named(tmp_path):
+    run_ranks(one_rank_stays_away, 3, tmp_path)
+    found = read_dumps(tmp_path / "dumps", 3)
+    assert found.missing == (2,)
+    assert "rank 2 did not come to gloo:all_reduce number 2 of group 'default_pg'" in found.text
+    assert "where ranks 0, 1 wait; rank 2 is at" in found.text
+    assert "in write_dump" in found.text  # where its main thread stood
+
+
+def test_a_rank_that_does_not_answer_is_the_missing_one(tmp_path):
+    entry = {
+        "process_group": ["0", ""],
+        "collective_seq_id": 1,
+        "profiling_name": "x",
+        "input_sizes": [],
+        "retired": True,
+    }
+    for rank in (0, 2):
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps([entry]))
+    found = read_dumps(tmp_path, 3)
+    assert found.missing == (1,)
+    assert "rank 1 did not answer" in found.text
+
+
+def test_ranks_that_are_level_tell_nothing(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.json").write_text("[]")
+    assert read_dumps(tmp_path, 2).missing == ()
+
+
+def time_out_after_tightening(folder):
+    import time
+
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    set_collective_timeout(0.5)
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        (folder / "seconds").write_text(str(time.monotonic() - started))
+    else:
+        while not (folder / "seconds").exists():
+            time.sleep(0.05)
+    import os
+
+    os._exit(0)
+
+
+def test_a_tightened_time_out_holds_from_the_next_collective(tmp_path):
+    run_ranks(time_out_after_tightening, 2, tmp_path, allow_death=True)
+    assert float((tmp_path / "seconds").read_text()) < 10  # 60 s before
