@@ -10,6 +10,7 @@ own would be scattered additions, which are slower and on GPUs not deterministic
 Shapes: T tokens, K experts a token, R = T * K rows, d width, E experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from torch.autograd import Function
 class LocalDispatch(nn.Module):
     """All experts are here: sort, compute, unsort."""
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        counts: Tensor,
+        experts: nn.Module,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Apply routed experts.
 
         Args:
@@ -29,13 +38,15 @@ class LocalDispatch(nn.Module):
             chosen: Experts of each token, ``[T, K]`` int64.
             counts: Rows of each expert, ``[E]`` int64.
             experts: Called as ``experts(rows, counts)``.
+            beside: Computes something to be added to the result, ``[T, d]``; a dispatch that travels does so meanwhile.
 
         Returns:
             Weighted sums ``[T, d]``, in the dtype of ``x``.
         """
         order, inverse = sort_rows(chosen.flatten())
         rows = spread_tokens(x, order, inverse, chosen.shape[1])
-        return gather_tokens(experts(rows, counts), weights, order, inverse)
+        out = gather_tokens(experts(rows, counts), weights, order, inverse)
+        return out if beside is None else out + beside()
 
 
 def sort_rows(keys: Tensor) -> tuple[Tensor, Tensor]:

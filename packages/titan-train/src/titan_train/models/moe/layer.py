@@ -63,8 +63,9 @@ class MoE(nn.Module):
         routing: Routing = self.router(tokens, self.expert_bias)
         by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
         weights = self._observe(routing, by_row) if torch.is_grad_enabled() else routing.weights
-        out = self.dispatch(tokens, weights, routing.experts, by_row.sum(0), self.experts).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        shared = self.shared_experts
+        beside = None if shared is None else lambda: shared(x).flatten(0, -2)
+        return self.dispatch(tokens, weights, routing.experts, by_row.sum(0), self.experts, beside).view_as(x)
 
     def _observe(self, routing: Routing, by_row: Tensor) -> Tensor:
         """The routing weights, which in backward note the load and give the auxiliary losses their gradient."""

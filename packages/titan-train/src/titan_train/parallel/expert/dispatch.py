@@ -23,6 +23,8 @@ backward, and never mix with the others.
 Shapes: n ranks, E experts, e = E / n here, T tokens, K experts a token, R rows received, d width.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,7 +43,15 @@ class ExpertParallelDispatch(nn.Module):
         self._group = group
         self._multiple = pad_rows_to
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        counts: Tensor,
+        experts: nn.Module,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Apply routed experts; collective over the group.
 
         Args:
@@ -50,6 +60,8 @@ class ExpertParallelDispatch(nn.Module):
             chosen: Experts of each token among all E, ``[T, K]`` int64.
             counts: Rows of each of the E experts, ``[E]`` int64.
             experts: This rank's, called as ``experts(rows, counts)`` with counts ``[e]``.
+            beside: Computes something to be added to the result, ``[T, d]``: the shared expert, whose products hide the
+                way back.
 
         Returns:
             Weighted sums ``[T, d]``, in the dtype of ``x``.
@@ -59,14 +71,16 @@ class ExpertParallelDispatch(nn.Module):
 
         received = self._exchange_counts(counts)  # [n, e]
         sent_sizes, received_sizes = self._sizes(counts, received)
-        arrived = self._exchange(rows, received_sizes, sent_sizes)
+        arrived = functional.wait_tensor(self._exchange(rows, received_sizes, sent_sizes))
 
         by_expert, by_source = self._order_of_arrivals(received, sum(received_sizes))
         sorted_rows = permute_rows(arrived, by_expert, by_source)
         out = permute_rows(self._compute(sorted_rows, received.sum(0), experts), by_source, by_expert)
 
-        returned = self._exchange(out, sent_sizes, received_sizes)
-        return gather_tokens(returned, weights, order, inverse)
+        returning = self._exchange(out, sent_sizes, received_sizes)
+        added = None if beside is None else beside()
+        out = gather_tokens(functional.wait_tensor(returning), weights, order, inverse)
+        return out if added is None else out + added
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
         """How many rows each rank sends to each of this rank's experts, ``[n, e]``."""
@@ -80,8 +94,8 @@ class ExpertParallelDispatch(nn.Module):
         return sent, arriving
 
     def _exchange(self, rows: Tensor, output_sizes: list[int], input_sizes: list[int]) -> Tensor:
-        exchanged = functional.all_to_all_single_autograd(rows, output_sizes, input_sizes, self._group)
-        return functional.wait_tensor(exchanged)
+        """Send rows; the result has to be waited for."""
+        return functional.all_to_all_single_autograd(rows, output_sizes, input_sizes, self._group)
 
     def _order_of_arrivals(self, received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """The stable order that takes rows from (source, expert) to (expert, source), and its inverse."""
