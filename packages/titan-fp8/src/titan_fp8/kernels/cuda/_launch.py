@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 import torch
-from cuda.bindings import driver
+from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from titan_fp8.backends import implementation
