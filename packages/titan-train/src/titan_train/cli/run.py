@@ -17,11 +17,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_mesh import Layout
+
 from titan_train.config import Config, load_config
 from titan_train.launch.failure import clear_failures, first_failure
 from titan_train.launch.job import Attempt, Launcher
+from titan_train.launch.placement import check_placement
 from titan_train.launch.ranks import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.layout import build_layout, plan_batch, resolve_mode
+from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
 from titan_train.observe import RunInfo, check_trackers
 from titan_train.run_folder import newest_checkpoint, run_folder, write_config
 
@@ -41,7 +44,10 @@ def _run_here(config: Config) -> int:
     """Start the ranks, supervise them, report."""
     per_node = ranks_per_node(config.launch)
     world_size = per_node * config.launch.nnodes
-    _check_layout(config, world_size)
+    layout = _check_layout(config, world_size)
+    if config.launch.nnodes > 1:
+        for note in check_placement(layout, per_node):
+            print(f"note     {note}")
     run_dir = run_folder(config)
     if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
         return _follow(config, run_dir, per_node)
@@ -164,12 +170,13 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
         _print_next(run_dir)
 
 
-def _check_layout(config: Config, world_size: int) -> None:
+def _check_layout(config: Config, world_size: int) -> Layout:
     """What can be wrong with the number of ranks or the extras, before any rank starts."""
     layout = build_layout(config, world_size)
     resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    plan_batch(config, layout)
+    plan_pipeline(config, layout, plan_batch(config, layout))
     check_trackers(config.metrics)
+    return layout
 
 
 def _print_next(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from titan_train.config import Config
-from titan_train.layout import build_layout, plan_batch, resolve_mode
+from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
 
 
 def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> tuple[Config, int]:
@@ -38,7 +38,7 @@ def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> t
             try:
                 layout = build_layout(candidate, size)
                 resolve_mode(candidate.parallel, layout, dtype=candidate.train.dtype)
-                plan_batch(candidate, layout)
+                plan_pipeline(candidate, layout, plan_batch(candidate, layout))
             except ValueError as err:
                 why = str(err)
                 continue
