@@ -56,11 +56,13 @@ def estimate_step(
     optimizer_states: int,
     microbatches: int,
     keep: Keep,
+    in_place: bool = False,
 ) -> Estimate:
     """See `Plan.estimate`."""
     if model is None and inputs:
         raise ValueError("estimate got inputs without a model to run them through. Pass estimate(model, inputs).")
-    measured = saved_bytes(plan, model, inputs, loss) if model is not None and inputs else [(0, 0)] * len(plan.units)
+    wanted = model is not None and inputs
+    measured = saved_bytes(plan, model, inputs, loss, in_place=in_place) if wanted else [(0, 0)] * len(plan.units)
     saved, largest = [total for total, _ in measured], [size for _, size in measured]
     params = sum(_local(u, u.shard_numel()) for u in plan.units)
     grads = sum(_local(u, u.shard_numel(trainable_only=True)) for u in plan.units)
@@ -83,13 +85,18 @@ def estimate_step(
 
 
 def saved_bytes(
-    plan: PlanData, model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None
+    plan: PlanData,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    loss: Callable[[Any], Tensor] | None,
+    *,
+    in_place: bool = False,
 ) -> list[tuple[int, int]]:
     """For each unit: bytes saved for backward when its forward has ended, cumulative, and its largest saved tensor.
 
     The root's entry is the total and what is saved after the last unit.
     """
-    bare = copy.deepcopy(model).to("meta").to(plan.policy.mp.param_dtype)
+    bare = (model if in_place else copy.deepcopy(model)).to("meta").to(plan.policy.mp.param_dtype)
     with fake_tensors():
         return _saved_bytes(plan, bare, inputs, loss)
 

@@ -46,6 +46,7 @@ class Plan(PlanData):
         optimizer_states: int = 2,
         microbatches: int = 1,
         keep: Keep = "sharded",
+        in_place: bool = False,
     ) -> Estimate:
         """Memory of one rank and the collectives of a step. No ranks, no allocation.
 
@@ -56,8 +57,10 @@ class Plan(PlanData):
             optimizer_states: Tensors of the gradient's size and dtype that the optimizer keeps; 2 for AdamW.
             microbatches: Forward-backward passes in the step.
             keep: What `accumulate` keeps between them.
+            in_place: Run ``model`` itself, which is then of no further use, rather than a copy: for a model that cannot
+                be copied, because something put on it holds process groups or its own modules.
         """
-        return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep)
+        return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep, in_place)
 
     def apply(
         self, model: nn.Module, mesh: DeviceMesh | None = None, meshes: Mapping[str, DeviceMesh] | None = None

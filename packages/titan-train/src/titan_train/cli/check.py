@@ -1,22 +1,33 @@
 """Validate a configuration without training: layout, parameters, memory and communication.
 
 Nothing is allocated and no rank is started (the model is built on the meta device), so a 405B configuration is
-checked on a laptop in seconds: `titan-train check llama3_405b --launch.nnodes 64 --launch.nproc 8`.
+checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 dp8 tp8"`. As many nodes
+of `launch.nproc` ranks are taken as the degrees need.
 """
 
 import argparse
+import dataclasses
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from titan_pipeline import Schedule, simulate
 
 from titan_train.config import Config, load_config
 from titan_train.launch.ranks import count_gpus
-from titan_train.layout import BatchPlan, build_layout, plan_batch, resolve_mode
+from titan_train.layout import BatchPlan, build_layout, plan_batch, plan_pipeline, resolve_mode
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titan_train.train.estimate import RankEstimate
 
 _MEMORY = {
     "params": "sharded parameters, float32",
     "grads": "sharded gradients",
     "optimizer": "optimizer state",
     "gathered": "parameters gathered at one time, at most",
-    "activations": "saved for backward by one micro-batch",
+    "activations": "saved for backward by the micro-batches under way",
     "peak": "most at any time of a step",
 }
 
@@ -27,45 +38,80 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     arguments, _ = parser.parse_known_args(words[:1])
     config = load_config(arguments.config, words[1:])
-    world_size = config.launch.nnodes * (config.launch.nproc or count_gpus() or 1)
+    per_node = config.launch.nproc or count_gpus() or 8
+    nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
+    world_size = nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
     layout = build_layout(config, world_size)
     mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
     batch = plan_batch(config, layout)
+    schedule = plan_pipeline(config, layout, batch)
     print(layout.explain())
     print()
     print(_batch_line(config, batch))
 
     import titan_fsdp as fsdp
-    import torch
 
     from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model, count_parameters, flops_per_token
-    from titan_train.train.build import fsdp_policy
-    from titan_train.train.loss import cross_entropy_sum
+    from titan_train.train.build import check_model, fsdp_policy
+    from titan_train.train.estimate import estimate_ranks
 
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    check_model(config, layout, batch, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
         f"compute  {flops / 1e9:,.3f} GFLOP a token, "
         f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step"
     )
-    if mode != "none":
-        sizes = {"shard": layout.spec.dp_shard, "replicate": layout.spec.dp_replicate}
-        plan = fsdp.plan(model, sizes, fsdp_policy(config, mode))
-        tokens = torch.zeros(batch.microbatch, config.model.seq_len, dtype=torch.int64, device="meta")
-        estimate = plan.estimate(
-            model,
-            (tokens,),
-            loss=lambda logits: cross_entropy_sum(logits, torch.zeros_like(logits[..., 0], dtype=torch.int64)),
-            microbatches=batch.accumulation,
-            keep=config.parallel.accumulate,
-        )
-        print(f"\n{plan.explain()}\n\nmemory of one rank, GiB:")
-        for name in ("params", "grads", "optimizer", "gathered", "activations", "peak"):
-            print(f"  {name:<12}{getattr(estimate, name) / 2**30:10.2f}  {_MEMORY[name]}")
+    if schedule is not None:
+        print(_pipeline_lines(config, model, schedule))
+    ranks = estimate_ranks(
+        config,
+        layout=layout,
+        mode=mode,
+        batch=batch,
+        schedule=schedule,
+        vocab_size=vocab_size_without_training(config),
+    )
+    if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
+        sizes = {"shard": layout.spec.dp_shard * layout.spec.cp, "replicate": layout.spec.dp_replicate}
+        print(f"\n{fsdp.plan(model, sizes, fsdp_policy(config, mode)).explain()}")
+    print(_memory_table(ranks))
     print("\nthe configuration is valid")
     return 0
+
+
+def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> str:
+    """The schedule, what its ranks hold, and how much of a step they wait."""
+    from titan_train.train.build import stage_layers
+
+    layers = stage_layers(config, model, schedule)
+    held = "; ".join(
+        f"rank {rank}: " + " and ".join(f"{layers[s].start}-{layers[s].stop - 1}" for s in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    )
+    played = simulate(schedule)
+    return (
+        f"pipeline {schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+        f"{schedule.num_microbatches} micro-batches; bubble {played.makespan_bubble:.1%} of a step with equal stages, of "
+        f"which {played.stage_bubble:.1%} whatever the optimizer step waits for\nlayers   {held}"
+    )
+
+
+def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
+    """One column for each pipeline rank; all alike are shown once."""
+    different = {(r.num_parameters, r.activations): r for r in ranks}
+    shown = ranks if len(different) > 1 else ranks[:1]
+    head = "".join(f"{'pp ' + str(r.pipeline_rank):>10}" for r in shown) if len(shown) > 1 else ""
+    lines = [f"\nmemory of one rank, GiB:{head:>{len(head) + 0}}"]
+    lines.append(
+        f"  {'parameters':<12}" + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown) + "  billions it computes with"
+    )
+    for name, meaning in _MEMORY.items():
+        lines.append(f"  {name:<12}" + "".join(f"{getattr(r, name) / 2**30:10.2f}" for r in shown) + f"  {meaning}")
+    return "\n".join(lines)
 
 
 def _batch_line(config: Config, batch: BatchPlan) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
+from titan_mesh import MeshSpec
 
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error, nearest_choice
 from titan_train.config.schema import Config
@@ -26,7 +27,8 @@ def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         name_or_path: A path to a ``.toml`` file, or the name of a shipped configuration (`list_configs`).
-        overrides: Words such as ``["--train.steps", "20", "--run.name", "try"]``.
+        overrides: Words such as ``["--train.steps", "20", "--run.name", "try"]``; ``["--parallel", "pp8 dp8 tp8"]`` sets
+            the parallel degrees at once.
 
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value cannot work.
@@ -143,6 +145,7 @@ def _dataclasses_in(hint: Any) -> list[type]:
 
 def _override(config: Config, words: Sequence[str]) -> Config:
     """Apply command-line words; tyro exits with its own message for a word it does not know."""
+    words = _expand_degrees(words)
     import tyro  # a fifth of a second, and only a command line needs it
 
     try:
@@ -150,6 +153,25 @@ def _override(config: Config, words: Sequence[str]) -> Config:
     except ValueError as err:  # a __post_init__ of ours, raised while tyro builds the dataclass
         raise ConfigError("command line", [str(err)]) from None
     return parse_config(_plain(dataclasses.asdict(changed)), source="command line")
+
+
+def _expand_degrees(words: Sequence[str]) -> list[str]:
+    """``--parallel "pp8 dp8 tp8"`` as the settings that it stands for."""
+    expanded: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        option, _, value = word.partition("=")
+        if option != "--parallel":
+            expanded.append(word)
+            continue
+        text = value or next(remaining, "")
+        try:
+            spec = MeshSpec.parse(text)
+        except ValueError as err:
+            raise ConfigError("command line", [f"--parallel {text!r}: {err}"]) from None
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+            expanded += [f"--parallel.{axis.replace('_', '-')}", str(getattr(spec, axis))]
+    return expanded
 
 
 def _plain(tree: Any) -> Any:

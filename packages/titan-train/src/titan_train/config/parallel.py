@@ -1,5 +1,6 @@
 """Which ranks share what: data, sequence, weights, layers, experts."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,6 +65,12 @@ class ParallelConfig:
     accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
     """What is kept between micro-batches: sharded gradients (least memory), unsharded gradients (least
     communication), unsharded parameters too (zero1), or hsdp with the all-reduce on the last one only (hsdp-ar)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the given degrees need; one that is -1 counts 1."""
+        degrees = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return math.prod(max(1, degree) for degree in degrees)
 
     def __post_init__(self) -> None:
         for name in ("pp", "cp", "tp", "ep"):

@@ -17,18 +17,23 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.layout import Mode
+from titan_train.layout import BatchPlan, Mode, plan_batch, plan_pipeline
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.compiled import compile_blocks
-from titan_train.parallel.context import ContextParallel, Heads
+from titan_train.parallel.context import ContextParallel, Heads, plan_rows
 from titan_train.parallel.cut import Cut
-from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, keep_stage, plan_layers
-from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor import (
+    apply_tensor_parallel,
+    check_tensor_parallel,
+    merge_tables,
+    vocab_parallel_cross_entropy_sum,
+)
 from titan_train.parallel.tensor.tables import table_for
 from titan_train.train.loss import TokenLoss, cross_entropy_sum
 
@@ -80,6 +85,7 @@ def build_parallel_model(
     spec = layout.spec
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     init = init_for(whole)
+    check_model(config, layout, plan_batch(config, layout), whole)
     tied = tied_to_first(whole)
     context = _context_parallel(config, mesh, whole) if spec.cp > 1 and mesh is not None else None
     table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if spec.tp > 1 else {}
@@ -137,6 +143,50 @@ def build_parallel_model(
         num_parameters=count_parameters(whole),
         flops_per_token=flops_per_token(whole, config.model.seq_len),
     )
+
+
+def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+    """Refuse what this model cannot do under this layout, before any rank starts.
+
+    Args:
+        config: The run's configuration.
+        layout: The degrees.
+        batch: How a step is cut.
+        model: The whole model, on the meta device.
+
+    Raises:
+        ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
+    """
+    spec = layout.spec
+    parallel = config.parallel
+    if spec.tp > 1:
+        check_tensor_parallel(
+            model,
+            spec.tp,
+            table=merge_tables(model, table_for(model), parallel.tp_plan),
+            seq_len_local=config.model.seq_len // spec.cp,
+            sequence_parallel=parallel.sequence_parallel,
+            replicate_kv=parallel.replicate_kv,
+            async_tp=parallel.async_tp,
+        )
+    check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
+    if spec.cp > 1:
+        plan_rows(config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32)
+        mixed_rows = config.data.document_mask and batch.microbatch > 1
+        if mixed_rows and any(layer.args.balance_loss for _, layer in moe_layers(model)):
+            raise ValueError(
+                f"parallel.cp={spec.cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss: context "
+                "parallelism lays the rows of a micro-batch into one, and the balance loss is defined on a row. Set "
+                "train.microbatch=1."
+            )
+    schedule = plan_pipeline(config, layout, batch)
+    if schedule is not None:
+        stage_layers(config, model, schedule)
+    if config.activations.checkpoint == "budget" and not config.compile.enabled:
+        raise ValueError(
+            "activations.checkpoint='budget' is what torch.compile decides while it compiles. Set compile.enabled=true, or "
+            "use 'selective'."
+        )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -26,6 +26,7 @@ from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs
 from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.models import named_parameters
 from titan_train.observe import (
     Progress,
     StepRecord,
@@ -293,11 +294,17 @@ class Trainer:
     def _state(self) -> TrainState:
         return TrainState(
             model=self.model.parts,
-            shards={name: LocalShard(cut.global_shape, cut.offset) for name, cut in self.model.cuts.items() if cut.pieces > 1},
+            shards=self._shards(),
             optim=self.optimizer,
             sched=self.scheduler,
             data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
         )
+
+    def _shards(self) -> dict[str, LocalShard]:
+        """Where parameters that tensor or expert parallelism cut lie in the whole ones; tied ones once."""
+        here = {name for part in self.model.parts for name, _ in named_parameters(part)}
+        cuts = ((name, cut) for name, cut in self.model.cuts.items() if name in here and cut.pieces > 1)
+        return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts}
 
     def _restore(self) -> int:
         found = self._checkpointer.latest()
