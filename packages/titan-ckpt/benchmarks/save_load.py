@@ -1,12 +1,17 @@
-"""How fast are save, load and reshard beside torch's distributed checkpoint (DCP), in one run on one machine?
+"""How fast are save, load and reshard beside torch's checkpointing, all in one run on one machine?
 
-Method: one process, one state of equal float32 tensors on a RAM disk or any folder. Each number is the best of
-``--rounds`` interleaved rounds, since the machine may be shared and only slowness is noise; the claims are the ratios.
-``stall`` is how long the call holds training, once buffers exist; ``durable`` is from the call to the commit.
+Method: one rank, one state of equal float32 tensors on a RAM disk or any folder. Every contestant takes part in every
+round, one after the other; each number is the best of ``--rounds`` rounds (the first, in which buffers are made, is
+given apart), since the machine may be shared and only slowness is noise. The claims are the ratios. ``stall`` is how
+long a save holds training; ``durable`` is from the call to the commit. Rivals: `rivals.py`.
+
+Columns: 1/64 of the columns of one tensor, digests off, two ways. "first touch": the file was opened just now, so both
+sides pay for mapping its pages, one page fault every 64 KiB. "mapped": the pages are in place, as they are when
+blocks have been checked or another tensor of the file was read; both sides keep the file open.
 
 Output: one line a measurement, then one JSON object (versions, device, commit, configuration, seconds, ratios).
 
-Limits: one rank; no CUDA; DCP does not digest, nor bring its folder to disk.
+Limits: one rank; no CUDA; nothing but titan-ckpt digests, or brings folders to disk.
 
 Example: ``python benchmarks/save_load.py --gib 1 --folder /dev/shm``
 """
@@ -21,18 +26,19 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from rivals import rivals, version_of_torch_checkpointing
 from safetensors import safe_open
 from titan_ckpt import Checkpointer, TrainState
-from titan_ckpt._load import box_copies, run_copies
+from titan_ckpt._load import box_copies, check_copies, run_copies
 from titan_ckpt._read import StepReader
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+Best = dict[str, float]
 
 
 def main() -> None:
@@ -47,17 +53,27 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(dir=args.folder, prefix="ckpt-bench-"))
+    load_before = os.getloadavg()[0]
     try:
-        seconds = measure(root, args)
+        seconds, first, megabytes = measure(root, args)
+        columns(root, args.rounds, seconds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    for name, value in seconds.items():
+        print(f"{name:40s} {value:8.4f} s")
     result = {
         "benchmark": "save_load",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "device": f"cpu, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "torch_checkpointing": version_of_torch_checkpointing(),
+        },
+        "device": f"cpu, {os.cpu_count()} cores, load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
         "commit": _commit(),
         "config": {"gib": args.gib, "tensors": args.tensors, "rounds": args.rounds, "folder": str(args.folder)},
-        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "seconds": {name: round(value, 5) for name, value in seconds.items()},
+        "first_save_seconds": {name: round(value, 3) for name, value in first.items()},
+        "saver_process_mb": megabytes,
         "ratios": {name: round(value, 3) for name, value in ratios(seconds).items()},
     }
     if args.out:
@@ -65,89 +81,123 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(root: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Best seconds of each measurement."""
-    columns = 1024
-    rows = int(args.gib * 2**30 / 4 / args.tensors / columns)
-    model = nn.ParameterList([torch.randn(rows, columns) for _ in range(args.tensors)])
+def measure(root: Path, args: argparse.Namespace) -> tuple[Best, Best, dict[str, float]]:
+    """Best seconds of each measurement, those of each first save, and the saver's memory beside the arena."""
+    width = 1024
+    rows = int(args.gib * 2**30 / 4 / args.tensors / width)
+    model = nn.ParameterList([torch.randn(rows, width) for _ in range(args.tensors)])
     state = TrainState(model=model, rng=False)
     plain = {name: value.detach() for name, value in model.state_dict().items()}
     target = {name: torch.empty_like(value) for name, value in plain.items()}
-    best: dict[str, float] = {}
+    best: Best = {}
+    first: Best = {}
+
+    def note(name: str, seconds: float) -> None:
+        best[name] = min(best.get(name, float("inf")), seconds)
+
+    with ExitStack() as stack:
+        ours = Checkpointer(root / "ours", keep_last=1)
+        behind = stack.enter_context(Checkpointer(root / "behind", keep_last=1, async_=True))
+        others = list(rivals(root, plain, target, stack))
+        for step in range(args.rounds + 1):
+            began = time.perf_counter()
+            for name, value in plain.items():
+                target[name].copy_(value)
+            note("memcpy", time.perf_counter() - began)
+            note("ours save", _timed(lambda step=step: ours.save(step, state)))
+            note("ours load verified", _timed(lambda: ours.restore(state)))
+            note("ours load unverified", _timed(lambda: ours.restore(state, verify="none")))
+            began = time.perf_counter()
+            job = behind.save(step, state)
+            _note_async("ours async", began, job.wait, first if step == 0 else best)
+            for rival in others:
+                began = time.perf_counter()
+                wait = rival.save(step)
+                if wait is None:
+                    note(f"{rival.name} save", time.perf_counter() - began)
+                else:
+                    _note_async(rival.name, began, wait, first if step == 0 else best)
+                if rival.load:
+                    note(f"{rival.name} load", _timed(rival.load))
+            for old in root.glob("tc*"):  # this rival keeps every save
+                shutil.rmtree(old, ignore_errors=True)
+        assert behind._saver is not None
+        status = Path(f"/proc/{behind._saver.process.pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    memory = {name: round(int(fields[name].split()[0]) / 1000, 1) for name in ("RssAnon", "RssFile", "RssShmem")}
+    return best, first, memory
+
+
+def columns(root: Path, rounds: int, best: Best) -> None:
+    """Columns 1/64 of a tensor, as another layout would read them."""
+    rows, width = 8192, 8192
+    slice_width = width // 64
+    model = nn.ParameterList([torch.randn(rows, width)])
+    step = Checkpointer(root / "columns").save(1, TrainState(model=model, rng=False)).path
+    mine = torch.empty(rows, slice_width)
+    box = ((0, slice_width), (rows, slice_width))
+    (file,) = (root / "columns" / step.name).glob("model-*.safetensors")
+    want = model[0].detach()[:, slice_width : 2 * slice_width]
 
     def note(name: str, action: Callable[[], Any]) -> None:
-        began = time.perf_counter()
-        action()
-        best[name] = min(best.get(name, float("inf")), time.perf_counter() - began)
+        mine.zero_()
+        best[name] = min(best.get(name, float("inf")), _timed(action))
+        assert torch.equal(mine, want)
 
-    ours = Checkpointer(root / "ours", keep_last=1)
-    behind = Checkpointer(root / "behind", keep_last=1, async_=True)
-    stager = DefaultStager(StagingOptions(False, True, False, False))
-    for step in range(1, args.rounds + 1):
-        note("memcpy", lambda: [target[name].copy_(value) for name, value in plain.items()])
-        note("ours save", lambda step=step: ours.save(step, state))
-        note("dcp save", lambda: dcp.save(plain, checkpoint_id=root / "dcp", no_dist=True))
-        note("ours load verified", lambda: ours.restore(state))
-        note("ours load unverified", lambda: ours.restore(state, verify="none"))
-        note("dcp load", lambda: dcp.load(target, checkpoint_id=root / "dcp", no_dist=True))
-        for name, options in {"thread": {}, "thread reused stager": {"async_stager": stager}}.items():
-            began = time.perf_counter()
-            handle = dcp.async_save(
-                plain,
-                checkpoint_id=root / f"dcp-{name}",
-                async_checkpointer_type=AsyncCheckpointerType.THREAD,
-                no_dist=True,
-                **options,
-            )
-            future = getattr(handle, "upload_completion", handle)
-            stall = time.perf_counter() - began
-            future.result()
-            best[f"dcp {name} stall"] = min(best.get(f"dcp {name} stall", 1e9), stall)
-            best[f"dcp {name} durable"] = min(best.get(f"dcp {name} durable", 1e9), time.perf_counter() - began)
-        began = time.perf_counter()
-        job = behind.save(step, state)
-        stall = time.perf_counter() - began
-        job.wait()
-        if step > 1:  # the first one makes the arena
-            best["ours stall"] = min(best.get("ours stall", 1e9), stall)
-            best["ours durable"] = min(best.get("ours durable", 1e9), time.perf_counter() - began)
-        reshard(ours.path(step), note)
-    stager.close()
-    behind.close()
-    for name, value in best.items():
-        speed = "" if "columns" in name else f"  {args.gib * 2**30 / 1e9 / value:8.2f} GB/s"
-        print(f"{name:32s} {value:8.4f} s{speed}")
-    return best
+    def by_slice(opened: Any) -> None:
+        mine.copy_(opened.get_slice("0")[:, slice_width : 2 * slice_width])
 
-
-def reshard(step: Path, note: Callable[[str, Callable[[], Any]], None]) -> None:
-    """Columns 1/64 of the first tensor, as another layout would read it; digests off on both sides."""
-    reader = StepReader(step)
-    stored = reader.index.tensors["model"]["0"]
-    rows, columns = stored.shape
-    width = columns // 64
-    mine = torch.empty(rows, width)
-    file = next(step.glob("model-*.safetensors"))
-
-    def by_slice() -> None:
+    for _ in range(max(rounds, 5)):
+        reader = StepReader(step)
+        copies = {"0": box_copies(reader.index.tensors["model"]["0"], box, mine)}
+        note("ours columns first touch", lambda reader=reader, copies=copies: run_copies(reader, copies))
+        note("ours columns mapped", lambda reader=reader, copies=copies: run_copies(reader, copies))
+        fresh = StepReader(step)
+        note("ours columns verified", lambda fresh=fresh, copies=copies: _checked(fresh, copies))
         with safe_open(file, framework="pt") as opened:
-            mine.copy_(opened.get_slice("0")[:, width : 2 * width])
-
-    box = ((0, width), (rows, width))
-    note("ours columns 1/64", lambda: run_copies(reader, {"0": box_copies(stored, box, mine)}))
-    note("get_slice columns 1/64", by_slice)
+            note("get_slice columns first touch", lambda opened=opened: by_slice(opened))
+            note("get_slice columns mapped", lambda opened=opened: by_slice(opened))
 
 
-def ratios(seconds: dict[str, float]) -> dict[str, float]:
+def ratios(seconds: Best) -> dict[str, float]:
     """The claims; above or below 1 as named."""
-    return {
-        "stall / dcp thread stall": seconds["ours stall"] / seconds["dcp thread stall"],
-        "stall / memcpy": seconds["ours stall"] / seconds["memcpy"],
-        "durable / dcp thread durable": seconds["ours durable"] / seconds["dcp thread durable"],
-        "dcp save / save": seconds["dcp save"] / seconds["ours save"],
-        "dcp load / verified load": seconds["dcp load"] / seconds["ours load verified"],
-        "get_slice / columns": seconds["get_slice columns 1/64"] / seconds["ours columns 1/64"],
+    pairs = {
+        "stall / dcp thread stall": ("ours async stall", "dcp thread stall"),
+        "stall / dcp thread with kept buffers": ("ours async stall", "dcp thread, kept buffers stall"),
+        "stall / dcp process stall": ("ours async stall", "dcp process stall"),
+        "stall / torch_checkpointing stall": ("ours async stall", "torch_checkpointing async stall"),
+        "stall / memcpy": ("ours async stall", "memcpy"),
+        "durable / dcp thread durable": ("ours async durable", "dcp thread durable"),
+        "durable / dcp process durable": ("ours async durable", "dcp process durable"),
+        "durable / torch_checkpointing durable": ("ours async durable", "torch_checkpointing async durable"),
+        "dcp save / save": ("dcp save", "ours save"),
+        "dcp hf writer / save": ("dcp hf writer save", "ours save"),
+        "torch_checkpointing save / save": ("torch_checkpointing save", "ours save"),
+        "dcp load / verified load": ("dcp load", "ours load verified"),
+        "torch_checkpointing load / verified load": ("torch_checkpointing load", "ours load verified"),
+        "get_slice / columns, first touch": ("get_slice columns first touch", "ours columns first touch"),
+        "get_slice / columns, mapped": ("get_slice columns mapped", "ours columns mapped"),
+        "get_slice / columns, verified": ("get_slice columns first touch", "ours columns verified"),
     }
+    return {name: seconds[a] / seconds[b] for name, (a, b) in pairs.items() if a in seconds and b in seconds}
+
+
+def _checked(reader: StepReader, copies: dict[str, Any]) -> None:
+    assert not check_copies(reader, copies)
+    run_copies(reader, copies)
+
+
+def _note_async(name: str, began: float, wait: Callable[[], Any], into: Best) -> None:
+    stall = time.perf_counter() - began
+    wait()
+    for kind, value in (("stall", stall), ("durable", time.perf_counter() - began)):
+        into[f"{name} {kind}"] = min(into.get(f"{name} {kind}", float("inf")), value)
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
 
 
 def _commit() -> str:

@@ -84,7 +84,7 @@ VICTIMS = ["rank", "saver", "trainers"]
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_at_a_random_moment_leaves_the_last_committed_step(tmp_path, victim):
-    kill_rounds(tmp_path, victim, 2)
+    kill_rounds(tmp_path, victim, 1)
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import random
 import time
 
 import pytest
@@ -69,11 +70,14 @@ def test_planning_for_256_ranks_with_900_tensors_takes_seconds_and_the_index_und
     names, tensors = index_tensors(plan)
     data = 900 * 16 * 1024 * 4
     blocks = -(-data // BLOCK_BYTES)
-    files = tuple(FileRecord(name, data, ("0" * 32,) * blocks, 4096) for name in names)
+    draw = random.Random(0)  # digests do not compress
+    files = tuple(
+        FileRecord(name, data, tuple(f"{draw.getrandbits(128):032x}" for _ in range(blocks)), 4096) for name in names
+    )
     encoded = Index(files, tensors, {}).encode()
     planned_s = time.process_time() - began
     assert len(sent) == num_ranks
-    assert planned_s < 15, "processor seconds, with room for a busy machine"
+    assert planned_s < 10, "processor seconds; 4 on a quiet machine, doubled where others contend for its caches"
     assert len(encoded) < 1_000_000
     began = time.process_time()
     index = Index.decode(encoded)
