@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,4 +245,23 @@ def compiled_layer() -> list[torch.Tensor]:
 def test_a_layer_compiled_by_itself_takes_gathered_weights() -> None:
     want = train(build(WIDTHS["aligned"], "blockwise"), 3)
     for got in run_ranks(compiled_layer, 2, timeout_s=150):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def replicated_shards(recipe: str) -> tuple[list[torch.Tensor], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = build(WIDTHS["uneven"], recipe)
+    titan_fp8.apply_float8_all_gather(net)
+    for module in (net.first, net.second, net.third, net):
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return train(net, 2, sync=True, loss_share=float(dist.get_rank() == 0)), titan_fp8.sync_scales(net)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_replicas_of_shards_find_scales_within_their_shard_group(recipe: str) -> None:
+    want = train(build(WIDTHS["uneven"], recipe), 2)
+    for got, collectives in run_ranks(replicated_shards, 4, recipe):
+        assert collectives == 1
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -88,6 +88,7 @@ def test_sixty_steps_in_float8_lose_no_more_than_a_seed_does(recipe: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8"])
 def test_two_hundred_steps_in_float8_lose_no_more_than_a_seed_does(recipe: str) -> None:
     check(recipe, 200, must_reach=1.5)

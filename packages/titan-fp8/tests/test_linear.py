@@ -266,6 +266,23 @@ def test_deferred_weight_gradients_are_the_same_gradients(recipe: str) -> None:
     assert torch.equal(found[id(own_bias)], want_bias.grad)
 
 
+def test_a_layers_deferred_forward_shares_its_cached_cast() -> None:
+    layer = Float8Linear(64, 48, bias=False)
+    x = torch.randn(16, 64, requires_grad=True)
+    layer(x).sum().backward()
+    want, layer.weight.grad = layer.weight.grad, torch.zeros_like(layer.weight)
+    notes: list[Any] = []
+    with Kernels() as kernels:
+        y = layer.forward_deferred(
+            x, anchor=torch.zeros((), requires_grad=True), defer=lambda *note: notes.append(note)
+        )
+        y.sum().backward()
+    assert not any("cast_weight" in name for name in kernels.names)
+    ((parameter, compute, *given),) = notes
+    assert parameter is layer.weight
+    assert torch.equal(compute(*given), want)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_products_run_apart(recipe: str) -> None:
     x, w, g = draw(50, 72, 40)

@@ -192,8 +192,9 @@ def test_parallel_styles_compute_the_layer_of_one_process(prepare: bool) -> None
     out.float().square().sum().backward()
     wants = [(out.chunk(2, 1)[r].detach(), x.grad.chunk(2, 1)[r]) for r in range(2)]
     for rank, (got, dx, *grads) in enumerate(run_ranks(styled, 2, prepare)):
-        # Partial sums of two ranks are rounded to bfloat16 before they are added: 2^-8 of the largest value each.
-        assert (got - wants[rank][0]).abs().max() <= 2**-6 * out.abs().max()
+        # Partial sums are rounded to bfloat16 before they are added, and biases after: a last bit that differs there
+        # moves a code of the next layer now and then. Far above float8's own 27 dB.
+        assert_sqnr(got, wants[rank][0], 35.0)
         assert_sqnr(dx, wants[rank][1], 25.0)
         for a, parameter in zip(grads, block.parameters(), strict=True):
             assert_sqnr(a, parameter.grad, 25.0)  # what float8 itself keeps; the gradient's codes differ in last bits

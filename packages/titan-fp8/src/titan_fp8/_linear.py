@@ -1,12 +1,13 @@
 """`Float8Linear`: an ``nn.Linear`` whose products are float8."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8._functional import linear
+from titan_fp8._functional import linear, linear_deferred
 from titan_fp8._products import QTensor
 from titan_fp8._recipe import Recipe
 from titan_fp8._sharded import ShardedWeight
@@ -77,6 +78,19 @@ class Float8Linear(nn.Linear):
         """``[..., K]`` to ``[..., N]``."""
         cache = self._cache if self.cache_weight else None
         return linear(input, self.weight, self.bias, self.recipe, cache=cache, amax_group=self.amax_group)
+
+    def forward_deferred(self, input: Tensor, *, anchor: Tensor, defer: Callable[..., None]) -> Tensor:
+        """`forward` whose weight gradient the caller runs later; see `titan_fp8.linear_deferred`."""
+        return linear_deferred(
+            input,
+            self.weight,
+            self.bias,
+            self.recipe,
+            anchor=anchor,
+            defer=defer,
+            cache=self._cache if self.cache_weight else None,
+            amax_group=self.amax_group,
+        )
 
     def keep_cast(self, weight: QTensor) -> None:
         """Use ``weight``, the cast of this layer's weight as it is now, until the weight changes."""
