@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "on_gpu.py"
 
 

@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+# Seconds on idle cores; the first test waits for the one subprocess that does all the work.
+pytestmark = pytest.mark.timeout(900)
+
 # Named here, not imported: the script imports triton's compiler, which this process need not load.
 CASTS = [
     "cast_block_dual",
@@ -31,13 +34,13 @@ PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_
 KERNELS = [*CASTS, *READS, *PRODUCTS, "rmsnorm_backward"]
 
 
-def _compile(capability):
-    script = Path(__file__).with_name("_aot.py")
+def _run(script, *arguments):
+    script = Path(__file__).with_name(script)
     # Triton 3.10 changes the default and 3.9 warns of it; the kernels do not depend on it.
     environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(capability)], capture_output=True, text=True, env=environment
+        [sys.executable, "-W", "ignore", str(script), *arguments], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -45,7 +48,7 @@ def _compile(capability):
 
 @pytest.fixture(scope="module")
 def hopper():
-    return _compile(90)
+    return _run("_aot.py", "90")
 
 
 def _spills(kernel):
@@ -102,8 +105,15 @@ def test_product_promotes_partial_sums_to_float32(hopper, name):
 
 @pytest.mark.slow
 def test_every_kernel_also_compiles_for_blackwell_without_spills():
-    for name, kernel in _compile(100).items():
+    for name, kernel in _run("_aot.py", "100").items():
         assert not _spills(kernel), name
+
+
+@pytest.mark.slow
+def test_every_launch_binds_and_compiles_for_every_kind_of_shape():
+    result = _run("_launches.py")
+    # More kernels than there are sources: an integer that is 1 or not a multiple of 16 is another kernel.
+    assert result["launches"] > result["kernels"] > len(KERNELS)
 
 
 def _matching(opcodes, prefix):

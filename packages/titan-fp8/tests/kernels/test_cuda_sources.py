@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc")
 compile_module = pytest.importorskip("titan_fp8.kernels.cuda._compile")
 
+pytestmark = pytest.mark.timeout(600)
+
 SOURCES = sorted(path.stem for path in Path(compile_module.__file__).parent.glob("*.cu"))
 VARIANTS = [(f"E4M3={e4m3}", f"POW2={pow2}") for e4m3 in (1, 0) for pow2 in (1, 0)]
 

@@ -14,6 +14,9 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("numpy")
 
+# Seconds on idle cores; the first test waits for the one subprocess that does all the work.
+pytestmark = pytest.mark.timeout(900)
+
 DTYPES = ("e4m3", "e5m2")
 EXHAUSTIVE = [
     *(f"round-{values}-{dtype}" for values in ("bf16", "midpoints") for dtype in DTYPES),
