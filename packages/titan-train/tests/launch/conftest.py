@@ -81,8 +81,7 @@ class Job:
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled", "TITAN_TEST": MARK},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled"},
             check=False,
         )
 
@@ -100,6 +99,7 @@ class Job:
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory):
+    os.environ["TITAN_TEST"] = MARK
     return Job(tmp_path_factory.mktemp("job"))
 
 

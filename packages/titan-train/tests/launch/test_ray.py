@@ -1,23 +1,24 @@
 """A Ray cluster of two nodes on this machine, Ray's own way to test several nodes."""
 
 import os
+import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 from titan_train.config import LaunchConfig
 from titan_train.config.launch import RayConfig
 from titan_train.launch.ray import connect, versions
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
+# Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
+os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
 TWO_NODES = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "2")
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the nodes' address is loopback
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+def cluster(job):
     from ray.cluster_utils import Cluster
 
     small = {"object_store_memory": 80 * 2**20}
@@ -29,10 +30,16 @@ def cluster():
 
 
 @pytest.mark.timeout(400)
-def test_two_ray_nodes_give_the_losses_of_local_ranks_and_survive_a_killed_rank(job, undisturbed, cluster):
-    done = job.run("ray", *TWO_NODES, "--ray.address", cluster.address, "--faults", "kill rank=1 step=7", timeout=380)
+def test_two_ray_nodes_give_the_losses_of_local_ranks_and_survive_a_killed_rank(
+    job, undisturbed, cluster, listening_beyond_loopback
+):
+    with listening_beyond_loopback() as seen:
+        done = job.run(
+            "ray", *TWO_NODES, "--ray.address", cluster.address, "--faults", "kill rank=1 step=7", timeout=380
+        )
     assert done.returncode == 0, done.stderr
     assert job.losses("ray") == undisturbed
+    assert seen == set()
     assert (
         "rank 1 of 2 was ended by SIGKILL (often the kernel, out of memory: see `dmesg`) (node 127.0.0.1" in done.stderr
     )
@@ -54,6 +61,54 @@ def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
     )
     assert done.stderr.count(": 1 CPU") == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    with job.start(
+        "lost-node", *TWO_NODES, "--ray.address", cluster.address, "--faults", "slow rank=0 factor=9"
+    ) as run:
+        told = next(line for line in run.stdout if line.startswith("slow     rank 0 (node"))
+        node_id = re.search(r"node \S+ ([0-9a-f]+)", told)[1]
+        cluster.remove_node(
+            next(n for n in cluster.worker_nodes if n.node_id.startswith(node_id)), allow_graceful=False
+        )
+        output = run.stdout.read()
+    assert run.returncode == 0, output
+    assert f"({node_id}) was lost: " in output
+    assert job.losses("lost-node") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_elastic_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
+    small = {"object_store_memory": 80 * 2**20}
+    while len(cluster.worker_nodes) < 3:
+        cluster.add_node(num_cpus=1, **small)
+    words = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "3", "--ray.address", cluster.address)
+    faults = ("--faults", "slow rank=0 factor=9 steps=200", "--launch.elastic", "--train.steps", "400")
+    with job.start("elastic-nodes", *words, *faults) as run:
+        next(line for line in run.stdout if line.startswith("slow     rank 0 (node"))
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        next(line for line in run.stdout if line.startswith("resumed  step"))
+        cluster.add_node(num_cpus=1, **small)
+        output = run.stdout.read()
+    assert run.returncode == 0, output
+    assert [attempt["world_size"] for attempt in job.attempts("elastic-nodes")] == [3, 2, 3], output
+    consumed = [record["samples_consumed"] for record in job.records("elastic-nodes")]
+    assert consumed == [12 * step for step in range(1, 401)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_cluster_of_its_own_listens_on_loopback_only(job, undisturbed, listening_beyond_loopback):
+    with listening_beyond_loopback() as seen:
+        done = job.run("own-cluster", "--launcher", "ray", timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert job.losses("own-cluster") == undisturbed
+    assert seen == set()
 
 
 def test_a_wrong_address_says_so_within_seconds():

@@ -83,7 +83,12 @@ def _run_here(config: Config) -> int:
     except BaseException:
         launcher.close()
         raise
-    code = supervisor.run()
+    try:
+        code = supervisor.run()
+    except ValueError as err:  # the ranks could not be placed
+        for info in infos[-1:]:
+            info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
+        raise
     _finish(config, run_dir, infos[-1], code)
     return code
 

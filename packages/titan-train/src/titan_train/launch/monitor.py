@@ -19,6 +19,7 @@ from titan_train.launch.timeouts import set_collective_timeout
 from titan_train.train.monitor import StepMonitor
 
 _WINDOW = 16  # steps that a median is taken over
+_WARM_UP = 4
 
 
 class RankMonitor(StepMonitor):
@@ -75,7 +76,9 @@ class RankMonitor(StepMonitor):
         self._heartbeat.write(Phase.FINISHED if step >= total_steps else Phase.STOPPED, step)
 
     def _write(self, phase: Phase) -> None:
-        alone, together = _median(self._alone), _median(self._together)
+        # the first steps warm up at different speeds, which says nothing about the ranks
+        alone = _median(self._alone) if len(self._alone) >= _WARM_UP else 0.0
+        together = _median(self._together)
         self._heartbeat.write(phase, self._step, step_s=alone + together, alone_s=alone)
 
 

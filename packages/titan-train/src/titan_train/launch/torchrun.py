@@ -28,6 +28,7 @@ from titan_train.launch.orders import Order
 from titan_train.launch.ranks import DeviceType, Ranks
 
 _POLL_S = 0.05
+_TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} .*torch/distributed/|\*{20,}|Setting OMP_NUM_THREADS|$")
 _PEERS_S = 2.0  # how long the peers of a lost rank may take to fail by themselves
 
 
@@ -70,6 +71,7 @@ class TorchrunJob:
     def __init__(self, attempt: Attempt, per_node: int, device: DeviceType, leader: Leader | None = None) -> None:
         self._leader = leader
         launch = attempt.config.launch
+        self._run_dir = attempt.run_dir
         self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
         first = launch.node_rank * per_node
         self._ranks = range(first, first + per_node)
@@ -89,8 +91,7 @@ class TorchrunJob:
             sys.executable, "-m", "torch.distributed.run",
             "--nnodes", str(launch.nnodes), "--nproc-per-node", str(per_node), "--node-rank", str(launch.node_rank),
             "--max-restarts", "0", "--monitor-interval", "0.1", "--rdzv-id", f"{attempt.run_dir.name}-{attempt.number}",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self._folder / "rendezvous") if alone else launch.endpoint,
-            *(("--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1") if alone else ()),
+            *self._rendezvous(launch),
             "-m", "titan_train.launch.worker", str(job_file),
         ]  # fmt: skip
         environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -100,7 +101,16 @@ class TorchrunJob:
             self._process = subprocess.Popen(command, env=environ, stderr=log, start_new_session=True)
         self._world_size = attempt.world_size
         self._told = False
+        self._shown = 0  # bytes of the log that were passed on
         self._lost_at: float | None = None
+
+    def _rendezvous(self, launch: LaunchConfig) -> tuple[str, ...]:
+        if launch.nnodes == 1:
+            file = str(self._folder / "rendezvous")
+            return ("--rdzv-backend", "c10d", "--rdzv-endpoint", file, "--rdzv-conf", "store_type=file",
+                    "--local-addr", "127.0.0.1")  # fmt: skip
+        # static: machine i holds the i-th ranks, which a dynamic rendezvous does not promise
+        return ("--rdzv-backend", "static", "--rdzv-endpoint", launch.endpoint)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.Job`."""
@@ -130,6 +140,8 @@ class TorchrunJob:
 
     def end(self) -> None:
         """See `titan_train.launch.job.Job`."""
+        if not self._folder.exists():
+            return
         if self._process.poll() is None:
             # first the ranks, which torchrun would give 30 s; torchrun ends when it sees it
             for beat in self._board.beats().values():
@@ -137,6 +149,9 @@ class TorchrunJob:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        logs = self._run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._log, logs / f"torchrun-{self._ranks[0]}.log")
         self._board.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -144,11 +159,14 @@ class TorchrunJob:
         """Nothing until torchrun ends: it alone knows the exit codes. A lost rank ends it within a second or so."""
         code = self._process.poll()
         if code is None:
+            self._pass_on_errors()
             self._end_what_waits_for_the_dead()
             return []
         if self._told:
             return []
         self._told = True
+        if code == 0:  # else what is left is torchrun's report of the failure, which the supervisor tells better
+            self._pass_on_errors()
         beats = self._board.beats()
         exits: list[RankExit] = []
         root = _root_cause(self._log.read_text(encoding="utf-8", errors="replace")) if code else None
@@ -159,6 +177,16 @@ class TorchrunJob:
             if root is None or rank != root[0]:
                 exits.append(RankExit(rank, 0 if code == 0 or done else 1))
         return exits
+
+    def _pass_on_errors(self) -> None:
+        """Show what rank 0 printed to stderr, without torchrun's own lines."""
+        with self._log.open("rb") as log:
+            log.seek(self._shown)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._shown += len(whole + newline)
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            if not _TORCHRUNS_OWN.match(line):
+                print(line, file=sys.stderr, flush=True)
 
     def _end_what_waits_for_the_dead(self) -> None:
         """Torchrun gives the peers of a lost rank 30 s to end, which they spend in a collective: shorten that."""

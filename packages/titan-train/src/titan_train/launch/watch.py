@@ -23,14 +23,17 @@ def find_hang(beats: Mapping[int, Beat], launch: LaunchConfig) -> Hang | None:
     """Whether a step takes too long.
 
     The limit is ``hang_factor`` times the median step, at least ``hang_least_s``. While a rank saves or validates, and
-    before the first step (which may compile), the limit is ``timeout_s``: those have no median to be compared with.
+    before the first step (which may compile), there is no median to compare with: the limit is three times ``timeout_s``,
+    so that a collective's own time-out, which knows more, comes first.
     """
     running = [beat for beat in beats.values() if beat.phase not in (Phase.STOPPED, Phase.FINISHED)]
     if launch.hang_factor == 0 or not running:
         return None
     known = [beat.step_s for beat in running if beat.step_s > 0]
     stepping = known and all(beat.phase is Phase.TRAIN for beat in running)
-    limit_s = max(launch.hang_least_s, launch.hang_factor * statistics.median(known)) if stepping else launch.timeout_s
+    limit_s = (
+        max(launch.hang_least_s, launch.hang_factor * statistics.median(known)) if stepping else 3 * launch.timeout_s
+    )
     oldest = max(running, key=lambda beat: beat.age_s)
     return Hang(oldest.age_s, limit_s, oldest.step) if oldest.age_s > limit_s else None
 
