@@ -96,7 +96,7 @@ def solve(
         seed: Of the search.
         method: ``"exact"`` gives the search a quarter of the time and a constraint solver the rest.
         workers: Threads of the constraint solver.
-        progress: Called about once a second.
+        progress: Called when the search starts, then about once a second.
 
     Raises:
         ValueError: If nothing fits the limit, the numbers do not fit each other, or ``"exact"`` lacks its extra.
@@ -284,6 +284,8 @@ class _Annealing:
         patience = [0.5] * self.problem.num_ranks
         scored = [(self._value(o, patience), o) for o in starts]
         value, orders = min(scored, key=lambda s: s[0])
+        if progress is not None and value < math.inf:
+            progress(Progress(0.0, self.tries, value, bound))
         if value == math.inf or deadline <= began:
             return self._record(orders, patience)
         best, best_orders, best_patience = value, [list(o) for o in orders], list(patience)
