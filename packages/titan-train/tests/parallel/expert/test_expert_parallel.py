@@ -4,11 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_testing import assert_close, run_ranks
+from titan_train.config import ActivationsConfig
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model, init_for
 from titan_train.models.blocks import SwiGLU
 from titan_train.models.moe import MoE, MoEArgs, grouped_mm_loop, set_aux_scale, update_expert_bias
+from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 ROWS, SEQ, DIM = 4, 16, 32
 KINDS = {
@@ -90,7 +95,7 @@ def train_layer(
 
 def compare(ranks: int, kind: str, skew: bool, dtype: torch.dtype, *, poison: bool = False, compiled: bool = False):
     out, x_grad, grads, load, bias = train_layer(1, kind, skew, dtype)
-    found = run_ranks(train_layer, ranks, ranks, kind, skew, dtype, poison, compiled)
+    found = run_ranks(train_layer, ranks, ranks, kind, skew, dtype, poison, compiled, timeout_s=240 if compiled else 60)
     # Bitwise: every expert sees the rows of all ranks in the order of one process.
     assert torch.equal(torch.cat([result[0] for result in found]), out)
     assert torch.equal(torch.cat([result[1] for result in found]), x_grad)
@@ -125,6 +130,8 @@ def test_padding_rows_full_of_nan_reach_no_output_and_no_gradient(skew: bool) ->
     compare(2, "softmax-k2", skew, torch.float32, poison=True)
 
 
+@pytest.mark.slow  # half a minute of tracing
+@pytest.mark.timeout(300)
 def test_a_compiled_layer_with_experts_on_two_ranks_is_one_graph() -> None:
     compare(2, "sigmoid-k3-shared", False, torch.float32, compiled=True)
 
@@ -141,3 +148,33 @@ def received_rows(skew: bool) -> int:
 def test_all_tokens_on_one_ranks_experts_are_all_computed_there() -> None:
     assert run_ranks(received_rows, 4, True) == [4 * SEQ * 2, 0, 0, 0]
     assert sum(run_ranks(received_rows, 4, False)) == 4 * SEQ * 2
+
+
+def train_recomputed(checkpoint: str) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    model = build_model(ModelConfig(name="deepseek_debug"), vocab_size=61, device="cpu")
+    init = init_for(model)
+    for i, (fqn, parameter) in enumerate(model.named_parameters()):
+        init(fqn, parameter.data, torch.Generator().manual_seed(i))
+    set_aux_scale(model, 0.5)
+    apply_expert_parallel(model, dist.group.WORLD)
+    apply_activation_checkpointing(model, list(model.layers.values()), ActivationsConfig(checkpoint=checkpoint))
+    tokens = torch.randint(61, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with CommDebugMode() as communication:
+        model(tokens).float().square().sum().backward()
+    sent = [count for op, count in communication.get_comm_counts().items() if "all_to_all_single" in str(op)]
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    routing = update_expert_bias(model, dist.group.WORLD)
+    return [float(sum(sent))], grads, [n for r in routing.values() for n in r.load]
+
+
+def test_recomputation_changes_no_bit_and_selective_recomputation_sends_nothing_again() -> None:
+    none, full, selective = (run_ranks(train_recomputed, 2, mode) for mode in ("none", "full", "selective"))
+    for plain, *others in zip(none, full, selective, strict=True):
+        for other in others:
+            assert other[1].keys() == plain[1].keys()
+            assert all(torch.equal(grad, plain[1][name]) for name, grad in other[1].items())
+            assert other[2] == plain[2]  # and every token is counted once
+    # two layers with experts: counts, rows there and rows back; backward sends rows both ways
+    assert none[0][0] == [2 * 5.0]
+    assert selective[0][0] == none[0][0]
+    assert full[0][0] > none[0][0]
