@@ -115,3 +115,13 @@ def assemble(ranks):
     for name, seen in filled.items():
         assert seen.all(), f"{name}: no rank has all of it"
     return whole
+
+
+def continue_run(folder, name, sections, until):
+    """Continue the run of that name up to step ``until`` and save; returns the step it began at, and the losses since."""
+    config = parse_config(tree(folder, name, sections))
+    with Trainer(config) as trainer:
+        first = trainer.step
+        trainer.fit(until=until)
+        trainer.save()
+        return first, trainer.losses

@@ -1,0 +1,56 @@
+"""Compare what ranks computed with what one process did."""
+
+from dataclasses import dataclass
+
+import composition
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest differences from one process."""
+
+    first_loss: float
+    last_loss: float
+    validation: float
+    norm: float
+    """Relative, of the first gradient norm."""
+    gradient: float
+    """Of the first step, over all parameters: the error over the parameter's largest gradient."""
+    worst: str
+    """The parameter with that error."""
+    ranks_agree: bool
+    """All ranks report the same bits of every loss."""
+
+
+def compare(single, ranks):
+    """Errors of one run."""
+    losses, norms, validation, _ = ranks[0]
+    want_losses, want_norms, want_validation, want_boxes = single
+    want, got = composition.assemble([want_boxes]), composition.assemble([boxes for *_, boxes in ranks])
+    assert want.keys() == got.keys(), f"parameters with gradients differ: {want.keys() ^ got.keys()}"
+    largest = max(float(g.abs().max()) for g in want.values())
+    floor = 0.01 * largest  # a parameter whose gradients are all but zero is judged by the others' size
+    relative = {
+        name: float((want[name] - got[name]).abs().max()) / max(float(want[name].abs().max()), floor) for name in want
+    }
+    worst = max(relative, key=relative.get)
+    return Errors(
+        first_loss=abs(losses[0] - want_losses[0]),
+        last_loss=max(abs(a - b) for a, b in zip(losses, want_losses, strict=True)),
+        validation=abs(validation[0] - want_validation[0]),
+        norm=abs(norms[0] - want_norms[0]) / want_norms[0],
+        gradient=relative[worst],
+        worst=worst,
+        ranks_agree=all(other[0] == losses for other in ranks),
+    )
+
+
+def failures(errors, *, float8):
+    """Names of the errors above their tolerance."""
+    limits = (
+        {"first_loss": 5e-3, "last_loss": 3e-2, "validation": 3e-2, "norm": 2e-2, "gradient": 0.2}
+        if float8
+        else {"first_loss": 2e-6, "last_loss": 2e-5, "validation": 2e-5, "norm": 2e-6, "gradient": 4e-6}
+    )
+    over = [name for name, limit in limits.items() if not getattr(errors, name) <= limit]
+    return over + ([] if errors.ranks_agree else ["ranks_agree"])

@@ -1,0 +1,123 @@
+"""Which combinations of parallelisms the matrix runs, and what each setting means in the configuration."""
+
+import itertools
+from dataclasses import dataclass
+
+DENSE = {"model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 4, "num_kv_heads": 4}}}
+MOE = {
+    "model": {"name": "deepseek_debug", "seq_len": 32, "args": {"num_layers": 4}},
+    "train": {"steps": 10, "global_batch": 8, "microbatch": 1, "max_grad_norm": 0.5},
+}
+MODELS = {"dense": DENSE, "moe": MOE}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing a user can turn on."""
+
+    sections: dict
+    ranks: int = 1
+    """Ranks that it takes for itself."""
+    axis: str = ""
+    """Two settings of one axis are alternatives, not a combination."""
+
+
+SETTINGS = {
+    "fsdp": Setting({}, 2, "data"),
+    "hsdp": Setting({"parallel": {"dp_replicate": 2, "mode": "hsdp"}}, 4, "data"),
+    "ddp": Setting({"parallel": {"mode": "ddp"}}, 2, "data"),
+    "tp": Setting({"parallel": {"tp": 2, "sequence_parallel": False}}, 2, "tensor"),
+    "tp+sp": Setting({"parallel": {"tp": 2}}, 2, "tensor"),
+    "async tp": Setting({"parallel": {"tp": 2, "async_tp": True}}, 2, "tensor"),
+    "cp ring": Setting({"parallel": {"cp": 2}, "context": {"method": "ring"}}, 2, "context"),
+    "cp ulysses": Setting({"parallel": {"cp": 2}, "context": {"method": "ulysses"}}, 2, "context"),
+    "pp 1f1b": Setting({"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}, 2, "pipeline"),
+    "pp zbv": Setting({"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 2, "pipeline"),
+    "pp zb_h2": Setting({"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h2"}}, 2, "pipeline"),
+    "ep": Setting({"parallel": {"ep": 2}}, 1, "expert"),
+    "float8": Setting({"float8": {"recipe": "blockwise", "min_speedup": 0.0}}, 1, "precision"),
+    "checkpointing": Setting({"activations": {"checkpoint": "selective"}}, 1, "activations"),
+    "compile": Setting({"compile": {"enabled": True, "backend": "aot_eager"}}, 1, "compile"),
+}
+
+REFUSED = {
+    frozenset({"ddp", "ep"}): "ddp shards nothing",
+    frozenset({"tp", "ep"}): "no sequence parallelism",
+}
+"""Combinations that must not start, and a few words of the reason."""
+
+TRIPLES = [
+    ("fsdp", "tp+sp", "pp 1f1b"),
+    ("fsdp", "tp+sp", "pp zbv"),
+    ("fsdp", "tp", "cp ring"),
+    ("fsdp", "tp+sp", "cp ulysses"),
+    ("fsdp", "cp ring", "pp zb_h2"),
+    ("fsdp", "cp ulysses", "pp zbv"),
+    ("ddp", "tp+sp", "pp 1f1b"),
+    ("ddp", "cp ring", "pp 1f1b"),
+    ("tp+sp", "cp ring", "pp zbv"),
+    ("async tp", "cp ring", "pp 1f1b"),
+    ("fsdp", "tp+sp", "pp zbv", "checkpointing"),
+    ("fsdp", "tp+sp", "cp ring", "checkpointing"),
+    ("fsdp", "tp+sp", "pp zb_h2", "float8"),
+    ("fsdp", "cp ring", "pp zbv", "float8"),
+    ("hsdp", "tp+sp", "checkpointing"),
+    ("hsdp", "pp zbv", "checkpointing"),
+    ("fsdp", "tp+sp", "ep", "checkpointing"),
+    ("fsdp", "pp zbv", "ep", "tp+sp"),
+    ("fsdp", "cp ring", "ep", "pp 1f1b"),
+    ("hsdp", "ep", "checkpointing"),
+]
+"""Combinations of three and four on 8 ranks; those with ep are for the mixture of experts."""
+
+ALL_FIVE = {
+    "parallel": {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
+    "pipeline": {"schedule": "zbv"},
+}
+"""PP x FSDP x CP x TP x EP on 16 ranks."""
+
+# compared in the default run: one or two of every kind, few ranks
+FAST = [
+    ("dense", ("tp+sp", "pp zbv")),
+    ("dense", ("fsdp", "cp ring")),
+    ("dense", ("cp ulysses", "pp zb_h2")),
+    ("dense", ("tp", "ddp")),
+    ("dense", ("async tp", "checkpointing")),
+    ("dense", ("float8", "pp 1f1b")),
+    ("dense", ("compile", "tp+sp")),
+    ("moe", ("ep", "pp zbv")),
+    ("moe", ("ep", "tp+sp")),
+]
+
+
+def combinations():
+    """Every (model, settings) of the matrix that is a combination at all."""
+    for model in MODELS:
+        for pair in itertools.combinations(SETTINGS, 2):
+            if SETTINGS[pair[0]].axis != SETTINGS[pair[1]].axis and (model == "moe" or "ep" not in pair):
+                yield model, pair
+        for names in TRIPLES:
+            if ("ep" in names) == (model == "moe"):
+                yield model, names
+
+
+def sections_of(model, names):
+    """The configuration of a combination, over that of its model."""
+    merged = {section: dict(values) for section, values in MODELS[model].items()}
+    for name in names:
+        for section, values in SETTINGS[name].sections.items():
+            merged[section] = merged.get(section, {}) | values
+    return merged
+
+
+def ranks_of(names):
+    """Ranks of a combination: 8 from three settings on or with hsdp, otherwise 4."""
+    product = 1
+    for name in names:
+        product *= SETTINGS[name].ranks
+    return 8 if product > 4 or len(names) > 2 else 4
+
+
+def refusal_of(names):
+    """Words of the reason why the combination must not start; None where it must work."""
+    return next((reason for pair, reason in REFUSED.items() if pair <= set(names)), None)

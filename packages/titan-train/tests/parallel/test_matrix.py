@@ -1,0 +1,68 @@
+"""Whatever combination of parallelisms runs it, a model has the loss and the gradients of one process.
+
+Tolerances. Float32 sums in another order: the gradient error is a few units in the last place of the largest term,
+2^-24 each, so 4e-6 of a parameter's largest gradient is some 60 of them; ten AdamW steps divide by small second moments
+and amplify that, 2e-5 in the loss. Float8 rounds to 3 bits of mantissa: where a sum in another order crosses a rounding
+boundary one value changes by 1/16, and blocks of 128 that a cut divides have other scales.
+"""
+
+import composition
+import pytest
+from composition_check import compare, failures
+from composition_matrix import ALL_FIVE, FAST, MOE, combinations, ranks_of, refusal_of, sections_of
+from titan_testing import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix")
+    composition.prepare(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    """What one process gives, run once for each model and precision."""
+    known = {}
+
+    def reference(model, float8):
+        if (model, float8) not in known:
+            sections = sections_of(model, ("float8",) if float8 else ())
+            known[model, float8] = run_ranks(composition.run, 1, folder, "single", sections, init=False)[0]
+        return known[model, float8]
+
+    return reference
+
+
+def check(model, names, folder, single):
+    sections, ranks = sections_of(model, names), ranks_of(names)
+    reason = refusal_of(names)
+    if reason is not None:
+        with pytest.raises(Exception, match=reason):
+            run_ranks(composition.run, ranks, folder, "refused", sections, timeout_s=60)
+        return
+    results = run_ranks(composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=170)
+    errors = compare(single(model, "float8" in names), results)
+    assert not failures(errors, float8="float8" in names), errors
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), FAST, ids=lambda value: value if isinstance(value, str) else " x ".join(value)
+)
+def test_a_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single):
+    check(model, names, folder, single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "names"), list(combinations()), ids=lambda value: value if isinstance(value, str) else " x ".join(value)
+)
+def test_every_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single):
+    check(model, names, folder, single)
+
+
+@pytest.mark.slow
+def test_pipeline_data_context_tensor_and_expert_parallelism_at_once(folder, single):
+    results = run_ranks(composition.run, 16, folder, "all-five", MOE | ALL_FIVE, timeout_s=170)
+    errors = compare(single("moe", False), results)
+    assert not failures(errors, float8=False), errors
