@@ -54,7 +54,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="restarts-"))
     common = [
         "--run.dir", str(folder), "--train.steps", str(STEPS), "--checkpoint.every", "2", "--checkpoint.keep-last", "0",
-        "--validation.every", "0", "--metrics.progress", "off", "--metrics.no-report", "--launch.device", "cpu",
+        "--validation.every", "0", "--schedule.warmup-steps", "2", "--metrics.progress", "off", "--metrics.no-report", "--launch.device", "cpu",
         "--launch.nproc", str(arguments.ranks), "--launch.hang-least-s", "2", "--launch.hang-factor", "2",
         "--data.cache-dir", arguments.cache,
     ]  # fmt: skip
@@ -89,7 +89,8 @@ def plan_fault(kind: str, chance: random.Random, ranks: int) -> str:
         return f"slow rank={rank} factor=3 step={step}"
     if kind == "disk-full":
         return f"disk-full rank={rank} step={step - step % 2}"
-    if kind == "corrupt-checkpoint":  # damage shows only when it is read
+    if kind == "corrupt-checkpoint":  # damage shows only when it is read; an older checkpoint must be there
+        step = max(step, 5)
         return f"corrupt-checkpoint rank={rank} step={step}; kill rank={rank} step={step}"
     return f"{kind} rank={rank} step={step}"
 

@@ -13,7 +13,8 @@ def plan(kind, chance):
         return f"slow rank={rank} factor=3 step={step}"
     if kind == "disk-full":
         return f"disk-full rank={rank} step={step // 4 * 4}"
-    if kind == "corrupt-checkpoint":  # damage shows only when it is read
+    if kind == "corrupt-checkpoint":  # damage shows only when it is read; an older checkpoint must be there
+        step = max(step, 9)
         return f"corrupt-checkpoint rank={rank} step={step}; kill rank={1 - rank} step={step}"
     return f"{kind} rank={rank} step={step}"
 

@@ -82,6 +82,13 @@ def test_restarts_that_are_used_up_end_the_run_with_the_cause(job):
     assert "Not started again: launch.max_restarts=1 restarts within 3600 s are used up." in told
 
 
+def test_without_an_intact_checkpoint_the_run_ends_rather_than_begin_again(job):
+    code, told = job.supervise("damaged", "--launch.faults", "corrupt-checkpoint step=6; kill rank=1 step=6")
+    assert code == 1
+    assert "step-00000004" in told
+    assert "does not match its digest" in told
+
+
 def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):
     code, told = job.supervise("broken", "--model.name", "no_such_package.model:build")
     assert code == 1

@@ -87,7 +87,8 @@ def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Atte
     # A batch system's warning comes to every machine: the ranks act on it, this process stays to see them end.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    before = _read(run_dir)
+    left = _read(run_dir)  # what an earlier start left behind says nothing about this one
+    finished_before = left.run if left is not None and left.exit_code is not None else None
     job: Job | None = None
     current: Told | None = None
     heard, text = time.monotonic(), ""
@@ -98,8 +99,7 @@ def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Atte
                 heard, text = time.monotonic(), new_text
             if time.monotonic() - heard > _LEADER_GONE_S:
                 return 1
-            # what an earlier start left behind says nothing about this one
-            if told is not None and not (before is not None and told.run == before.run and told.exit_code is not None):
+            if told is not None and told.run != finished_before:
                 if told.exit_code is not None:
                     _let_end(job)
                     return told.exit_code

@@ -325,7 +325,7 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if not address:
         needed = max(1, round(launch.ray.cpus_per_rank * world_size + 0.5))
-        ray.init(num_cpus=needed, include_dashboard=False, object_store_memory=100 * 2**20, **options)
+        ray.init(address="local", num_cpus=needed, include_dashboard=False, object_store_memory=100 * 2**20, **options)
         return ray
     _check_reachable(address)
     try:

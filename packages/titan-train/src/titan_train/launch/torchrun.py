@@ -28,6 +28,7 @@ from titan_train.launch.orders import Order
 from titan_train.launch.ranks import DeviceType, Ranks
 
 _POLL_S = 0.05
+_REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
 _TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} .*torch/distributed/|\*{20,}|Setting OMP_NUM_THREADS|$")
 _PEERS_S = 2.0  # how long the peers of a lost rank may take to fail by themselves
 
@@ -102,6 +103,7 @@ class TorchrunJob:
         self._world_size = attempt.world_size
         self._told = False
         self._shown = 0  # bytes of the log that were passed on
+        self._reporting = False  # torchrun has begun to report a failure, which takes all the rest
         self._lost_at: float | None = None
 
     def _rendezvous(self, launch: LaunchConfig) -> tuple[str, ...]:
@@ -165,8 +167,7 @@ class TorchrunJob:
         if self._told:
             return []
         self._told = True
-        if code == 0:  # else what is left is torchrun's report of the failure, which the supervisor tells better
-            self._pass_on_errors()
+        self._pass_on_errors()
         beats = self._board.beats()
         exits: list[RankExit] = []
         root = _root_cause(self._log.read_text(encoding="utf-8", errors="replace")) if code else None
@@ -185,7 +186,8 @@ class TorchrunJob:
             whole, newline, _ = log.read().rpartition(b"\n")
         self._shown += len(whole + newline)
         for line in whole.decode("utf-8", errors="replace").splitlines():
-            if not _TORCHRUNS_OWN.match(line):
+            self._reporting = self._reporting or _REPORT.match(line) is not None
+            if not self._reporting and not _TORCHRUNS_OWN.match(line):
                 print(line, file=sys.stderr, flush=True)
 
     def _end_what_waits_for_the_dead(self) -> None:
