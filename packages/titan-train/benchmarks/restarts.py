@@ -3,7 +3,7 @@
 Question: after a kill, a hang, SIGTERM, a full disk or a damaged newest checkpoint, how many seconds pass from the fault
 to the next finished step of the restarted run, and are the losses the same bits?
 
-Method: one undisturbed run of the quick start's model and batch on CPU ranks, then N runs, each with one fault of a
+Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with one fault of a
 random kind at a random rank and step (seeded). Ranks come from one fork server that stays warm, as in any run of the
 command. The fault writes its time when it strikes; the first step record after the restart is the end. `slow` restarts
 nothing: its time is to the next finished step.
@@ -52,12 +52,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write OUT.json and OUT.md")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="restarts-"))
-    common = [
-        "--run.dir", str(folder), "--train.steps", str(STEPS), "--checkpoint.every", "2", "--checkpoint.keep-last", "0",
-        "--validation.every", "0", "--schedule.warmup-steps", "2", "--metrics.progress", "off", "--metrics.no-report", "--launch.device", "cpu",
-        "--launch.nproc", str(arguments.ranks), "--launch.hang-least-s", "2", "--launch.hang-factor", "2",
-        "--data.cache-dir", arguments.cache,
-    ]  # fmt: skip
+    settings = {
+        "run.dir": folder,
+        "train.steps": STEPS,
+        "train.global-batch": arguments.ranks,
+        "schedule.warmup-steps": 2,
+        "validation.every": 0,
+        "checkpoint.every": 2,
+        "checkpoint.keep-last": 0,
+        "metrics.progress": "off",
+        "launch.device": "cpu",
+        "launch.nproc": arguments.ranks,
+        "launch.hang-least-s": 2,
+        "launch.hang-factor": 2,
+        "data.cache-dir": arguments.cache,
+    }
+    common = [word for key, value in settings.items() for word in (f"--{key}", str(value))] + ["--metrics.no-report"]
     prepare_inputs(load_config(arguments.config, common))
     run(arguments, [*common, "--run.name", "warm-up", "--train.steps", "2"])
     _, wanted, seconds, _ = run(arguments, [*common, "--run.name", "undisturbed"])
