@@ -3,10 +3,10 @@
 Question: after a kill, a hang, SIGTERM, a full disk or a damaged newest checkpoint, how many seconds pass from the fault
 to the next finished step of the restarted run, and are the losses the same bits?
 
-Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with one fault of a
-random kind at a random rank and step (seeded). Ranks come from one fork server that stays warm, as in any run of the
-command. The fault writes its time when it strikes; the first step record after the restart is the end. `slow` restarts
-nothing: its time is to the next finished step.
+Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with
+one fault of a random kind at a random rank and step (seeded). Ranks come from one fork server that stays warm, as in any
+run of the command. The fault writes its time when it strikes; the first step record after the restart is the end. `slow`
+restarts nothing and has no time.
 
 Output: a table on stderr, one JSON object on the last line of stdout; with --out also two files. A run is stopped and
 counted as hanging after --limit-s.
