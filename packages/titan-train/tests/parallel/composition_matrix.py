@@ -41,7 +41,7 @@ SETTINGS = {
 }
 
 REFUSED = {
-    frozenset({"ddp", "ep"}): "ddp shards nothing",
+    frozenset({"ddp", "ep"}): "would cross dp_replicate",
     frozenset({"tp", "ep"}): "no sequence parallelism",
 }
 """Combinations that must not start, and a few words of the reason."""

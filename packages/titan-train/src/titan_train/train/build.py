@@ -182,6 +182,12 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     schedule = plan_pipeline(config, layout, batch)
     if schedule is not None:
         stage_layers(config, model, schedule)
+    recipe = config.float8.recipe
+    if recipe != "none" and config.float8.all_gather == "on" and not titan_fp8.Recipe.get(recipe).fsdp_all_gather:
+        raise ValueError(
+            f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans what several ranks hold of a "
+            "weight. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
+        )
     if config.activations.checkpoint == "budget" and not config.compile.enabled:
         raise ValueError(
             "activations.checkpoint='budget' is what torch.compile decides while it compiles. Set compile.enabled=true, or "
