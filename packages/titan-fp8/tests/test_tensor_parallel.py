@@ -95,6 +95,30 @@ def test_row_parallel_linear_gathers_its_gradient_in_float8(recipe: str) -> None
         assert torch.equal(dw, grads[rank][1])
 
 
+def compiled_region(recipe: str) -> bool:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x, w, *_ = tensors()
+    down = tensors()[2].t()[:N, :16]  # [N, 16]: this rank's half of the rows, transposed, is [16, N / 2]
+
+    def region(part: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        (hidden,) = titan_fp8.all_gather_linears(part, [up], recipe, group=dist.group.WORLD)
+        return titan_fp8.linear_reduce_scatter(hidden, down, recipe, group=dist.group.WORLD)
+
+    def run(fn: Any) -> list[torch.Tensor]:
+        leaves = (x.chunk(n, 1)[rank], w.chunk(n, 0)[rank], down.chunk(n, 0)[rank].t())
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = fn(*leaves)
+        out.float().square().sum().backward()
+        return [out.detach(), *(t.grad for t in leaves)]
+
+    compiled = torch.compile(region, fullgraph=True, backend="aot_eager")
+    return all(torch.equal(a, b) for a, b in zip(run(compiled), run(region), strict=True))
+
+
+def test_a_compiled_region_has_the_bits_of_the_eager_one() -> None:
+    assert all(run_ranks(compiled_region, 2, "blockwise", timeout_s=150))
+
+
 def lopsided() -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` and ``w`` whose halves differ in size: a rank's own amax would spare the second half from underflow."""
     x, w, *_ = tensors()

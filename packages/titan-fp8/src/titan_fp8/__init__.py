@@ -1,4 +1,9 @@
-"""float8 training for any PyTorch model: casts, products, layers and a converter."""
+"""float8 training for any PyTorch model: casts, products, layers and a converter.
+
+Start with `convert_to_float8` on a model, or `linear`, `linears` and `grouped_mm` in one of your own. Under FSDP2 add
+`apply_float8_all_gather` before ``fully_shard`` and `sync_scales` after each optimizer step; under tensor parallelism
+use `all_gather_linears` and `linear_reduce_scatter`. `stats` says what float8 costs, `backends` which kernels run.
+"""
 
 from titan_fp8._convert import DEFAULT_SKIP, convert_to_float8
 from titan_fp8._export import export_hf_fp8

@@ -194,8 +194,9 @@ def gather_rows(part: QTensor, scaling: Scaling, shape: Sequence[int], group: di
     data = _gather_tokens(part.data.view(torch.uint8)[: part.rows], shape, group).view(scaling.dtype)
     scale = part.scale
     if scaling.gran != "tensor":
-        bytes_of_scales = scale[: part.rows].contiguous().view(torch.uint8)
-        scale = _gather_tokens(bytes_of_scales, shape, group).view(scale.dtype)
+        own = scale[: part.rows].contiguous()
+        wire = own.view(torch.uint8) if scaling.gran == "mx32" else own  # not every backend sends e8m0
+        scale = _gather_tokens(wire, shape, group).view(scale.dtype)
         if scaling.gran == "block1x128":
             scale = scale.t().contiguous().t()
     return QTensor(data.shape[0], part.columns, data, scale)
