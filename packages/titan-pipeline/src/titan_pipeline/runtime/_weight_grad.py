@@ -80,9 +80,9 @@ class WeightGradEngine:
         module: Its layers' ``forward`` is wrapped in place; `detach` undoes it.
         rules: Module type → rule, added to (or replacing) the defaults for ``nn.Linear`` and ``nn.Embedding``.
             A type matches exactly, not its subclasses.
-        through_autograd: Always accumulate by autograd's own nodes. Needed where something hooks those nodes rather
-            than the parameters (DistributedDataParallel); costs about 9 us a parameter. Parameters with hooks of
-            their own take that way regardless.
+        through_autograd: Always accumulate by autograd's own nodes. Needed where a library hooks those nodes rather
+            than the parameters; costs about 9 us a parameter. Parameters with hooks of their own take that way
+            regardless. (DistributedDataParallel does not need it: a stage arms its reducer after the last gradient.)
     """
 
     def __init__(
