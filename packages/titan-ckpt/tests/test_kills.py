@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 RANKS = 4
-SAVES = 25
+SAVES = 12
 
 
 def state_at(step: float) -> TrainState:
@@ -69,7 +69,9 @@ def kill_rounds(tmp_path: Path, victim: str, rounds: int) -> None:
     root = tmp_path / "root"
     highest = 0
     for _ in range(rounds):
-        run_ranks(save_until_killed, RANKS, str(root), victim, 0.02 + draw.random() * 0.4, allow_death=True)
+        run_ranks(
+            save_until_killed, RANKS, str(root), victim, 0.02 + draw.random() * 0.4, allow_death=True, timeout_s=150
+        )
         step = committed(root)
         assert step >= highest
         if victim == "trainers":  # what every rank was told is accepted must be there
