@@ -63,6 +63,7 @@ def fused_block() -> tuple[float, tuple[int, int, int]]:
     return max(errors), (fused.gathers, fused.scatters, fused.left)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_gathers_and_scatters_of_a_block_are_found_and_fused():
     for error, counted in run_ranks(fused_block, 2, timeout_s=350):
