@@ -81,9 +81,25 @@ class Job:
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "RAY_AUTH_MODE": "disabled"},
+            env=self.environ(),
             check=False,
         )
+
+    def start(self, name, *words):
+        """Start the command; its output and errors come through one pipe, line by line."""
+        return subprocess.Popen(
+            self.command(name, *words),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environ(),
+        )
+
+    @staticmethod
+    def environ():
+        settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "disabled"}
+        return os.environ | settings
 
     def records(self, name, kind="step"):
         lines = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]

@@ -325,7 +325,12 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if not address:
         needed = max(1, round(launch.ray.cpus_per_rank * world_size + 0.5))
-        ray.init(address="local", num_cpus=needed, include_dashboard=False, object_store_memory=100 * 2**20, **options)
+        try:
+            ray.init(
+                address="local", num_cpus=needed, include_dashboard=False, object_store_memory=100 * 2**20, **options
+            )
+        except Exception as err:  # Ray's own type for a node that does not start
+            raise ValueError(f"Ray could not start a cluster on this machine: {_first_line(err)}") from err
         return ray
     _check_reachable(address)
     try:
