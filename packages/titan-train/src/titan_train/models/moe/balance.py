@@ -69,6 +69,8 @@ def set_aux_scale(model: nn.Module, scale: float) -> None:
 
 def set_sequence_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Name the ranks that hold parts of the same rows (cp, tp under sequence parallelism, or both); None: whole rows."""
+    if group is not None and group.size() == 1:
+        group = None
     for _, layer in moe_layers(model):
         layer.sequence_group = group
 
@@ -105,7 +107,7 @@ def update_expert_bias(
         experts = layer.args.num_experts
         if layer.expert_bias is not None and not skip:
             load = total[start : start + experts]
-            layer.expert_bias += layer.args.bias_rate * torch.sign(load.mean() - load).to(layer.expert_bias.dtype)
+            layer.expert_bias += layer.args.bias_rate * torch.sign(load.mean() - load).to(layer.expert_bias)
             # a common shift changes no choice: without this the biases would drift
             layer.expert_bias -= layer.expert_bias.mean()
         balance, z, rows = host[start + experts : start + experts + 3]

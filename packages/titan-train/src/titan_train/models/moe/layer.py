@@ -60,7 +60,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``; each row is a sequence, or this rank's part of one."""
         tokens = x.flatten(0, -2)
-        routing: Routing = self.router(tokens, self.expert_bias)
+        # where parameters are offloaded to the host, what is not a parameter is there too
+        bias = None if self.expert_bias is None else self.expert_bias.to(x.device)
+        if self.load.device != x.device:
+            self._start_counting(x.device)
+        routing: Routing = self.router(tokens, bias)
         by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
         weights = self._observe(routing, by_row) if torch.is_grad_enabled() else routing.weights
         shared = self.shared_experts
