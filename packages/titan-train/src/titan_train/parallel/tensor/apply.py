@@ -3,9 +3,6 @@
 The model keeps its structure and its names. Each rank's parameters become plain tensors of its own shape (no DTensor:
 about 3 ms a layer cheaper on the host, and float8, compilation, pipelines and checkpointing see ordinary modules); the
 returned table says which box of the whole each one is.
-
-A rowwise linear's bias is to be added once, to the sum. The first rank has it and adds it to its summand, the others have
-none: its gradient there is the whole one, and nothing has to be added up.
 """
 
 import torch.distributed as dist
