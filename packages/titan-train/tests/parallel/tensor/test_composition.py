@@ -13,6 +13,8 @@ from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs, build_model, init
 from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules, vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.tables import table_for
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 ARGS = LlamaArgs(dim=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_dim=48, vocab_size=96)
@@ -265,3 +267,30 @@ def async_against_plain(name: str) -> float:
 @pytest.mark.parametrize("name", ["qwen3_debug", "deepseek_debug"])
 def test_asynchronous_products_fit_head_norms_and_latent_attention(name):
     assert max(run_ranks(async_against_plain, 2, name)) <= 1e-6  # float32 inside the routers
+
+
+def under_fsdp(mode: str) -> float:
+    """Largest error of any gradient: 2 data-parallel ranks, each of 2 tensor-parallel ones, sharded by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = make()
+    _, want = whole_gradients(copy.deepcopy(model))
+    group = mesh.get_group("tp")
+    cuts = apply_tensor_parallel(model, group, table=table_for(model), **MODES[mode])
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for unit in (*model.layers.values(), model):
+        fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=True)
+    inputs, labels = (row[mesh.get_local_rank("dp")].unsqueeze(0) for row in tokens())
+    loss = vocab_parallel_cross_entropy_sum(model(inputs), labels, group, cuts["lm_head.weight"].offset[0])
+    (loss * 2).backward()  # FSDP2 averages over the data-parallel ranks
+    errors = []
+    for name, p in model.named_parameters():
+        if name in cuts and cuts[name].partial_over is not None:
+            dist.all_reduce(p.grad.to_local(), group=cuts[name].partial_over)
+        expected = cuts[name].of(want[name], shapes[name]) if name in cuts else want[name]
+        errors.append(float((p.grad.full_tensor() - expected).abs().max() / want[name].abs().max()))
+    return max(errors)
+
+
+@modes
+def test_cut_parameters_can_be_sharded_by_fsdp(mode):
+    assert max(run_ranks(under_fsdp, 4, mode)) <= 1e-11  # float64

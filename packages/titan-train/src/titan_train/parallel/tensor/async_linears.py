@@ -30,7 +30,7 @@ class GatherLinears(SharedInput):
 
     def forward(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
         """``[B, S / n, K]`` to ``[B, S, F]`` for each linear."""
-        outs = all_gather_matmul(x, [linear.get_parameter("weight") for linear in linears], self._group)
+        outs = all_gather_matmul(x, [cast(nn.Linear, linear).weight for linear in linears], self._group)
         return tuple(_add_bias(out, linear) for out, linear in zip(outs, linears, strict=True))
 
 
