@@ -248,10 +248,12 @@ def _fail_and_recover(text, how, gather):
     return said, [(loss, loss, {}, {s.index: grads_of(s) for s in stages})]
 
 
-@pytest.mark.parametrize(("how", "gather"), [("fsdp", "step"), ("fsdp", "microbatch"), ("ddp", "step")])
-def test_a_step_after_a_failed_one_is_right(how, gather):
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_a_step_after_a_failed_one_is_right_if_replicas_fail_alike(how):
+    """Both replicas break in one microbatch, after the step's only all-gathers. With ``gather="microbatch"`` the other
+    ranks of the two pipelines may stop at different ones, and their collectives no longer match: see the limits."""
     schedule = build_schedule("zb_h1", 2, MICROBATCHES)
-    returned = testing.run_ranks(_fail_and_recover, 4, schedule.to_text(), how, gather)
+    returned = testing.run_ranks(_fail_and_recover, 4, schedule.to_text(), how, "step")
     assert all("the layer broke" in said for said, _ in returned)
     loss, expected = reference(2)
     check([steps for _, steps in returned], loss, expected, 1e-5, 1e-7)
