@@ -54,6 +54,7 @@ _TRITON_MODULES = {
     "cast_row_dual": "_tensor",
     "cast_block": "_block",
     "cast_block_dual": "_block",
+    "cast_weight_block": "_weights",
     "cast_weights_block": "_weights",
     "cast_mx": "_mx",
     "cast_mx_dual": "_mx",

@@ -38,6 +38,12 @@ KERNELS = {
         _mx.cast_mx_kernel, {"x": X, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES},
         {"DUAL": True, "MASKED": False, "E4M3": True, "HARDWARE": True}, 8,
     ),
+    "cast_weight": (
+        _weights.cast_weight_kernel,
+        {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
+         "experts_scale_t": ODD},
+        {"MASKED": False, **E4M3}, 8,
+    ),
     "cast_weights": (
         _weights.cast_weights_kernel, {"table": "*i64"},
         {"NUM_MATRICES": 7, "PADDED_MATRICES": 8, "FIELDS": 9, "INPUT": tl.bfloat16, "MASKED": False, **E4M3}, 8,

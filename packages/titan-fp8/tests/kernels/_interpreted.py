@@ -132,6 +132,7 @@ def casts():
                 ("cast_row", _row, (few, dtype, pow2)),
                 ("cast_block", _block, (x, dtype, pow2)),
                 ("cast_block_dual", _block, (x, dtype, pow2)),
+                ("cast_weight_block", _weights, (torch.stack([x, x * 2]), dtype, pow2)),
                 ("cast_weights_block", _weights, ([x, torch.stack([few, few * 2])], dtype, pow2)),
                 ("cast_mx", _mx, (x, dtype)),
                 ("cast_mx_dual", _mx, (x, dtype)),

@@ -55,6 +55,7 @@ def call_everything():
             _row.cast_row(x, dtype, pow2)
             _block.cast_block(x, dtype, pow2)
             _block.cast_block_dual(x, dtype, pow2)
+            _weights.cast_weight_block(x, dtype, pow2)
             _weights.cast_weights_block([x, torch.stack([x, x])], dtype, pow2)
         _mx.cast_mx(x, E4M3)
         _mx.cast_mx_dual(x, E4M3)

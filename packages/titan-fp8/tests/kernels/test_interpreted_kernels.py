@@ -28,7 +28,7 @@ EXHAUSTIVE = [
 ]
 OPS = (
     "amax", "cast_tensor", "cast_tensor_dual", "cast_row_dual", "cast_row", "cast_block", "cast_block_dual",
-    "cast_weights_block", "cast_mx", "cast_mx_dual",
+    "cast_weight_block", "cast_weights_block", "cast_mx", "cast_mx_dual",
 )  # fmt: skip
 CASTS = [
     *(f"{op}-{shape}-{how}" for op in OPS for shape in ("128x256", "140x147") for how in ("e4m3-pow2", "e5m2-exact")),

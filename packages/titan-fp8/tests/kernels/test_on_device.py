@@ -102,6 +102,12 @@ def test_weights_in_one_launch_equal_the_reference():
         _assert_same(ops.cast_weights_block(chosen), expected)
 
 
+@pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256), (2, 130, 200)], ids=str)
+def test_one_weight_equals_the_reference(shape):
+    w = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16()
+    _assert_same(ops.cast_weight_block(w), _on_cpu(ops.cast_weight_block, w))
+
+
 @pytest.mark.parametrize("ends", [(20, 20, 100), (0, 0, 300), (0, 0, 0), (1, 129, 300)], ids=str)
 def test_grouped_cast_equals_the_reference(ends):
     x, offs = _matrix(300, 256), torch.tensor(ends, dtype=torch.int32, device="cuda")

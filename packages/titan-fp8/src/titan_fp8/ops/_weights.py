@@ -16,8 +16,7 @@ def cast_weight_block(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """128×128 tiles of ``w[N, K]`` or ``w[E, N, K]``: ``q[Np, Kp], scale[Np/128, L4], qt[Kp, Np], scale_t[Kp/128, L4]``."""
     _check([w], dtype)
-    q, scale, qt, scale_t = implementation("cast_weights_block", w.device, backend)([w], dtype, pow2)
-    return q, scale, qt, scale_t
+    return implementation("cast_weight_block", w.device, backend)(w, dtype, pow2)
 
 
 @cast_weight_block.register_fake

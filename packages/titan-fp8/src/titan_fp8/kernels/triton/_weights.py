@@ -1,6 +1,6 @@
-"""128×128 casts of many weights in one launch, for after the optimizer step.
+"""128×128 casts of weights: one weight with its experts, or many weights in one launch after the optimizer step.
 
-A table on the device holds each matrix's addresses and sizes and its first tile's number; a program finds its matrix by
+For many, a table on the device holds each matrix's addresses and sizes and its first tile's number; a program finds its matrix by
 counting the first tiles at or below its own. The scale is shared by both layouts, so the transpose is a permutation of
 bytes: 2 + 1 + 1 bytes an element. Experts of one ``[E, N, K]`` parameter are E matrices.
 """
@@ -20,28 +20,12 @@ _FIELDS = 9  # first tile, then: w, q, scale, qt, scale_t addresses, N, K, row s
 
 
 @triton.jit
-def cast_weights_kernel(
-    table, NUM_MATRICES: tl.constexpr, PADDED_MATRICES: tl.constexpr, FIELDS: tl.constexpr, INPUT: tl.constexpr,
+def cast_weight_tile(
+    w, q, scale, qt, scale_t, N, K, stride_w, tile_n, tile_k,
     MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One 128×128 tile of one matrix per program. Without ``MASKED``, all sizes are multiples of 128."""
-    tile = tl.program_id(0).to(tl.int64)
-    matrices = tl.arange(0, PADDED_MATRICES)
-    first_tiles = tl.load(table + matrices * FIELDS, mask=matrices < NUM_MATRICES, other=9223372036854775807)
-    row_of_table = table + (tl.sum((first_tiles <= tile).to(tl.int32), axis=0) - 1) * FIELDS
-    # Torch's allocations start at multiples of 16 bytes, and so do views of whole experts; the launcher checks.
-    w = tl.multiple_of(tl.load(row_of_table + 1).to(tl.pointer_type(INPUT)), 16)
-    q = tl.multiple_of(tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8)), 16)
-    scale = tl.load(row_of_table + 3).to(tl.pointer_type(tl.float32))
-    qt = tl.multiple_of(tl.load(row_of_table + 4).to(tl.pointer_type(tl.uint8)), 16)
-    scale_t = tl.load(row_of_table + 5).to(tl.pointer_type(tl.float32))
-    N, K, stride_w = tl.load(row_of_table + 6), tl.load(row_of_table + 7), tl.load(row_of_table + 8)
-    tiles_n, tiles_k = ((N + 127) // 128).to(tl.int32), ((K + 127) // 128).to(tl.int32)
-    tile = (tile - tl.load(row_of_table)).to(tl.int32)
-    tile_n, tile_k = (tile // tiles_k).to(tl.int64), (tile % tiles_k).to(tl.int64)
-    if not MASKED:
-        stride_w = tl.multiple_of(stride_w, 16)
-
+    """One 128×128 tile of one matrix, both layouts, and its scale in both tables; ``tile_n`` and ``tile_k`` are int64."""
+    tiles_n, tiles_k = (N + 127) // 128, (K + 127) // 128
     lanes = tl.arange(0, 128)
     rows, columns = tile_n * 128 + lanes, tile_k * 128 + lanes
     mask = (rows < N)[:, None] & (columns < K)[None, :]
@@ -60,6 +44,65 @@ def cast_weights_kernel(
     own = tl.where(four == 0, decode, 1.0)
     tl.store(scale + tile_n * wide_k + tile_k + four, own, mask=four < count_k)
     tl.store(scale_t + tile_k * wide_n + tile_n + four, own, mask=four < count_n)
+
+
+@triton.jit
+def cast_weight_kernel(
+    w, q, scale, qt, scale_t, N, K, stride_w, experts_w, experts_q, experts_scale, experts_scale_t,
+    MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One tile per program of one weight, whose experts, ``experts_*`` elements apart, are the grid's second axis."""
+    tiles_k = (K + 127) // 128
+    tile_n, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
+    expert = tl.program_id(1).to(tl.int64)
+    cast_weight_tile(
+        w + expert * experts_w, q + expert * experts_q, scale + expert * experts_scale,
+        qt + expert * experts_q, scale_t + expert * experts_scale_t,
+        N, K, stride_w, tile_n, tile_k, MASKED, E4M3, POW2, HARDWARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_weights_kernel(
+    table, NUM_MATRICES: tl.constexpr, PADDED_MATRICES: tl.constexpr, FIELDS: tl.constexpr, INPUT: tl.constexpr,
+    MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One tile per program of one of many matrices. Without ``MASKED``, all sizes are multiples of 128."""
+    tile = tl.program_id(0).to(tl.int64)
+    matrices = tl.arange(0, PADDED_MATRICES)
+    first_tiles = tl.load(table + matrices * FIELDS, mask=matrices < NUM_MATRICES, other=9223372036854775807)
+    row_of_table = table + (tl.sum((first_tiles <= tile).to(tl.int32), axis=0) - 1) * FIELDS
+    # Torch's allocations start at multiples of 16 bytes, and so do views of whole experts; the launcher checks.
+    w = tl.multiple_of(tl.load(row_of_table + 1).to(tl.pointer_type(INPUT)), 16)
+    q = tl.multiple_of(tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8)), 16)
+    scale = tl.load(row_of_table + 3).to(tl.pointer_type(tl.float32))
+    qt = tl.multiple_of(tl.load(row_of_table + 4).to(tl.pointer_type(tl.uint8)), 16)
+    scale_t = tl.load(row_of_table + 5).to(tl.pointer_type(tl.float32))
+    N, K = tl.load(row_of_table + 6).to(tl.int32), tl.load(row_of_table + 7).to(tl.int32)
+    stride_w = tl.load(row_of_table + 8)
+    if not MASKED:
+        stride_w = tl.multiple_of(stride_w, 16)
+    tile_in_matrix = (tile - tl.load(row_of_table)).to(tl.int32)
+    tiles_k = (K + 127) // 128
+    tile_n, tile_k = (tile_in_matrix // tiles_k).to(tl.int64), (tile_in_matrix % tiles_k).to(tl.int64)
+    cast_weight_tile(w, q, scale, qt, scale_t, N, K, stride_w, tile_n, tile_k, MASKED, E4M3, POW2, HARDWARE)
+
+
+def cast_weight_block(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `titan_fp8.reference.cast_weight_block`. Needs no table, so that it can be captured in a CUDA graph."""
+    q, scale, qt, scale_t = results = empty_weight_block(w, dtype)
+    if w.numel() == 0:
+        return results
+    w = w.contiguous()
+    experts, (rows, columns) = w.numel() // (w.shape[-2] * w.shape[-1]), w.shape[-2:]
+    with on_device_of(w):
+        cast_weight_kernel[(triton.cdiv(rows, 128) * triton.cdiv(columns, 128), experts)](
+            w, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, rows, columns, columns,
+            *(tensor.numel() // experts for tensor in (w, q, scale, scale_t)),
+            MASKED=bool(rows % 128 or columns % 128), E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=w.is_cuda,
+            num_warps=8,
+        )  # fmt: skip
+    return results
 
 
 def cast_weights_block(weights: list[Tensor], dtype: torch.dtype, pow2: bool) -> list[Tensor]:
