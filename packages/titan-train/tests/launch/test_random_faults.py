@@ -27,7 +27,7 @@ def test_a_run_struck_at_random_ends_with_the_losses_of_the_undisturbed_one(job,
     faults = plan(KINDS[number % len(KINDS)], chance)
     name = f"random-{number}"
     code, told = job.supervise(
-        name, "--launch.faults", faults, "--launch.hang-factor", "2", "--launch.hang-least-s", "2"
+        name, "--launch.faults", faults, "--launch.hang-factor", "8", "--launch.hang-least-s", "2"
     )
     assert code == 0, (faults, told)
     assert job.losses(name) == undisturbed, (faults, told)
