@@ -68,6 +68,7 @@ def test_a_failed_background_save_is_raised_by_the_next_call_and_the_one_after_w
     os.kill(ck._saver.process.pid, signal.SIGKILL)
     while not job.done:
         time.sleep(0.01)
+    ck._saver._child.wait()  # a killed process may live on for a moment
     if job.error is not None:  # it may have been faster than the signal
         assert ck.last_error is not None
         with pytest.raises(CheckpointError, match="ended while it wrote step 2"):
