@@ -83,7 +83,26 @@ def gpu(session: nox.Session) -> None:
     _sync(session, "test", "--all-packages", "--all-extras")
     gpu_tests = ["--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs]
     session.run("pytest", "-q", *gpu_tests, env=TEST_ENV, success_codes=[0, 5])
+    session.run("python", "packages/titan-fp8/benchmarks/on_gpu.py", "--out", "benchmarks/results")
     session.run("python", "packages/titan-cp/benchmarks/simulated_ring.py", "--tokens", "8192", "32768")
+    session.run("python", "benchmarks/gpu_llama.py", "--layers", "12", "--seq-len", "8192")
+
+
+@nox.session(default=False)
+def matrix(session: nox.Session) -> None:
+    """Every combination of parallelisms against one process; half an hour on two cores."""
+    _install_wheels(session, "titan-train")
+    tests = "packages/titan-train/tests/parallel/test_matrix.py"
+    session.run("pytest", "-q", "--slow", "-m", "slow", tests, *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def published(session: nox.Session) -> None:
+    """Checkpoints and models against the transformers library: weights in, the same logits out."""
+    _sync(session, "test", "--all-packages", "--all-extras")
+    session.install("--quiet", "transformers>=4.57")
+    tests = ["packages/titan-ckpt/tests", "packages/titan-train/tests/models"]
+    session.run("pytest", "-q", "-k", "transformers or published", *tests, *session.posargs, env=TEST_ENV)
 
 
 @nox.session

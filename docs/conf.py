@@ -1,6 +1,9 @@
 """Sphinx configuration. `uvx nox -s docs` builds; a warning is an error."""
 
 import re
+from pathlib import Path
+
+from titan_train.refusals import table
 
 project = "titan"
 author = "The titan authors"
@@ -11,7 +14,12 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "concepts/_refused.md"]
+
+# The list of refused combinations is asked of the code, each time the documentation is built.
+_rows = "".join(f"| {what} | {reason} |\n" for what, reason in table())
+_refused = Path(__file__).parent / "concepts" / "_refused.md"
+_refused.write_text("| combination | what the user is told |\n| --- | --- |\n" + _rows, encoding="utf-8")
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -40,7 +40,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     config = load_config(arguments.config, words[1:])
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
-    world_size = nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
+    world_size = (
+        nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
+    )
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
     layout = build_layout(config, world_size)
     mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
@@ -107,7 +109,9 @@ def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
     head = "".join(f"{'pp ' + str(r.pipeline_rank):>10}" for r in shown) if len(shown) > 1 else ""
     lines = [f"\nmemory of one rank, GiB:{head:>{len(head) + 0}}"]
     lines.append(
-        f"  {'parameters':<12}" + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown) + "  billions it computes with"
+        f"  {'parameters':<12}"
+        + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown)
+        + "  billions it computes with"
     )
     for name, meaning in _MEMORY.items():
         lines.append(f"  {name:<12}" + "".join(f"{getattr(r, name) / 2**30:10.2f}" for r in shown) + f"  {meaning}")

@@ -18,8 +18,9 @@ def compile_blocks(
         blocks: The model's repeated blocks.
         config: Backend and mode.
         activations: For the memory budget, which is torch.compile's to keep.
-        whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks whose
-            communication depends on the data (context parallelism's exchange, expert parallelism's routing) cannot.
+        whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks with
+            communication that torch does not trace (context parallelism's exchange, the ring of asynchronous tensor
+            parallelism) or that depends on the data (expert parallelism's routing) cannot.
     """
     if activations.checkpoint == "budget":
         torch._functorch.config.activation_memory_budget = activations.budget  # read when a block is compiled

@@ -95,7 +95,9 @@ def build_parallel_model(
     cuts: dict[str, Cut] = {}
     for part in _parts(config, whole, schedule, mesh, vocab_size):
         if config.float8.recipe != "none":
-            convert_to_float8(part, config.float8, tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1))
+            convert_to_float8(
+                part, config.float8, tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1)
+            )
         if spec.tp > 1:
             assert mesh is not None
             cuts |= apply_tensor_parallel(
@@ -117,7 +119,8 @@ def build_parallel_model(
             context.apply(part)
         apply_activation_checkpointing(part, blocks_of(part), config.activations)
         if config.compile.enabled:
-            whole_graph = spec.cp == 1 and spec.ep == 1
+            ring = config.parallel.async_tp and spec.tp > 1
+            whole_graph = spec.cp == 1 and spec.ep == 1 and not ring
             compile_blocks(blocks_of(part), config.compile, config.activations, whole_graph=whole_graph)
         wrapped, plan = _wrap(part, config, layout, mode, mesh, device, _global_init(init, cuts, tied, config.run.seed))
         parts.append(wrapped)
@@ -171,7 +174,9 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         )
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
     if spec.cp > 1:
-        plan_rows(config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32)
+        plan_rows(
+            config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32
+        )
         mixed_rows = config.data.document_mask and batch.microbatch > 1
         if mixed_rows and any(layer.args.balance_loss for _, layer in moe_layers(model)):
             raise ValueError(

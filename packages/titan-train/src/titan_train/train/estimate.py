@@ -4,7 +4,8 @@ The model is built on the meta device, cut as the rank would cut it, and one mic
 Tensor parallelism is given a process group that pretends: it has the size and sends nothing.
 """
 
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,81 +52,103 @@ def estimate_ranks(
 ) -> list[RankEstimate]:
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much."""
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
+
+    def one_stage(layers: range, *, first: bool, last: bool) -> nn.Module:
+        part = build_model(config.model, vocab_size=vocab_size, device="meta")
+        keep_stage(part, layers, first=first, last=last)
+        return part
+
     with _pretended_group(layout.spec.tp) as group:
+        rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:
-            return [_estimate([whole], 0, [1.0], config, layout, mode, batch, whole, group)]
+            model = functools.partial(build_model, config.model, vocab_size=vocab_size, device="meta")
+            return [rank.estimate([model], under_way=1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
-        peaks = verify(schedule).peak
-        found: list[RankEstimate] = []
-        for rank in range(schedule.num_ranks):
-            parts: list[nn.Module] = []
-            for stage in schedule.stages_of(rank):
-                part = build_model(config.model, vocab_size=vocab_size, device="meta")
-                keep_stage(part, layers[stage], first=stage == 0, last=stage == schedule.num_stages - 1)
-                parts.append(part)
-            under_way = [peaks[rank]] * len(parts)  # in the unit of one rank's share of one micro-batch
-            found.append(_estimate(parts, rank, under_way, config, layout, mode, batch, whole, group))
-        return found
+        last = schedule.num_stages - 1
+        peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
+        return [
+            rank.estimate(
+                [
+                    functools.partial(one_stage, layers[s], first=s == 0, last=s == last)
+                    for s in schedule.stages_of(number)
+                ],
+                under_way=peaks[number],
+                pipeline_rank=number,
+            )
+            for number in range(schedule.num_ranks)
+        ]
 
 
-def _estimate(
-    parts: list[nn.Module],
-    rank: int,
-    under_way: list[float],
-    config: Config,
-    layout: Layout,
-    mode: Mode,
-    batch: BatchPlan,
-    whole: nn.Module,
-    group: dist.ProcessGroup | None,
-) -> RankEstimate:
-    spec = layout.spec
-    sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
-    if mode == "ddp":
-        sizes = {"replicate": spec.dp_replicate * spec.cp}
-    table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if spec.tp > 1 else {}
-    totals = dict.fromkeys(("params", "grads", "optimizer", "gathered", "activations", "peak"), 0)
-    numel = 0
-    for part, times in zip(parts, under_way, strict=True):
-        if group is not None:
-            apply_tensor_parallel(
-                part, group, table=table, sequence_parallel=config.parallel.sequence_parallel,
-                replicate_kv=config.parallel.replicate_kv,
-            )  # fmt: skip
-        apply_activation_checkpointing(part, blocks_of(part), config.activations)
-        policy = fsdp_policy(config, mode)
-        inputs = _inputs(part, config, batch, spec.cp, spec.tp if config.parallel.sequence_parallel else 1, whole)
-        measured = fsdp.plan(part, sizes, policy).estimate(part, inputs, loss=_sum, in_place=True)
-        part.to(torch.float32)  # the measurement left it in the dtype of forward
-        experts = [f"{name}.experts" for name, _ in moe_layers(part)] if spec.ep > 1 else []
-        _cut_experts(part, spec.ep)
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What all ranks of a run share."""
+
+    config: Config
+    layout: Layout
+    mode: Mode
+    batch: BatchPlan
+    whole: nn.Module
+    group: dist.ProcessGroup | None
+
+    def estimate(
+        self, stages: Sequence[Callable[[], nn.Module]], *, under_way: float, pipeline_rank: int
+    ) -> RankEstimate:
+        """Bytes of a rank that holds ``stages``, of which ``under_way`` micro-batches are in memory at once."""
+        spec, config = self.layout.spec, self.config
+        sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
+        if self.mode == "ddp":
+            sizes = {"replicate": spec.dp_replicate * spec.cp}
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
-        plan = fsdp.plan(
-            part, sizes, fsdp_policy(config, mode, experts=experts), meshes={"experts": expert_sizes} if experts else None
+        totals = dict.fromkeys(("params", "grads", "optimizer", "gathered", "activations", "peak"), 0)
+        numel = 0
+        for make in stages:
+            running = self._cut(make())  # with all its experts: as many rows meet them, whoever holds them
+            apply_activation_checkpointing(running, blocks_of(running), config.activations)
+            measured = fsdp.plan(running, sizes, fsdp_policy(config, self.mode)).estimate(
+                running, self._inputs(running), loss=_sum, in_place=True
+            )
+            held = self._cut(make())
+            experts = [f"{name}.experts" for name, _ in moe_layers(held)] if spec.ep > 1 else []
+            _cut_experts(held, spec.ep)
+            policy = fsdp_policy(config, self.mode, experts=experts)
+            plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
+            bytes_held = plan.estimate(microbatches=self.batch.accumulation, keep=config.parallel.accumulate)
+            activations = int(measured.activations * under_way)
+            numel += count_parameters(held)
+            for name in ("params", "grads", "optimizer", "gathered"):
+                totals[name] += getattr(bytes_held, name)
+            totals["activations"] += activations
+            totals["peak"] += bytes_held.peak + activations
+        return RankEstimate(pipeline_rank=pipeline_rank, num_parameters=numel, **totals)
+
+    def _cut(self, part: nn.Module) -> nn.Module:
+        """Tensor parallelism's cut, as the first of its ranks has it."""
+        if self.group is not None:
+            parallel = self.config.parallel
+            apply_tensor_parallel(
+                part,
+                self.group,
+                table=merge_tables(self.whole, table_for(self.whole), parallel.tp_plan),
+                sequence_parallel=parallel.sequence_parallel,
+                replicate_kv=parallel.replicate_kv,
+            )
+        return part
+
+    def _inputs(self, part: nn.Module) -> tuple[Tensor, ...]:
+        """One micro-batch of this rank: tokens for the first stage, hidden states for the others."""
+        spec, rows = self.layout.spec, self.batch.microbatch
+        seq_len = self.config.model.seq_len // spec.cp
+        if getattr(part, "tok_embeddings", part) is not None:
+            return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
+        # a stage in the middle learns the length of its rows from their positions
+        part.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "positions": torch.arange(seq_len).unsqueeze(0)}),
+            with_kwargs=True,
         )
-        held = plan.estimate(microbatches=batch.accumulation, keep=config.parallel.accumulate)
-        activations = int(measured.activations * times)
-        numel += count_parameters(part)
-        for name in ("params", "grads", "optimizer", "gathered"):
-            totals[name] += getattr(held, name)
-        totals["activations"] += activations
-        totals["peak"] += held.peak + activations
-    return RankEstimate(pipeline_rank=rank, num_parameters=numel, **totals)
-
-
-def _inputs(
-    part: nn.Module, config: Config, batch: BatchPlan, cp: int, sequence_ranks: int, whole: nn.Module
-) -> tuple[Tensor, ...]:
-    """One micro-batch of this rank: tokens for the first stage, hidden states for the others."""
-    seq_len = config.model.seq_len // cp
-    if getattr(part, "tok_embeddings", part) is not None:
-        return (torch.zeros(batch.microbatch, seq_len, dtype=torch.int64, device="meta"),)
-    # a stage in the middle learns the length of its rows from their positions
-    part.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "positions": torch.arange(seq_len).unsqueeze(0)}), with_kwargs=True
-    )
-    width = next(p.shape[-1] for name, p in whole.named_parameters() if name.startswith("tok_embeddings"))
-    return (torch.zeros(batch.microbatch, seq_len // sequence_ranks, width, device="meta"),)
+        named = self.whole.named_parameters()
+        width = next(parameter.shape[-1] for name, parameter in named if name.startswith("tok_embeddings"))
+        cut = spec.tp if self.config.parallel.sequence_parallel else 1
+        return (torch.zeros(rows, seq_len // cut, width, device="meta"),)
 
 
 def _sum(output: Tensor) -> Tensor:
