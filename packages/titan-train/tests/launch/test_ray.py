@@ -83,26 +83,6 @@ def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_an_elastic_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
-    small = {"object_store_memory": 80 * 2**20}
-    while len(cluster.worker_nodes) < 3:
-        cluster.add_node(num_cpus=1, **small)
-    words = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "3", "--ray.address", cluster.address)
-    faults = ("--faults", "slow rank=0 factor=9 steps=200", "--launch.elastic", "--train.steps", "400")
-    with job.start("elastic-nodes", *words, *faults) as run:
-        next(line for line in run.stdout if line.startswith("slow     rank 0 (node"))
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        next(line for line in run.stdout if line.startswith("resumed  step"))
-        cluster.add_node(num_cpus=1, **small)
-        output = run.stdout.read()
-    assert run.returncode == 0, output
-    assert [attempt["world_size"] for attempt in job.attempts("elastic-nodes")] == [3, 2, 3], output
-    consumed = [record["samples_consumed"] for record in job.records("elastic-nodes")]
-    assert consumed == [12 * step for step in range(1, 401)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_cluster_of_its_own_listens_on_loopback_only(job, undisturbed, listening_beyond_loopback):
     with listening_beyond_loopback() as seen:
         done = job.run("own-cluster", "--launcher", "ray", timeout=400)
