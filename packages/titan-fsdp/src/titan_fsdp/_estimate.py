@@ -61,8 +61,9 @@ def estimate_step(
     """See `Plan.estimate`."""
     if model is None and inputs:
         raise ValueError("estimate got inputs without a model to run them through. Pass estimate(model, inputs).")
-    wanted = model is not None and inputs
-    measured = saved_bytes(plan, model, inputs, loss, in_place=in_place) if wanted else [(0, 0)] * len(plan.units)
+    measured = [(0, 0)] * len(plan.units)
+    if model is not None and inputs:
+        measured = saved_bytes(plan, model, inputs, loss, in_place=in_place)
     saved, largest = [total for total, _ in measured], [size for _, size in measured]
     params = sum(_local(u, u.shard_numel()) for u in plan.units)
     grads = sum(_local(u, u.shard_numel(trainable_only=True)) for u in plan.units)

@@ -20,8 +20,18 @@ def clean_fqn(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel; any other model as it is."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The module inside DistributedDataParallel, torch.compile and activation-checkpoint wrappers.
+
+    FSDP2 adds no wrapper: it changes the class of the module in place.
+    """
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+            continue
+        inner = next((m for name in _WRAPPER_SEGMENTS if (m := model._modules.get(name)) is not None), None)
+        if inner is None:
+            return model
+        model = inner
 
 
 def named_parameters(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,10 +1,9 @@
 """A run continues on any other layout as if nothing had happened."""
 
+import composition
 import pytest
 from composition_matrix import MODELS
 from titan_testing import run_ranks
-
-import composition
 
 TIED = MODELS["dense"] | {
     "model": {

@@ -170,7 +170,9 @@ def poisoned(folder, name, sections, bad_steps):
         for step in range(config.train.steps):
             before = [p.detach().clone() for p in trainer.model.parts[0].parameters()]
             trainer.fit(until=step + 1)
-            same = all(torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parts[0].parameters(), strict=True))
+            same = all(
+                torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parts[0].parameters(), strict=True)
+            )
             seen.append(same)
     return seen
 

@@ -4,6 +4,8 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 (packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
 """
 
+from titan_fsdp import clean_fqn, named_parameters, unwrap
+
 from titan_train.models.attention import CausalAttention, SequenceContext
 from titan_train.models.build import build_model, list_models
 from titan_train.models.call import TokenBatch, accepted_inputs, call_model
@@ -13,7 +15,6 @@ from titan_train.models.gpt import GPT, GPTArgs
 from titan_train.models.initialize import InitFn, init_for
 from titan_train.models.llama import Llama, LlamaArgs
 from titan_train.models.moe import MoE, MoEArgs
-from titan_train.models.names import clean_fqn, named_parameters, unwrap
 from titan_train.models.qwen3 import Qwen3, Qwen3Args
 
 __all__ = [

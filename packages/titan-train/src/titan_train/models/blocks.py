@@ -1,4 +1,4 @@
-"""The blocks that the newer families share: RMSNorm decoder layers with grouped-query attention and SwiGLU.
+"""The blocks that Llama, Qwen3 and DeepSeek share: RMSNorm decoder layers with grouped-query attention and SwiGLU.
 
 A decoder layer is ``x + attention(norm(x))`` and then ``x + f(norm(x))``, where f is a dense feed-forward or a mixture of
 experts. Attention takes ``(x, context)``; both submodules see whole rows, also where sequence parallelism cuts ``x``

@@ -3,9 +3,8 @@
 import inspect
 from typing import Protocol
 
+from titan_fsdp import unwrap
 from torch import Tensor, nn
-
-from titan_train.models.names import unwrap
 
 _OPTIONAL = ("positions", "cu_seqlens", "attention_plan")
 

@@ -1,6 +1,6 @@
 """A decoder-only model from a list of layers: embedding → layers → norm → head.
 
-What the newer families (Qwen3, DeepSeek) have in common: how rows, documents and positions become a context, how a
+What the RMSNorm families (Llama, Qwen3, DeepSeek) have in common: how rows, documents and positions become a context, how a
 pipeline stage that holds only part of the model runs, and how weights start.
 
 Shapes: B batch, S sequence, d width, V vocabulary, N documents of a row (padded).

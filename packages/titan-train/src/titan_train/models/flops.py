@@ -8,12 +8,12 @@ count. A causal kernel skips half of the attention term, yet by convention it is
 Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
 """
 
+from titan_fsdp import unwrap
 from torch import nn
 
 from titan_train.models.attention import CausalAttention
 from titan_train.models.deepseek.attention import LatentAttention
 from titan_train.models.moe import MoE
-from titan_train.models.names import unwrap
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from titan_fsdp import clean_fqn, unwrap
 from torch import Tensor, nn
-
-from titan_train.models.names import clean_fqn, unwrap
 
 InitFn = Callable[[str, Tensor, torch.Generator], None]
 

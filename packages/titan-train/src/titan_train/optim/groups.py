@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_fsdp import clean_fqn, unwrap
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.config.optimizer import OptimizerConfig
-from titan_train.models.names import clean_fqn, unwrap
 
 
 @dataclass(frozen=True, slots=True)

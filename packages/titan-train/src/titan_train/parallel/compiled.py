@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from titan_train.config import ActivationsConfig, CompileConfig
 
@@ -23,7 +23,7 @@ def compile_blocks(
             parallelism) or that depends on the data (expert parallelism's routing) cannot.
     """
     if activations.checkpoint == "budget":
-        torch._functorch.config.activation_memory_budget = activations.budget  # read when a block is compiled
+        functorch_config.activation_memory_budget = activations.budget  # read when a block is compiled
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": whole_graph}
     if config.mode != "default":
         options["mode"] = config.mode

@@ -67,7 +67,7 @@ class Gradients:
             _all_reduce([_local_gradient(p) for p in copies], self.tied.group)
 
     def square_norm(self) -> Tensor:
-        """This rank's share of the squared 2-norm of the whole gradient, float32: the shares of all ranks add up to it.
+        """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
 
         Each element counts once: a share is divided by the number of ranks that hold the same elements.
         """

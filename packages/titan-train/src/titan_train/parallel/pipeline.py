@@ -12,6 +12,7 @@ name others in ``first_stage_parts`` and ``last_stage_parts``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from titan_train.data import Batch
     from titan_train.parallel.context import LocalBatch
     from titan_train.train.loss import TokenLoss
 
@@ -57,7 +59,9 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
     return schedule
 
 
-def plan_layers(config: PipelineConfig, costs: Sequence[float], ends: tuple[float, float], num_stages: int) -> list[range]:
+def plan_layers(
+    config: PipelineConfig, costs: Sequence[float], ends: tuple[float, float], num_stages: int
+) -> list[range]:
     """Which layers each stage holds.
 
     Args:
@@ -82,7 +86,7 @@ def plan_layers(config: PipelineConfig, costs: Sequence[float], ends: tuple[floa
                 f"schedule has {num_stages} stages."
             )
         bounds = [0, *config.cuts, layers]
-        return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [range(a, b) for a, b in pairwise(bounds)]
     loaded = list(costs)
     loaded[0] += ends[0]
     loaded[-1] += ends[1]
@@ -126,7 +130,7 @@ class _Target:
 
 
 class Pipeline:
-    """This rank's stages under an executor."""
+    """The stages of this rank under an executor."""
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ class Pipeline:
         ]
         self.executor = Executor(schedule, stages, GlooTransport(group), deterministic=config.deterministic)
 
-    def step(self, batches: "Sequence[LocalBatch]", num_labels: int) -> float:
+    def step(self, batches: "Sequence[Batch] | Sequence[LocalBatch]", num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
 
         Returns:
@@ -175,15 +179,15 @@ class Pipeline:
         """
         return self.executor.step(*_arguments(batches), extras=_extras(batches), denominator=float(num_labels)).loss
 
-    def evaluate(self, batches: "Sequence[LocalBatch]") -> float:
+    def evaluate(self, batches: "Sequence[Batch] | Sequence[LocalBatch]") -> float:
         """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""
         return self.executor.evaluate(*_arguments(batches), extras=_extras(batches), denominator=1.0).loss
 
 
-def _arguments(batches: "Sequence[LocalBatch]") -> tuple[list[Any], list[_Target]]:
+def _arguments(batches: "Sequence[Batch] | Sequence[LocalBatch]") -> tuple[list[Any], list[_Target]]:
     return [b.tokens for b in batches], [_Target(b.labels) for b in batches]
 
 
-def _extras(batches: "Sequence[LocalBatch]") -> list[dict[str, Any]]:
+def _extras(batches: "Sequence[Batch] | Sequence[LocalBatch]") -> list[dict[str, Any]]:
     names = ("positions", "cu_seqlens", "attention_plan")
     return [{name: getattr(batch, name, None) for name in names} for batch in batches]

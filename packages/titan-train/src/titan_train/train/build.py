@@ -7,6 +7,7 @@ that they are the same whatever the layout. The optimizer comes after, because i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import titan_fp8
 import titan_fsdp as fsdp
@@ -139,7 +140,7 @@ def build_parallel_model(
         plans=plans,
         cuts=cuts,
         loss=loss,
-        gradients=Gradients(parts, cuts, tied=copies, world_size=layout.world_size, pp=spec.pp),
+        gradients=Gradients(parts, cuts, tied=copies, world_size=layout.num_ranks, pp=spec.pp),
         context=context,
         pipeline=pipeline,
         names=tuple(name for name, _ in whole.named_parameters()),
@@ -353,7 +354,7 @@ def _tied_copies(tied: Mapping[str, str], mesh: Mesh, schedule: Schedule) -> Tie
     if not tied:
         return None
     ends = sorted({schedule.placement[0], schedule.placement[-1]})
-    mine: dist.ProcessGroup | None = None
+    mine: Any = None
     if len(ends) > 1:
         for ranks in mesh.layout.groups("pp"):
             members = [ranks[end] for end in ends]

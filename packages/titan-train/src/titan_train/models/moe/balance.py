@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from titan_fsdp import clean_fqn, unwrap
 from torch import nn
 
 from titan_train.models.moe.layer import MoE
-from titan_train.models.names import clean_fqn, unwrap
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch.distributed as dist
+from titan_fsdp import clean_fqn
 from torch import nn
 
-from titan_train.models.names import clean_fqn
 from titan_train.parallel.cut import Cut, slice_parameter
 from titan_train.parallel.tensor.plan import ROW_CUT, PlannedModule, TensorPlan
 

@@ -7,9 +7,9 @@ No process group and no weights are needed, so `check_tensor_parallel` makes the
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_fsdp import clean_fqn, named_parameters
 from torch import nn
 
-from titan_train.models.names import clean_fqn, named_parameters
 from titan_train.parallel.tensor.styles import Style, Table, style_of
 
 ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "head")

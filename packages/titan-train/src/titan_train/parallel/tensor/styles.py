@@ -22,9 +22,8 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
+from titan_fsdp import clean_fqn
 from torch import nn
-
-from titan_train.models.names import clean_fqn
 
 Style = Literal[
     "embedding", "positions", "region", "colwise", "heads", "kv_heads", "rowwise", "replicated", "head"
