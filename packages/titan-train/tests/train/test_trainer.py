@@ -119,6 +119,15 @@ def test_ten_steps_a_stop_and_ten_more_are_bitwise_twenty(folder):
     assert before + after == straight
 
 
+def test_asynchronous_saves_resume_bitwise_too(folder):
+    background = {"checkpoint": {"every": 3, "async_save": True, "keep_last": 2}}
+    _, straight = run_ranks(train, 2, folder, "straight-sync", {})[0]
+    _, before = run_ranks(train, 2, folder, "background", background, until=10, save=True)[0]
+    first, after = run_ranks(train, 2, folder, "background", background)[0]
+    assert first == 10
+    assert before + after == straight
+
+
 def test_resume_on_twice_the_ranks_continues_the_same_order_and_loss(folder, single):
     _, before = run_ranks(train, 2, folder, "resized", {}, until=10, save=True)[0]
     first, after = run_ranks(train, 4, folder, "resized", {})[0]

@@ -120,9 +120,9 @@ class CheckpointConfig:
     keep_every: int = 0
     """Never delete a step that is a multiple of this; 0 keeps none for ever."""
 
-    async_save: bool = True
+    async_save: bool = False
     """Write in the background, by a process of its own that finishes even if training is killed; training goes on
-    after copying the state."""
+    after copying the state, which needs as much host memory again."""
 
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the run's last valid checkpoint; never refuses a run folder that has one."""

@@ -112,6 +112,7 @@ class Trainer:
             self.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
             keep_every=config.checkpoint.keep_every or None,
+            async_=config.checkpoint.async_save,
         )
         self.step = self._restore()
         self.losses: list[float] = []
