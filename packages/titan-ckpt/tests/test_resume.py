@@ -165,3 +165,29 @@ def test_anything_but_data_is_a_type_error_with_its_path_at_save_time(tmp_path):
         ck.save(1, TrainState(extra={"a": [1, {"b": Path()}]}))
     assert ck.steps() == []
     assert not list(tmp_path.iterdir())
+
+
+class Ends(torch.nn.Module):
+    """An embedding and a head, which two pipeline stages on one rank hold apart."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_both_copies_of_a_tied_weight_get_its_optimizer_state(tmp_path):
+    saved, apart = Ends(tied=True), Ends(tied=False)
+    optim = torch.optim.AdamW(saved.parameters(), lr=0.1)
+    saved.head(saved.embed(torch.arange(8))).square().sum().backward()
+    optim.step()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, TrainState(model=saved, optim=optim, rng=False))
+        into = torch.optim.AdamW(apart.parameters(), lr=0.1)
+        checkpointer.restore(TrainState(model=apart, optim=into, rng=False))
+    for parameter in apart.parameters():
+        assert torch.equal(parameter, saved.embed.weight)
+        for name, value in optim.state[saved.embed.weight].items():
+            assert torch.equal(into.state[parameter][name], value), name

@@ -117,7 +117,10 @@ class OptimRestore:
                 state: dict[str, Any] = dict(saved["leaves"].get(old, {}))
                 for key in stored.get(old, []):
                     target = _target(optim, group, param, name, key, index, shards.get(name))
-                    self.targets[f"{old}/{key}"] = state[key] = target
+                    state[key] = target
+                    filled = self.targets.setdefault(f"{old}/{key}", target)
+                    if filled is not target:  # two parameters here, one tied weight in the step
+                        self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
                 self._finish.append(lambda optim=optim, param=param, state=state: _set_state(optim, param, state))
 
     def finish(self) -> None:

@@ -60,10 +60,17 @@ def test_report_writes_one_page(run_dir, tmp_path, capsys):
 
 
 def test_check_explains_405b_without_memory(capsys):
-    assert main(["check", "llama3_405b", "--launch.nnodes", "64", "--launch.nproc", "8"]) == 0
+    assert main(["check", "llama3_405b", "--parallel", "pp8 dp8 tp8"]) == 0
     out = capsys.readouterr().out
+    assert "pp=8 x dp_shard=8 x tp=8 · 512 ranks · 64 nodes of 8" in out
     assert "405,853,388,800 parameters" in out
-    assert "126 x 3,187,703,808" in out
+    assert "16 stages on 8 ranks" in out
+    assert "bubble 2.7%" in out  # (p - 1) / (m v + p - 1) = 7 / 263 of interleaved 1F1B
+    rows = {line.split()[0]: line.split()[1:9] for line in out.splitlines() if line.startswith("  ")}
+    # 16 of 126 layers on a rank in the middle, cut in 8 by tensor parallelism: 16 x 3,187,703,808 / 8 elements
+    assert rows["parameters"][1] == "6.376"
+    # float32 and sharded over 8
+    assert rows["params"][1] == "2.97"
     assert "the configuration is valid" in out
     assert not torch.cuda.is_initialized()
 

@@ -91,6 +91,7 @@ class LaunchConfig:
     """Faults to inject, to see the run survive them: "kill rank=3 step=20; hang rank=1 step=40". `--faults` is short."""
 
     ray: RayConfig = field(default_factory=RayConfig)
+    """The Ray launcher's own settings."""
 
     def __post_init__(self) -> None:
         for name, least in (("nproc", 0), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0), ("min_ranks", 1)):
