@@ -28,7 +28,9 @@ def single(folder):
     def reference(model, float8):
         if (model, float8) not in known:
             sections = sections_of(model, ("float8",) if float8 else ())
-            known[model, float8] = run_ranks(composition.run, 1, folder, "single", sections, init=False)[0]
+            known[model, float8] = run_ranks(composition.run, 1, folder, "single", sections, init=False, timeout_s=170)[
+                0
+            ]
         return known[model, float8]
 
     return reference
