@@ -29,6 +29,7 @@ def cluster(job):
     cluster.shutdown()
 
 
+@pytest.mark.slow  # starting three Ray nodes takes seconds, or minutes where nothing of Ray was compiled yet
 @pytest.mark.timeout(400)
 def test_two_ray_nodes_give_the_losses_of_local_ranks_and_survive_a_killed_rank(
     job, undisturbed, cluster, listening_beyond_loopback
@@ -49,6 +50,7 @@ def test_two_ray_nodes_give_the_losses_of_local_ranks_and_survive_a_killed_rank(
     assert (job.folder / "runs" / "ray" / "logs" / "rank-1.log").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
     done = job.run(
