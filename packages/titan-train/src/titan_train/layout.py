@@ -154,6 +154,29 @@ def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule 
     return plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=batch.accumulation)
 
 
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Everything about a run that its configuration and the number of ranks decide."""
+
+    layout: Layout
+    mode: Mode
+    batch: BatchPlan
+    schedule: Schedule | None
+    """The pipeline's; None without one."""
+
+
+def plan_run(config: Config, world_size: int) -> RunPlan:
+    """Decide all of it, and with that check it, before any rank starts.
+
+    Raises:
+        ValueError: As `build_layout`, `resolve_mode`, `plan_batch` and `plan_pipeline`.
+    """
+    layout = build_layout(config, world_size)
+    mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
+    batch = plan_batch(config, layout)
+    return RunPlan(layout, mode, batch, plan_pipeline(config, layout, batch))
+
+
 def _hsdp_hint(world_size: int) -> str:
     inner = [d for d in range(2, world_size) if world_size % d == 0]
     if not inner:

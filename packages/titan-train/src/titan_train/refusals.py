@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_train.config import parse_config
-from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.layout import plan_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,8 @@ def check(refusal: Refusal) -> None:
         for section, values in sections.items():
             tree[section] = tree.get(section, {}) | dict(values)
     config = parse_config(tree)
-    layout = build_layout(config, refusal.ranks)
-    resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    batch = plan_batch(config, layout)
-    plan_pipeline(config, layout, batch)
-    check_model(config, layout, batch, build_model(config.model, vocab_size=None, device="meta"))
+    plan = plan_run(config, refusal.ranks)
+    check_model(config, plan.layout, plan.batch, build_model(config.model, vocab_size=None, device="meta"))
 
 
 def table() -> Iterator[tuple[str, str]]:

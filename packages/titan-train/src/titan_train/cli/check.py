@@ -15,7 +15,7 @@ from titan_pipeline import Schedule, simulate
 
 from titan_train.config import Config, load_config
 from titan_train.launch.ranks import count_gpus
-from titan_train.layout import BatchPlan, build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.layout import BatchPlan, plan_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,10 +44,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
     )
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
-    layout = build_layout(config, world_size)
-    mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    batch = plan_batch(config, layout)
-    schedule = plan_pipeline(config, layout, batch)
+    plan = plan_run(config, world_size)
+    layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
     print(layout.explain())
     print()
     print(_batch_line(config, batch))
@@ -107,7 +105,7 @@ def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
     different = {(r.num_parameters, r.activations): r for r in ranks}
     shown = ranks if len(different) > 1 else ranks[:1]
     head = "".join(f"{'pp ' + str(r.pipeline_rank):>10}" for r in shown) if len(shown) > 1 else ""
-    lines = [f"\nmemory of one rank, GiB:{head:>{len(head) + 0}}"]
+    lines = [f"\nmemory of one rank, GiB:{head}"]
     lines.append(
         f"  {'parameters':<12}"
         + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown)

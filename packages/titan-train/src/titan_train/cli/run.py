@@ -24,7 +24,7 @@ from titan_train.launch.failure import clear_failures, first_failure
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.placement import check_placement
 from titan_train.launch.ranks import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.layout import plan_run
 from titan_train.observe import RunInfo, check_trackers
 from titan_train.run_folder import newest_checkpoint, run_folder, write_config
 
@@ -177,9 +177,7 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
 
 def _check_layout(config: Config, world_size: int) -> Layout:
     """What can be wrong with the number of ranks or the extras, before any rank starts."""
-    layout = build_layout(config, world_size)
-    resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    plan_pipeline(config, layout, plan_batch(config, layout))
+    layout = plan_run(config, world_size).layout
     check_trackers(config.metrics)
     return layout
 

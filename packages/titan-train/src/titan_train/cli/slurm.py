@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_train.cli.run import written_out
 from titan_train.config import load_config
 from titan_train.launch.slurm import SlurmJob, sbatch_text
-from titan_train.layout import build_layout, plan_batch
+from titan_train.layout import plan_run
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             "launch.nproc=0: the machine that writes the file need not be like those that run it. Say how many ranks each "
             "holds, such as --launch.nproc 8."
         )
-    plan_batch(config, build_layout(config, per_node * config.launch.nnodes))
+    plan_run(config, per_node * config.launch.nnodes)
     text = sbatch_text(
         config,
         SlurmJob(

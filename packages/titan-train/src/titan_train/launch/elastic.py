@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from titan_train.config import Config
-from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.layout import plan_run
 
 
 def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> tuple[Config, int]:
@@ -36,9 +36,7 @@ def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> t
         why = ""
         for candidate in _shrunk(config, size // unit if config.launch.nnodes > 1 else 1):
             try:
-                layout = build_layout(candidate, size)
-                resolve_mode(candidate.parallel, layout, dtype=candidate.train.dtype)
-                plan_pipeline(candidate, layout, plan_batch(candidate, layout))
+                plan_run(candidate, size)
             except ValueError as err:
                 why = str(err)
                 continue

@@ -25,7 +25,7 @@ from titan_mesh import Mesh, build
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs
-from titan_train.layout import build_layout, plan_batch, plan_pipeline, resolve_mode
+from titan_train.layout import plan_run
 from titan_train.models import named_parameters
 from titan_train.observe import (
     Progress,
@@ -72,10 +72,9 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        layout = build_layout(config, world_size)
-        mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-        self.batch_plan = plan_batch(config, layout)
-        schedule = plan_pipeline(config, layout, self.batch_plan)
+        plan = plan_run(config, world_size)
+        layout, mode, schedule = plan.layout, plan.mode, plan.schedule
+        self.batch_plan = plan.batch
         self.device = _device(config)
         _seed(config.run.seed, config.run.deterministic)
 
