@@ -28,6 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_pipeline.runtime._messages import Failure, Key, Payload, Specs
 from titan_pipeline.runtime._process_group import GlooTransport
 
+_PATIENCE = 1.0
+"""Seconds given to the news of a failure when a data channel broke before it arrived."""
+
 
 class DeviceTransport(GlooTransport):
     """One rank's end of a pipeline whose tensors stay on their device.
@@ -90,11 +93,14 @@ class DeviceTransport(GlooTransport):
         if isinstance(promised, Failure):
             return promised
         order = self._coming[source]
-        while order[0] != key:
-            before = order.popleft()
-            self._early[source, before] = self._fetch(source, self._receiver.take(source, before))
-        order.popleft()
-        return self._fetch(source, promised)
+        try:
+            while order[0] != key:
+                before = order.popleft()
+                self._early[source, before] = self._fetch(source, self._receiver.take(source, before))
+            order.popleft()
+            return self._fetch(source, promised)
+        except RuntimeError as err:
+            return self._stopped(source, err)
 
     def close_step(self, failure: Failure | None, values: Sequence[float]) -> tuple[Failure | None, list[list[float]]]:
         """As `GlooTransport.close_step`; what was sent is let go of when it has left."""
@@ -106,12 +112,30 @@ class DeviceTransport(GlooTransport):
             self._coming.clear()
 
     def _drain(self) -> None:
+        """Receive what is still coming and see off what was sent; one dead peer must not cost the others theirs."""
+        errors: list[RuntimeError] = []
         for source, order in self._coming.items():
             while order:
-                self._fetch(source, self._receiver.arrived.pop((source, order.popleft())))
-        for works, _ in self._works:
-            for work in works:
+                try:
+                    self._fetch(source, self._receiver.arrived.pop((source, order.popleft())))
+                except RuntimeError as err:
+                    errors.append(err)
+        for work in (work for works, _ in self._works for work in works):
+            try:
                 work.wait()
+            except RuntimeError as err:
+                errors.append(err)
+        if errors:
+            raise errors[0]
+
+    def _stopped(self, source: int, err: RuntimeError) -> Failure:
+        """Why data did not come: the news that its sender heard of on the other channel, else the sender's death."""
+        for thread in self._threads:
+            if thread.name == f"from-{source}":
+                thread.join(_PATIENCE)
+        failure = self._receiver.failure or Failure(source, -1, "", f"its messages stopped: {err}")
+        self._receiver.fail(failure)
+        return failure
 
     def _send_tensors(self, target: int, payload: Payload) -> None:
         tensors = [t.detach().contiguous() for t in payload if t is not None]
