@@ -93,7 +93,10 @@ def matrix(session: nox.Session) -> None:
     """Every combination of parallelisms against one process; half an hour on two cores."""
     _install_wheels(session, "titan-train")
     tests = "packages/titan-train/tests/parallel/test_matrix.py"
-    session.run("pytest", "-q", "--slow", "-m", "slow", tests, *session.posargs, env=TEST_ENV)
+    report = str(Path(session.create_tmp()).absolute() / "matrix.xml")
+    junit = ["-o", "junit_family=xunit1", f"--junitxml={report}"]
+    session.run("pytest", "-q", "--slow", "-m", "slow", tests, *junit, *session.posargs, env=TEST_ENV)
+    session.run("python", "packages/titan-train/benchmarks/matrix_table.py", report, "--out", "benchmarks/results")
 
 
 @nox.session(default=False)

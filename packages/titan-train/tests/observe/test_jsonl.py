@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import os
@@ -138,3 +139,13 @@ def test_an_event_rejects_a_value_that_json_cannot_hold_and_names_it(tmp_path):
         tracker.log_event("x", step=1)
     with pytest.raises(ValueError, match="resume_step=-1"):
         JsonlTracker(tmp_path, resume_step=-1)
+
+
+def test_routing_is_written_for_a_mixture_of_experts_only(tmp_path, step_record):
+    with contextlib.closing(JsonlTracker(tmp_path)) as tracker:
+        tracker.log_step(step_record(1))
+        tracker.log_step(step_record(2, routing={"load_max": 1.5}))
+    dense, mixture = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "routing" not in dense
+    assert '"routing":{"load_max":1.5}' in mixture
+    assert [record.routing for record in read_metrics(tmp_path).steps] == [{}, {"load_max": 1.5}]

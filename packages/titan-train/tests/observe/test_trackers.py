@@ -51,12 +51,13 @@ def test_tensorboard_holds_every_finite_scalar_and_hides_steps_that_are_made_aga
     tracker.close()
     tracker.close()
     resumed = TensorBoardTracker(tmp_path, resume_step=1)
-    resumed.log_step(step_record(2, loss=7.0))
+    resumed.log_step(step_record(2, loss=7.0, routing={"load_max": 1.5}))
     resumed.close()
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 7.0)]
+    assert [(event.step, event.value) for event in events.Scalars("moe/load_max")] == [(2, 1.5)]
     assert "speed/mfu" not in events.Tags()["scalars"]
 
 

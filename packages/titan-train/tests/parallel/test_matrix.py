@@ -6,6 +6,8 @@ and amplify that, 2e-5 in the loss. Float8 rounds to 3 bits of mantissa: where a
 boundary one value changes by 1/16, and blocks of 128 that a cut divides have other scales.
 """
 
+import dataclasses
+
 import composition
 import pytest
 from composition_check import compare, failures
@@ -36,35 +38,44 @@ def single(folder):
     return reference
 
 
-def check(model, names, folder, single):
+def record(record_property, ranks, errors):
+    for name, value in {"ranks": ranks, **dataclasses.asdict(errors)}.items():
+        record_property(name, value)
+
+
+def check(model, names, folder, single, record_property):
+    """Compare; what was found goes into the JUnit report, from which `benchmarks/matrix_table.py` makes the table."""
     sections, ranks = sections_of(model, names), ranks_of(names)
     reason = refusal_of(names)
     if reason is not None:
         with pytest.raises(Exception, match=reason):
             run_ranks(composition.run, ranks, folder, "refused", sections, timeout_s=60)
+        record_property("refused", reason)
         return
     results = run_ranks(composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=170)
     errors = compare(single(model, "float8" in names), results)
+    record(record_property, ranks, errors)
     assert not failures(errors, float8="float8" in names), errors
 
 
 @pytest.mark.parametrize(
     ("model", "names"), FAST, ids=lambda value: value if isinstance(value, str) else " x ".join(value)
 )
-def test_a_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single):
-    check(model, names, folder, single)
+def test_a_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single, record_property):
+    check(model, names, folder, single, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names"), list(combinations()), ids=lambda value: value if isinstance(value, str) else " x ".join(value)
 )
-def test_every_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single):
-    check(model, names, folder, single)
+def test_every_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single, record_property):
+    check(model, names, folder, single, record_property)
 
 
 @pytest.mark.slow
-def test_pipeline_data_context_tensor_and_expert_parallelism_at_once(folder, single):
+def test_pipeline_data_context_tensor_and_expert_parallelism_at_once(folder, single, record_property):
     results = run_ranks(composition.run, 16, folder, "all-five", MOE | ALL_FIVE, timeout_s=170)
     errors = compare(single("moe", False), results)
+    record(record_property, 16, errors)
     assert not failures(errors, float8=False), errors

@@ -115,6 +115,11 @@ def test_a_killed_run_is_said_to_be_running_or_killed(make_run):
     assert "running, or killed" in report_of(make_run(2, status=None)).text
 
 
+def test_the_load_of_experts_has_a_chart_where_there_are_any(make_run):
+    assert "Load of the experts" in report_of(make_run(4, routing={"load_max": 1.5, "load_min": 0.5})).text
+    assert "Load of the experts" not in report_of(make_run(4, name="dense")).text
+
+
 def test_steps_without_a_finite_loss_leave_a_gap_and_are_counted(make_run):
     run_dir = make_run(5, loss=math.nan, grad_norm=math.inf, skipped=True)
     page = report_of(run_dir)

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -181,13 +181,18 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
 
 def _values(record: StepRecord | ValidationRecord) -> dict[str, object]:
     # dataclasses.asdict copies deeply, which takes longer than writing the line
-    return {name: getattr(record, name) for name in record.__slots__}
+    values = {name: getattr(record, name) for name in record.__slots__}
+    if not values.get("routing"):  # of a dense model
+        values.pop("routing", None)
+    return values
 
 
 def _typed(line: dict[str, Any], record: type) -> dict[str, Any]:
     """The record's own fields out of a line, null read as NaN where the field is a plain float."""
     values: dict[str, Any] = {}
     for spec in fields(record):
+        if spec.name not in line and spec.default_factory is not MISSING:
+            continue
         value = line[spec.name]
         values[spec.name] = math.nan if value is None and spec.type is float else value
     return values

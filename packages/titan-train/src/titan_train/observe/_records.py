@@ -1,6 +1,6 @@
 """What is known about one step, one validation; and what a tracker of them can do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -38,6 +38,8 @@ class StepRecord:
     """Whether the update was left out because the loss or the gradient was not finite."""
     elapsed_s: float
     """Seconds since training began, validation and checkpoints included."""
+    routing: dict[str, float] = field(default_factory=dict[str, float])
+    """How evenly the experts of a mixture of experts were used, from `titan_train.models.moe.routing_statistics`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

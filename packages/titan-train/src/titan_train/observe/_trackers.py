@@ -91,7 +91,7 @@ class TensorBoardTracker:
 
     def log_step(self, record: StepRecord) -> None:
         """Write the step's scalars."""
-        for tag, value in _scalars(record, _STEP_SCALARS).items():
+        for tag, value in _step_scalars(record).items():
             self._writer.add_scalar(tag, value, record.step)
 
     def log_validation(self, record: ValidationRecord) -> None:
@@ -132,12 +132,12 @@ class WandbTracker:
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         # W&B's own step counter cannot go back, but a resumed run can: plot against ours.
         self._run.define_metric("step")
-        for prefix in ("train/*", "speed/*", "memory/*", "validation/*"):
+        for prefix in ("train/*", "speed/*", "memory/*", "moe/*", "validation/*"):
             self._run.define_metric(prefix, step_metric="step")
 
     def log_step(self, record: StepRecord) -> None:
         """Send the step's scalars."""
-        self._run.log({**_scalars(record, _STEP_SCALARS), "step": record.step})
+        self._run.log({**_step_scalars(record), "step": record.step})
 
     def log_validation(self, record: ValidationRecord) -> None:
         """Send the validation's scalars."""
@@ -180,6 +180,11 @@ class _UntilItFails:
         except Exception as err:  # whatever a third party's client raises, the run goes on
             log.warning("%s failed and is off from here on: %s", type(self._tracker).__name__, err)
             self._tracker = None
+
+
+def _step_scalars(record: StepRecord) -> dict[str, float]:
+    routing = {f"moe/{name}": value for name, value in record.routing.items() if math.isfinite(value)}
+    return _scalars(record, _STEP_SCALARS) | routing
 
 
 def _scalars(record: StepRecord | ValidationRecord, tags: dict[str, str]) -> dict[str, float]:

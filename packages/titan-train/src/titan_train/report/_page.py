@@ -159,6 +159,15 @@ def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
             zero=True,
         ),
         build_chart("Peak memory", "GiB a rank", [line("peak", lambda r: r.peak_mem_gib, smoothed=False)], zero=True),
+        build_chart(
+            "Load of the experts",
+            "over the mean of the layer",
+            [
+                line("busiest", lambda r: r.routing.get("load_max")),
+                line("idlest", lambda r: r.routing.get("load_min"), "validation"),
+            ],
+            zero=True,
+        ),
     )
     return [chart for chart in wanted if chart is not None]
 

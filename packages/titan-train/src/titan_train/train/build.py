@@ -56,6 +56,8 @@ class ParallelModel:
     pipeline: Pipeline | None
     names: tuple[str, ...]
     """Of all parameters of the whole model."""
+    experts: Mapping[str, int]
+    """Experts of each mixture-of-experts layer of the whole model, by the layer's name."""
     num_parameters: int
     """Of the whole model."""
     flops_per_token: float
@@ -144,6 +146,7 @@ def build_parallel_model(
         context=context,
         pipeline=pipeline,
         names=tuple(name for name, _ in whole.named_parameters()),
+        experts={name: layer.args.num_experts for name, layer in moe_layers(whole)},
         num_parameters=count_parameters(whole),
         flops_per_token=flops_per_token(whole, config.model.seq_len),
     )

@@ -21,16 +21,19 @@ class Place:
     """This rank is the first of those that compute the same part of the loss."""
     tokens_group: dist.ProcessGroup | None
     """The ranks that see other tokens than this one, and this one; None for a run of one rank."""
+    pipeline_group: dist.ProcessGroup | None
+    """The ranks that hold the other stages of the same model, and this one; None without a pipeline."""
     world_size: int
 
     @classmethod
     def of(cls, mesh: Mesh | None, *, sequence_parallel: bool) -> "Place":
         """Where this rank is; ``mesh`` None is a run of one rank."""
         if mesh is None:
-            return cls(True, True, None, 1)
+            return cls(True, True, None, None, 1)
         first = mesh.rank_in("tp") == 0 and mesh.rank_in("pp") == 0
         tokens = mesh.group("tokens" if sequence_parallel else "loss")
-        return cls(first and mesh.rank_in("cp") == 0, first, tokens, mesh.layout.num_ranks)
+        pipeline = mesh.group("pp") if mesh.layout.spec.pp > 1 else None
+        return cls(first and mesh.rank_in("cp") == 0, first, tokens, pipeline, mesh.layout.num_ranks)
 
     def sum(self, value: Tensor) -> Tensor:
         """Add ``value`` over all ranks, in place; the same bits on each."""

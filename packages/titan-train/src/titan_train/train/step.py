@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan_train.data import Batch
 from titan_train.models import call_model
-from titan_train.models.moe import LayerRouting, routing_statistics, update_expert_bias
+from titan_train.models.moe import LayerRouting, routing_statistics, share_routing, update_expert_bias
 from titan_train.train.build import ParallelModel
 from titan_train.train.loss import count_valid
 from titan_train.train.place import Place
@@ -40,7 +40,7 @@ class StepResult:
     requests: tuple[bool, ...]
     """For each request passed in, whether any rank made it."""
     routing: dict[str, float]
-    """Balance of this rank's mixtures of experts; empty for a dense model."""
+    """How evenly the mixtures of experts were used, from `routing_statistics`; empty for a dense model."""
 
 
 class OptimizerStep:
@@ -102,6 +102,7 @@ class OptimizerStep:
         routing: dict[str, LayerRouting] = {}
         for part in self._model.parts:
             routing |= update_expert_bias(part, self._place.tokens_group, skip=skipped)
+        routing = share_routing(routing, self._model.experts, self._place.pipeline_group, self._device)
         if not skipped:
             self._optimizer.step()
             for part in self._model.parts:

@@ -252,6 +252,7 @@ class Trainer:
             data_wait_s=wait_s,
             step_time_s=step_s,
             skipped=result.skipped,
+            routing=result.routing,
             **self._throughput.rates(),
         )
         if self.step % self.config.metrics.log_every == 0 or self.step == self.config.train.steps:

@@ -184,12 +184,12 @@ def test_statistics_name_the_worst_and_the_mean() -> None:
     }
     found = routing_statistics(routing)
     assert found == {
-        "moe_load_max": 2.0,
-        "moe_load_max_mean": 1.5,
-        "moe_load_min": 0.0,
-        "moe_load_entropy": pytest.approx((1.0 + math.log(2) / math.log(4)) / 2),
-        "moe_idle_experts": 2.0,
-        "moe_balance_loss": 1.5,
-        "moe_z_loss": 1.0,
+        "load_max": 2.0,
+        "load_max_mean": 1.5,
+        "load_min": 0.0,
+        "load_entropy": pytest.approx((1.0 + math.log(2) / math.log(4)) / 2),
+        "idle_experts": 2.0,
+        "balance_loss": 1.5,
+        "z_loss": 1.0,
     }
     assert routing_statistics(update_expert_bias(nn.Linear(2, 2), None)) == {}

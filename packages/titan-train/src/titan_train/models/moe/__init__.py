@@ -7,6 +7,7 @@ from titan_train.models.moe.balance import (
     routing_statistics,
     set_aux_scale,
     set_sequence_group,
+    share_routing,
     update_expert_bias,
 )
 from titan_train.models.moe.dispatch import LocalDispatch
@@ -30,5 +31,6 @@ __all__ = [
     "routing_statistics",
     "set_aux_scale",
     "set_sequence_group",
+    "share_routing",
     "update_expert_bias",
 ]

@@ -8,7 +8,7 @@ Shapes: E experts, L layers.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -119,17 +119,49 @@ def update_expert_bias(
     return found
 
 
+def share_routing(
+    routing: dict[str, LayerRouting], layers: Mapping[str, int], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, LayerRouting]:
+    """Tell every pipeline stage how the others' tokens were routed; every rank of ``group`` alike, in a step once.
+
+    Args:
+        routing: Of this rank's layers.
+        layers: Experts of each mixture-of-experts layer of the whole model, by the layer's name.
+        group: The ranks of the pipeline; None for a model that is not cut.
+        device: Of the group's collectives.
+    """
+    if group is None or not layers:
+        return routing
+    figures = torch.zeros(len(layers), max(layers.values()) + 2, dtype=torch.float64)
+    for row, name in zip(figures, layers, strict=True):
+        if name in routing:
+            mine = routing[name]
+            row[: len(mine.load) + 2] = row.new_tensor([mine.balance_loss, mine.z_loss, *mine.load])
+    figures = figures.to(device)
+    dist.all_reduce(figures, group=group)
+    return {
+        name: LayerRouting(tuple(round(n) for n in load[:experts]), balance, z)
+        for (name, experts), (balance, z, *load) in zip(layers.items(), figures.tolist(), strict=True)
+    }
+
+
 def routing_statistics(routing: dict[str, LayerRouting]) -> dict[str, float]:
-    """The figures of a step for the log: over layers, the worst and the mean; empty for a model without experts."""
+    """The figures of a step for the log, over layers; empty for a model without experts.
+
+    Returns:
+        ``load_max`` and ``load_min``, of the busiest and the idlest expert anywhere over the mean of its layer;
+        ``load_max_mean`` and ``load_entropy`` (1 is perfect balance), means over layers; ``idle_experts``, how many got
+        no token; ``balance_loss`` and ``z_loss``, means over layers without their coefficients.
+    """
     if not routing:
         return {}
     layers = list(routing.values())
     return {
-        "moe_load_max": max(r.max_over_mean for r in layers),
-        "moe_load_max_mean": sum(r.max_over_mean for r in layers) / len(layers),
-        "moe_load_min": min(r.min_over_mean for r in layers),
-        "moe_load_entropy": sum(r.entropy for r in layers) / len(layers),
-        "moe_idle_experts": float(sum(n == 0 for r in layers for n in r.load)),
-        "moe_balance_loss": sum(r.balance_loss for r in layers) / len(layers),
-        "moe_z_loss": sum(r.z_loss for r in layers) / len(layers),
+        "load_max": max(r.max_over_mean for r in layers),
+        "load_max_mean": sum(r.max_over_mean for r in layers) / len(layers),
+        "load_min": min(r.min_over_mean for r in layers),
+        "load_entropy": sum(r.entropy for r in layers) / len(layers),
+        "idle_experts": float(sum(n == 0 for r in layers for n in r.load)),
+        "balance_loss": sum(r.balance_loss for r in layers) / len(layers),
+        "z_loss": sum(r.z_loss for r in layers) / len(layers),
     }
