@@ -95,6 +95,7 @@ class Checkpointer:
         self._cache = PlanCache()
         self._saver: Saver | None = None
         self._flight: SaveJob | None = None
+        self._passed_over: list[tuple[int, DamageError]] = []
         self._closed = False
         error: Exception | None = None
         if self._ranks.rank == 0:
@@ -197,20 +198,22 @@ class Checkpointer:
             verify: "touched" checks the digest of each 4 MiB block that is read, "all" of every block of the step,
                 "none" only manifest, index, state files and sizes.
             strict: Refuse names or dtypes that differ. False loads what matches and converts dtypes.
-            fallback: If the step is damaged, log what is and take the next older one, down to the oldest.
+            fallback: If any rank finds the step damaged, all log what is and take the next older one together, down to
+                the oldest. `passed_over` has the reasons.
 
         Returns:
-            The step restored; 0 if ``step`` is "latest" and there is none.
+            The step restored, the same on every rank; 0 if ``step`` is "latest" and there is none.
 
         Raises:
-            DamageError: If the step is not what was written. Lists file, tensors, block and byte. With ``fallback``,
-                only if no older step is intact.
+            DamageError: If the step is not what was written. Lists file, tensors, block and byte, and is raised by
+                every rank if any finds it. With ``fallback``, only if no older step is intact.
             ValueError: If the step does not exist, or does not fit the state.
         """
         self._check_open()
         if verify not in ("touched", "all", "none"):
             raise ValueError(f"verify={verify!r} is none of 'touched', 'all', 'none'.")
         self.wait()
+        self._passed_over.clear()
         told = None
         if self._ranks.rank == 0:
             found = _commit.step_folders(self.root)
@@ -226,9 +229,11 @@ class Checkpointer:
         for number, path in reversed(tried):
             try:
                 return restore_step(as_path(path), state, self._ranks, verify, strict)
-            except DamageError as err:
+            except DamageError as err:  # of every rank, if of any: all take the next one
                 if not fallback or number == tried[0][0]:
                     raise
+                # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
+                self._passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
                 _log.warning("step %d is not used, an older one is tried: %s", number, err)
         raise AssertionError("unreachable: the oldest step returns or raises")
 
@@ -253,6 +258,14 @@ class Checkpointer:
         if step not in folders:
             raise ValueError(f"there is no step {step} below {self.root}; there are {sorted(folders)}.")
         return folders[step]
+
+    @property
+    def passed_over(self) -> tuple[tuple[int, DamageError], ...]:
+        """Steps that the last ``restore(fallback=True)`` did not use, newest first, and what is wrong with each.
+
+        The same on every rank. Empty if the first step tried was intact.
+        """
+        return tuple(self._passed_over)
 
     @property
     def last_error(self) -> str | None:

@@ -30,11 +30,17 @@ class Damage:
 
 
 class DamageError(CheckpointError):
-    """A step is damaged; nothing was loaded from it."""
+    """A step is damaged; nothing was loaded from it, by any rank."""
 
-    def __init__(self, step: str, damages: Sequence[Damage]) -> None:
+    def __init__(self, step: str, damages: Sequence[Damage], seen_by: Sequence[int] = ()) -> None:
         self.step = step
+        """The step's folder."""
         self.damages = tuple(damages)
+        """What every rank found, each place once."""
+        self.seen_by = tuple(seen_by)
+        """The ranks that found something; empty outside of collective calls and in a single process."""
         listed = "\n  ".join(str(damage) for damage in self.damages[:20])
         more = f"\n  and {len(self.damages) - 20} more" if len(self.damages) > 20 else ""
-        super().__init__(f"{step} is damaged, nothing was loaded from it:\n  {listed}{more}")
+        ranks = ", ".join(map(str, self.seen_by))
+        seen = f" (seen by rank{'s' if len(self.seen_by) > 1 else ''} {ranks})" if ranks else ""
+        super().__init__(f"{step} is damaged{seen}, nothing was loaded from it:\n  {listed}{more}")

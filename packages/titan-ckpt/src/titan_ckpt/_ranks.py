@@ -5,11 +5,13 @@ ranks exchange JSON as uint8 tensors. The same class stands for one process with
 """
 
 import json
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titan_ckpt._errors import CheckpointError
+from titan_ckpt._errors import CheckpointError, Damage, DamageError
 
 
 class Ranks:
@@ -77,20 +79,25 @@ class Ranks:
         return _bytes(data, int(length))
 
     def agree(self, error: Exception | None, doing: str) -> None:
-        """Raise on every rank if any rank has an error, the first rank's for all. Collective.
+        """Raise on every rank if any rank has an error. Collective.
 
-        The type is kept (ValueError, TypeError, `CheckpointError` and its kinds for the world's faults) on the rank
-        that failed; other ranks raise the same base type with that rank's message.
+        Damage that any rank saw is raised by every rank as one `DamageError` with what all ranks saw, so that all can
+        take the same way out; other errors do not count beside it, since a damaged step may cause them. Of other
+        errors, a rank that failed raises its own; the rest raise the first failed rank's, of the same base type
+        (ValueError, TypeError, `CheckpointError` for the world's faults).
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        told = {} if error is None else {"type": _base_type(error).__name__, "text": str(error)}
-        replies = [json.loads(reply) for reply in self.all_gather(json.dumps(told).encode())]
+        replies = [json.loads(reply) for reply in self.all_gather(json.dumps(_told(error)).encode())]
         failed = [rank for rank, reply in enumerate(replies) if reply]
         if not failed:
             return
+        hurt = [rank for rank in failed if "damages" in replies[rank]]
+        if hurt:
+            places = dict.fromkeys(_damage(told) for rank in hurt for told in replies[rank]["damages"])
+            raise DamageError(replies[hurt[0]]["step"], list(places), hurt) from error
         if error is not None:
             raise error
         first = replies[failed[0]]
@@ -104,6 +111,19 @@ class Ranks:
 
 
 _BASE_TYPES: tuple[type[Exception], ...] = (CheckpointError, ValueError, TypeError)
+
+
+def _told(error: Exception | None) -> dict[str, Any]:
+    """An error as JSON; empty for None."""
+    if error is None:
+        return {}
+    if isinstance(error, DamageError):
+        return {"step": error.step, "damages": [asdict(damage) for damage in error.damages]}
+    return {"type": _base_type(error).__name__, "text": str(error)}
+
+
+def _damage(told: dict[str, Any]) -> Damage:
+    return Damage(**{**told, "tensors": tuple(told["tensors"])})
 
 
 def _base_type(error: Exception) -> type[Exception]:

@@ -28,22 +28,30 @@ _log = logging.getLogger("titan_ckpt")
 
 
 def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
-    """Fill ``state`` from the step in ``path`` and return its number. Collective."""
+    """Fill ``state`` from the step in ``path`` and return its number. Collective.
+
+    Every rank goes the same way: all return, or all raise. Damage that one rank sees is every rank's `DamageError`,
+    raised before any rank's state is touched, so that all of them can turn to another step.
+    """
     doing = f"restore of {path.name}"
-    restore: _Restore | None = None
-    error: Exception | None = None
-    try:
-        restore = _Restore(path, state, ranks, strict)
-    except (DamageError, ValueError, TypeError) as err:
-        error = err
-    except OSError as err:
-        error = CheckpointError(f"{path} cannot be read: {err}")
-    ranks.agree(error, doing)
-    assert restore is not None
+    matched: list[_Restore] = []
+    ranks.agree(_attempt(lambda: matched.append(_Restore(path, state, ranks, strict)), path), doing)
+    (restore,) = matched
     ranks.agree(restore.unexpected_names(), doing)
-    ranks.agree(restore.damage(verify), doing)
-    restore.apply()
+    ranks.agree(_attempt(lambda: restore.check(verify), path), doing)
+    ranks.agree(_attempt(restore.apply, path), f"{doing}, half done")
     return restore.reader.manifest.step
+
+
+def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
+    """Do something that other ranks wait for; why it failed, if it did."""
+    try:
+        action()
+    except OSError as err:
+        return CheckpointError(f"{path} cannot be read: {err}")
+    except Exception as err:  # also what a user's load_state_dict raises: the others must not wait for ever
+        return err
+    return None
 
 
 class _Restore:
@@ -70,20 +78,28 @@ class _Restore:
         for step in self.apply_steps:
             step()
 
-    def damage(self, verify: Verify) -> Exception | None:
-        """Check blocks; the error to raise if any is damaged."""
+    def check(self, verify: Verify) -> None:
+        """Check blocks.
+
+        Raises:
+            DamageError: If any is damaged.
+        """
         damages = [] if verify == "none" else check_copies(self.reader, self.copies)
         if verify == "all":
             mine = range(self.ranks.rank, len(self.reader.index.files), self.ranks.size)
             damages += [damage for _, found in self.reader.check_all(mine) for damage in found]
-        return DamageError(str(self.reader.manifest.path), damages) if damages else None
+        if damages:
+            raise DamageError(str(self.reader.manifest.path), damages)
 
     def unexpected_names(self) -> Exception | None:
         """Names of the step that no rank's model has. Collective."""
         mine = sorted([*self.model.tensors, *self.model.tied, *self.model.leaves])
-        if self.state.model is None or not self.strict:
+        if not self.strict:
             return None
-        replies = set(self.ranks.all_gather(json.dumps(mine).encode()))
+        told = None if self.state.model is None else mine
+        replies = {*self.ranks.all_gather(json.dumps(told).encode())} - {b"null"}
+        if not replies:
+            return None
         known = {name for reply in replies for name in json.loads(reply)}
         saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
         extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
