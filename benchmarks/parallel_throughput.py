@@ -7,7 +7,10 @@ Method: one set of four ranks trains under FSDP and under the layout in turn, a 
 one ratio. The share of communication is read from a profile of two more steps on rank 0: the summed time of gloo's
 operations over the time of the steps. They may overlap with computing, so it is an upper bound of what they cost.
 
-Output: a table of median ratios with quartiles; the last line is one JSON object.
+Layouts with expert parallelism train a mixture of experts, as does the FSDP beside them.
+
+Output: a table of median ratios with quartiles; the last line is one JSON object. ``--out PREFIX`` also writes
+PREFIX.json and PREFIX.md.
 
 Limits: four ranks on two cores share memory and processors, so nothing is gained by cutting work; what shows is the
 overhead of each layout. Gloo over loopback has some 0.1 ms a collective and no transport beside computing.
@@ -17,9 +20,12 @@ overhead of each layout. Gloo over loopback has some 0.1 ms a collective and no 
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import tempfile
 import time
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +36,14 @@ from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
 
 RANKS = 4
+DENSE = {
+    "name": "llama3_debug",
+    "args": {"dim": 256, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 768},
+}
+MIXTURE = {
+    "name": "qwen3_moe_debug",
+    "args": {"dim": 256, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "expert_ffn_dim": 384},
+}
 LAYOUTS = {
     "hsdp 2 x 2": {"parallel": {"dp_replicate": 2}},
     "ddp": {"parallel": {"mode": "ddp"}},
@@ -43,6 +57,9 @@ LAYOUTS = {
     "pp 4 1f1b": {"parallel": {"pp": 4}},
     "pp 4 zb_h1": {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb_h1"}},
     "pp 2 zbv": {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}},
+    "ep 2": {"model": MIXTURE, "parallel": {"ep": 2}},
+    "ep 4": {"model": MIXTURE, "parallel": {"ep": 4}},
+    "ep 4, tp 2 + sp": {"model": MIXTURE, "parallel": {"ep": 4, "tp": 2}},
     "full checkpointing": {"activations": {"checkpoint": "full"}},
     "selective checkpointing": {"activations": {"checkpoint": "selective"}},
 }
@@ -51,11 +68,7 @@ LAYOUTS = {
 def configure(folder, **sections):
     tree = {
         "run": {"dir": f"{folder}/runs"},
-        "model": {
-            "name": "llama3_debug",
-            "seq_len": 256,
-            "args": {"dim": 256, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 768},
-        },
+        "model": DENSE | {"seq_len": 256},
         "tokenizer": {"kind": "bytes"},
         "data": {
             "sources": [{"name": "corpus", "kind": "text", "paths": [f"{folder}/*.txt"]}],
@@ -75,7 +88,8 @@ def configure(folder, **sections):
 def measure(folder, sections, pairs, steps):
     """Seconds a step of every turn under FSDP and under the layout, and the layout's share of communication."""
     with tempfile.TemporaryDirectory() as scratch:
-        one = Trainer(configure(folder), run_dir=Path(scratch) / "fsdp")
+        alone = {"model": sections["model"]} if "model" in sections else {}
+        one = Trainer(configure(folder, **alone), run_dir=Path(scratch) / "fsdp")
         other = Trainer(configure(folder, **sections), run_dir=Path(scratch) / "layout")
         times = {one: [], other: []}
         for trainer in (one, other):
@@ -101,6 +115,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="turns of each")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
+    parser.add_argument("--out", help="write PREFIX.json and PREFIX.md")
     parser.add_argument("--only", default="", help="layouts whose name holds this")
     arguments = parser.parse_args()
     preload("titan_train.train")
@@ -120,9 +135,48 @@ def main():
             low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             results[name] = {"ratio": middle, "low": low, "high": high, "communication": share}
             print(f"{name:<26}{middle:>16.2f}{f'{low:.2f} to {high:.2f}':>18}{share:>15.0%}", flush=True)
-    print(
-        json.dumps({"benchmark": "parallel_throughput", "torch": version("torch"), "ranks": RANKS, "layouts": results})
-    )
+    report = {
+        "benchmark": "parallel_throughput",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[1], 2),
+        "python": platform.python_version(),
+        "torch": version("torch").partition("+")[0],
+        "ranks": RANKS,
+        "pairs": arguments.pairs,
+        "steps": arguments.steps,
+        "layouts": results,
+    }
+    print(json.dumps(report))
+    if arguments.out:
+        Path(f"{arguments.out}.json").write_text(json.dumps(report, indent=1) + "\n")
+        Path(f"{arguments.out}.md").write_text(page(report))
+
+
+def page(report):
+    """The result as a page."""
+    setup = f"{report['cpus']} cores, Python {report['python']}, torch {report['torch']}, load {report['load']}"
+    lines = [
+        "# Steps/s of each parallelism against FSDP on the same ranks",
+        "",
+        f"{report['date']}, {report['ranks']} gloo ranks on {setup}; {report['pairs']} pairs of {report['steps']} steps.",
+        "",
+        "```bash",
+        f"OMP_NUM_THREADS=1 python benchmarks/parallel_throughput.py --pairs {report['pairs']} --steps {report['steps']}",
+        "```",
+        "",
+        "| layout | steps/s over FSDP's, median | quartiles | share of communication |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, found in report["layouts"].items():
+        quartiles = f"{found['low']:.2f} to {found['high']:.2f}"
+        lines.append(f"| {name} | {found['ratio']:.2f} | {quartiles} | {found['communication']:.0%} |")
+    lines += [
+        "",
+        "The share is the time of gloo's operations on rank 0, waiting for the other ranks included, over the time of two",
+        "steps. Four ranks share two cores, so cutting work gains nothing here: what shows is each layout's overhead.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

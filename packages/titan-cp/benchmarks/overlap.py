@@ -124,7 +124,4 @@ def commit():
 
 
 if __name__ == "__main__":
-    # Ranks find functions by their module's name, and a script has none: run this file as the module it also is.
-    import overlap
-
-    overlap.main()
+    main()

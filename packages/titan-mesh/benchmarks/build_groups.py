@@ -102,7 +102,4 @@ def _registered() -> set[Any]:
 
 
 if __name__ == "__main__":
-    # ranks load `measure` from its module by name, which __main__ is not
-    import build_groups
-
-    build_groups.main()
+    main()

@@ -310,14 +310,9 @@ def main() -> None:
         report["null_stages_us_per_action"] = bench_null_stages(10 * args.repeats)
         report["torch_null_stages_us_per_action"] = bench_null_torch(10 * args.repeats)
     if "fidelity" in args.parts:
-        # by its importable name, so that the ranks find the function that they are to run
-        import bench_runtime
-
-        report["measured_over_simulated"] = bench_runtime.bench_fidelity(min(args.repeats, 5), args.scale)
+        report["measured_over_simulated"] = bench_fidelity(min(args.repeats, 5), args.scale)
     if "train" in args.parts:
-        import bench_runtime
-
-        report["train"] = bench_runtime.bench_train(args.repeats, args.width, args.tokens)
+        report["train"] = bench_train(args.repeats, args.width, args.tokens)
     print(json.dumps(report))
 
 

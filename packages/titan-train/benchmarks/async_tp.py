@@ -206,7 +206,4 @@ def commit():
 
 
 if __name__ == "__main__":
-    # Ranks find functions by their module's name, and a script has none: run this file as the module it also is.
-    import async_tp
-
-    async_tp.main()
+    main()

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -70,6 +72,17 @@ def test_environment_is_set_and_init_can_be_left_out():
 def test_a_function_a_rank_cannot_import_is_refused():
     with pytest.raises(ValueError, match="Move it to module level"):
         run_ranks(lambda: 1, 2)
+
+
+def test_a_script_can_run_its_own_functions_on_ranks(tmp_path):
+    script = tmp_path / "measure.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom titan_testing import run_ranks\n\n"
+        "def rank():\n    return dist.get_rank()\n\n"
+        "if __name__ == '__main__':\n    print(run_ranks(rank, 2))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[0, 1]", done.stderr
 
 
 def test_assert_close_names_every_tensor_that_is_off():

@@ -218,7 +218,10 @@ def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
             f"run_ranks got {fn.__qualname__}, which a rank cannot import. Move it to module level and pass what it "
             "closes over as arguments."
         )
-    return fn.__module__, str(sys.modules[fn.__module__].__file__), fn.__qualname__
+    file = str(sys.modules[fn.__module__].__file__)
+    # a script is __main__ here, but not in the ranks
+    name = f"ranks_of_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
+    return name, file, fn.__qualname__
 
 
 def _resolve(module_name: str, file: str, qualname: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ rotated ones; the rotated key is one for all heads. Rotated channels are paired 
 DeepSeek weights: here they are sorted into halves first, in queries and keys alike, which changes no score.
 
 Value heads are narrower than key heads. They are padded with zeros, because attention kernels, ring attention and the
-key-value cache want equal widths: a quarter more of the attention's products in DeepSeek-V3, but the fast kernels.
+key-value cache want equal widths: a fifth more of the attention's products in DeepSeek-V3, but the fast kernels.
 
 Shapes: B batch, S sequence, d width, H heads.
 """
