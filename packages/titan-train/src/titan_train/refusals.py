@@ -60,6 +60,8 @@ REFUSALS = (
     Refusal("HSDP on ranks that do not make two degrees", {"parallel": {"mode": "hsdp"}}, ranks=2),
     Refusal("a memory budget without compilation", {"activations": {"checkpoint": "budget"}}),
     Refusal("float8 all-gather of scales that span ranks", {"float8": {"recipe": "rowwise", "all_gather": "on"}}),
+    Refusal("float8 tokens gathered with scales that span ranks",
+            {"parallel": {"tp": 2}, "float8": {"recipe": "mxfp8", "tp_gather": "on"}}),
 )  # fmt: skip
 
 

@@ -62,6 +62,10 @@ class Float8Config:
     all_gather: Literal["auto", "on", "off"] = "auto"
     """Gather sharded weights in float8; auto does where the recipe can."""
 
+    tp_gather: Literal["auto", "on", "off"] = "auto"
+    """Gather the tokens of sequence parallelism in float8 (recipes blockwise and tensorwise); auto does where every bit
+    of the result stays the same (blockwise) and no pipeline schedule splits backward."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileConfig:

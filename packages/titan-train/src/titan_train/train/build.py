@@ -14,7 +14,7 @@ import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, Mesh
-from titan_pipeline import Schedule
+from titan_pipeline import Kind, Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
@@ -35,6 +35,7 @@ from titan_train.parallel.tensor import (
     merge_tables,
     vocab_parallel_cross_entropy_sum,
 )
+from titan_train.parallel.tensor.float8_linears import can_gather_float8, gathers_same_bits
 from titan_train.parallel.tensor.tables import table_for
 from titan_train.train.loss import TokenLoss, cross_entropy_sum
 
@@ -110,6 +111,7 @@ def build_parallel_model(
                 sequence_parallel=config.parallel.sequence_parallel,
                 replicate_kv=config.parallel.replicate_kv,
                 async_tp=config.parallel.async_tp,
+                float8_gather=_gathers_float8(config, schedule),
             )
             if "lm_head.weight" in cuts:
                 loss = _vocab_parallel_loss(mesh.group("tp"), cuts["lm_head.weight"])
@@ -196,6 +198,11 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         raise ValueError(
             f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans what several ranks hold of a "
             "weight. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
+        )
+    if recipe != "none" and config.float8.tp_gather == "on" and not can_gather_float8(titan_fp8.Recipe.get(recipe)):
+        raise ValueError(
+            f"float8.tp_gather='on' and float8.recipe={recipe!r}: scales of this recipe span the tokens of all ranks in the "
+            "weight gradient. Use recipe 'blockwise' or 'tensorwise', or tp_gather='auto'."
         )
     if config.activations.checkpoint == "budget" and not config.compile.enabled:
         raise ValueError(
@@ -290,6 +297,14 @@ def _context_parallel(config: Config, mesh: Mesh, whole: nn.Module) -> ContextPa
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     heads = Heads.of(whole, config.parallel.tp)
     return ContextParallel(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+
+
+def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:
+    """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
+    if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
+        return config.float8.recipe != "none" and config.float8.tp_gather == "on"
+    splits = schedule is not None and any(action.kind is Kind.I for rank in schedule.ranks for action in rank)
+    return gathers_same_bits(titan_fp8.Recipe.get(config.float8.recipe)) and not splits
 
 
 def _vocab_parallel_loss(group: dist.ProcessGroup, head: Cut) -> TokenLoss:

@@ -5,6 +5,7 @@
 - `plan`, `checks`: what each rank holds, and what is refused, before any rank starts.
 - `apply`: cuts the parameters (`cutting`) and puts hooks (`boundaries`) with the `collectives` around them.
 - `async_matmul`, `async_linears`: the same with the transfers behind the matrix products.
+- `float8_linears`: gathers that send float8.
 - `micro_pipeline`: the compiler's own overlap, on GPUs.
 - `loss`: cross-entropy on logits cut along the vocabulary.
 """
@@ -13,6 +14,7 @@ from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
 from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.micro_pipeline import FusedProducts, can_micro_pipeline, micro_pipeline_options
 from titan_train.parallel.tensor.styles import Style, Table, merge_tables
@@ -25,6 +27,7 @@ __all__ = [
     "apply_tensor_parallel",
     "can_micro_pipeline",
     "check_tensor_parallel",
+    "float8_gathering_modules",
     "matmul_reduce_scatter",
     "merge_tables",
     "micro_pipeline_options",

@@ -13,6 +13,7 @@ from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
 from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
 from titan_train.parallel.tensor.cutting import cut_parameters
+from titan_train.parallel.tensor.float8_linears import gather_in_float8
 from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
 from titan_train.parallel.tensor.styles import Table
 
@@ -25,6 +26,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     replicate_kv: bool = False,
     async_tp: bool = False,
+    float8_gather: bool = False,
 ) -> dict[str, Cut]:
     """Cut ``model`` in place.
 
@@ -39,7 +41,9 @@ def apply_tensor_parallel(
             ``[B, S / n, d]`` there, between pipeline stages too; S is the number of ``tokens``.
         replicate_kv: Where there are more ranks than key-value heads, give each head to several ranks.
         async_tp: Overlap each gather and scatter with the matrix product beside it, by the ring of
-            `titan_train.parallel.tensor.async_matmul`. Needs ``sequence_parallel``.
+            `titan_train.parallel.tensor.async_matmul`. Needs ``sequence_parallel``. Float8 linears do not overlap.
+        float8_gather: Regions of float8 linears gather their input in float8, where they can. Without
+            ``sequence_parallel`` nothing is gathered.
 
     Returns:
         By clean name, each parameter that was cut or whose gradient is a partial sum. A tied parameter is there under
@@ -59,8 +63,12 @@ def apply_tensor_parallel(
     for module, attribute, count in plan.heads:
         setattr(module, attribute, count)
     hooked = overlap(model, plan.modules, group) if async_tp else plan.modules
+    gathered = gather_in_float8(model, hooked, group) if float8_gather and sequence_parallel else set[str]()
     for entry in hooked:
-        _communicate(entry, group, sequence_parallel=sequence_parallel)
+        if entry.fqn in gathered:
+            sum_output(entry.module, group, sequence_parallel=True)
+        else:
+            _communicate(entry, group, sequence_parallel=sequence_parallel)
     return cuts
 
 

@@ -1,0 +1,91 @@
+"""Regions whose linears are float8 gather their input in float8.
+
+What a region gathers it casts to float8 anyway, so each rank casts its own tokens and sends the codes: half of bfloat16's
+bytes. Backward gathers the codes again, in the layout of the weight gradient, rather than to keep those of all tokens:
+in all the bytes of one gather in bfloat16, and 1/n of the input is kept.
+
+With 1x128 blocks along rows and 128 tokens in a column's block, the codes of the parts are those of the whole: every bit
+of outputs and gradients is what it is with the cast after the gather. With one scale a tensor it need not be: weights
+and gradients are then scaled by what one rank holds of them. Rowwise linears keep plain collectives: their backward
+needs the gradient in both layouts, which are the bytes of bfloat16 again.
+
+A region can if it hands its input to its linears through one `SharedFloat8Input` (and to nothing else), and all its
+linears are float8 of one recipe, without bias. The shared input is replaced, and the region's gather left out. Other
+regions keep it. The weight gradients of these linears come with the input gradients, also under a pipeline schedule that
+splits backward.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import titan_fp8
+import torch.distributed as dist
+from titan_fsdp import clean_fqn
+from torch import Tensor, nn
+
+from titan_train.parallel.float8 import SharedFloat8Input
+from titan_train.parallel.tensor.boundaries import enter
+from titan_train.parallel.tensor.plan import PlannedModule
+
+_BLOCK_TOKENS = 128
+
+
+class GatherFloat8Linears(SharedFloat8Input):
+    """Linears of one input that is cast, then gathered."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Gather over ``group``."""
+        super().__init__()
+        self._group = group
+
+    def forward(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+        """``[B, S / n, K]`` to ``[B, S, F]`` for each linear; where a block of tokens would span ranks, gather first."""
+        layers = cast("tuple[titan_fp8.Float8Linear, ...]", linears)
+        recipe = layers[0].recipe
+        if recipe.x.gran != "tensor" and x.shape[-2] % _BLOCK_TOKENS:
+            return super().forward(enter(x, self._group, sequence_parallel=True), *linears)
+        return titan_fp8.all_gather_linears(x, [layer.weight for layer in layers], recipe, group=self._group)
+
+
+def can_gather_float8(recipe: titan_fp8.Recipe) -> bool:
+    """Whether activations of this recipe can be gathered in float8: no scale of theirs spans the ranks' tokens."""
+    return recipe.x.gran in ("tensor", "block1x128") and recipe.wgrad == "fp8"
+
+
+def gathers_same_bits(recipe: titan_fp8.Recipe) -> bool:
+    """Whether gathering in float8 gives the bits of casting what was gathered."""
+    return can_gather_float8(recipe) and recipe.x.gran != "tensor"
+
+
+def gather_in_float8(model: nn.Module, modules: Sequence[PlannedModule], group: dist.ProcessGroup) -> set[str]:
+    """Replace the shared inputs of the regions that can gather in float8.
+
+    Args:
+        model: The model, its parameters cut.
+        modules: Of its plan.
+        group: The ranks, which share the tokens outside of regions.
+
+    Returns:
+        Names of these regions: their inputs need no gather, their outputs are still to be summed.
+    """
+    found: set[str] = set()
+    for region in modules:
+        shared = [name for name, child in region.module.named_children() if type(child) is SharedFloat8Input]
+        if region.style == "region" and len(shared) == 1 and _alike(region.module):
+            setattr(model.get_submodule(region.fqn), shared[0], GatherFloat8Linears(group))
+            found.add(region.fqn)
+    return found
+
+
+def float8_gathering_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that gather in float8."""
+    return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, GatherFloat8Linears)]
+
+
+def _alike(region: nn.Module) -> bool:
+    """Whether all linears are float8 of one recipe that can be gathered, without biases."""
+    linears = [m for m in region.modules() if isinstance(m, nn.Linear)]
+    layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
+    plain = all(cast("Tensor | None", layer.bias) is None for layer in layers)
+    recipes = {layer.recipe for layer in layers}
+    return len(layers) == len(linears) and len(recipes) == 1 and plain and can_gather_float8(recipes.pop())
