@@ -156,6 +156,7 @@ class Pipeline:
         from titan_pipeline.runtime import Executor, GlooTransport, TorchStage
 
         from titan_train.models import accepted_inputs
+        from titan_train.parallel.float8 import DEFERRING_RULES
 
         rank = dist.get_rank(group)
         last = schedule.num_stages - 1
@@ -166,6 +167,7 @@ class Pipeline:
                 loss=(lambda logits, target: loss(logits, target.labels)) if index == last else None,
                 keywords=tuple(sorted(accepted_inputs(part))),
                 gather="microbatch" if gather_each_microbatch else "step",
+                rules=DEFERRING_RULES,
             )
             for index, part in zip(schedule.stages_of(rank), parts, strict=True)
         ]

@@ -100,7 +100,10 @@ def build_parallel_model(
     for part in _parts(config, whole, schedule, mesh, vocab_size):
         if config.float8.recipe != "none":
             convert_to_float8(
-                part, config.float8, tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1)
+                part,
+                config.float8,
+                tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1),
+                keep_casts=mode in ("none", "ddp"),
             )
         if spec.tp > 1:
             assert mesh is not None
