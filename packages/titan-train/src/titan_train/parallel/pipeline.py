@@ -10,6 +10,7 @@ layers are ``tok_embeddings`` and ``pos_embeddings``, parts after them ``norm`` 
 name others in ``first_stage_parts`` and ``last_stage_parts``.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -110,16 +111,16 @@ def check_can_be_cut(model: "nn.Module") -> None:
         )
 
 
-def keep_stage(model: "nn.Module", layers: range, *, first: bool, last: bool) -> None:
-    """Take out of a whole model what belongs to other stages; parameter names stay as they are."""
-    own = cast(Any, model)
-    for number in [key for key in own.layers if int(key) not in layers]:
-        del own.layers[number]
-    gone = [*(() if first else getattr(model, "first_stage_parts", _FIRST))]
-    gone += [*(() if last else getattr(model, "last_stage_parts", _LAST))]
-    for name in gone:
-        if name in model._modules:
-            setattr(model, name, None)
+def take_stage(whole: "nn.Module", layers: range, *, first: bool, last: bool) -> "nn.Module":
+    """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
+    from torch import nn
+
+    gone = [*(() if first else getattr(whole, "first_stage_parts", _FIRST))]
+    gone += [*(() if last else getattr(whole, "last_stage_parts", _LAST))]
+    stage = copy.copy(whole)
+    kept = nn.ModuleDict({str(number): cast("nn.ModuleDict", whole.layers)[str(number)] for number in layers})
+    stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}
+    return copy.deepcopy(stage)  # parts that other stages hold are not copied
 
 
 @dataclass(frozen=True, slots=True)

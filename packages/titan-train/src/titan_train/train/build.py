@@ -5,6 +5,7 @@ activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn f
 that they are the same whatever the layout. The optimizer comes after, because it must hold the sharded parameters.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
-from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, keep_stage, plan_layers
+from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, plan_layers, take_stage
 from titan_train.parallel.tensor import (
     apply_tensor_parallel,
     check_tensor_parallel,
@@ -97,7 +98,7 @@ def build_parallel_model(
     parts: list[nn.Module] = []
     plans: list[fsdp.Plan] = []
     cuts: dict[str, Cut] = {}
-    for part in _parts(config, whole, schedule, mesh, vocab_size):
+    for part in _parts(config, whole, schedule, mesh):
         if config.float8.recipe != "none":
             convert_to_float8(
                 part,
@@ -273,19 +274,16 @@ def describe_layout(layout: Layout, plans: Sequence[fsdp.Plan], schedule: Schedu
     return "\n\n".join([*parts, *(plan.explain() for plan in plans)])
 
 
-def _parts(
-    config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None, vocab_size: int
-) -> Sequence[nn.Module]:
+def _parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None) -> Sequence[nn.Module]:
     """The model on meta, or each of this rank's stages of it."""
     if schedule is None or mesh is None:
-        return [build_model(config.model, vocab_size=vocab_size, device="meta")]
+        return [copy.deepcopy(whole)]
     layers = stage_layers(config, whole, schedule)
-    parts: list[nn.Module] = []
-    for stage in schedule.stages_of(mesh.rank_in("pp")):
-        part = build_model(config.model, vocab_size=vocab_size, device="meta")
-        keep_stage(part, layers[stage], first=stage == 0, last=stage == schedule.num_stages - 1)
-        parts.append(part)
-    return parts
+    last = schedule.num_stages - 1
+    return [
+        take_stage(whole, layers[stage], first=stage == 0, last=stage == last)
+        for stage in schedule.stages_of(mesh.rank_in("pp"))
+    ]
 
 
 def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:

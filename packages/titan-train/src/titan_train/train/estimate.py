@@ -4,6 +4,7 @@ The model is built on the meta device, cut as the rank would cut it, and one mic
 Tensor parallelism is given a process group that pretends: it has the size and sends nothing.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from titan_train.models import build_model, count_parameters
 from titan_train.models.moe import moe_layers
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.cut import slice_parameter
-from titan_train.parallel.pipeline import keep_stage
+from titan_train.parallel.pipeline import take_stage
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.tables import table_for
 from titan_train.train.build import blocks_of, fsdp_policy, stage_layers
@@ -53,23 +54,17 @@ def estimate_ranks(
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much."""
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
 
-    def one_stage(layers: range, *, first: bool, last: bool) -> nn.Module:
-        part = build_model(config.model, vocab_size=vocab_size, device="meta")
-        keep_stage(part, layers, first=first, last=last)
-        return part
-
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:
-            model = functools.partial(build_model, config.model, vocab_size=vocab_size, device="meta")
-            return [rank.estimate([model], under_way=1.0, pipeline_rank=0)]
+            return [rank.estimate([functools.partial(copy.deepcopy, whole)], under_way=1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
         return [
             rank.estimate(
                 [
-                    functools.partial(one_stage, layers[s], first=s == 0, last=s == last)
+                    functools.partial(take_stage, whole, layers[s], first=s == 0, last=s == last)
                     for s in schedule.stages_of(number)
                 ],
                 under_way=peaks[number],
