@@ -23,7 +23,9 @@ from titan_pipeline.families import FAMILIES
 from titan_train.config import PipelineConfig
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    import torch
+    from titan_mesh import Mesh
+    from titan_pipeline.runtime import Transport
     from torch import nn
 
     from titan_train.data import Batch
@@ -123,6 +125,27 @@ def take_stage(whole: "nn.Module", layers: range, *, first: bool, last: bool) ->
     return copy.deepcopy(stage)  # parts that other stages hold are not copied
 
 
+def make_transport(schedule: Schedule, mesh: "Mesh", device: "torch.device") -> "Transport":
+    """How this rank exchanges hidden states with the stages before and after. Collective over all ranks of the run.
+
+    Args:
+        schedule: The same on every rank.
+        mesh: All ranks.
+        device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU by gloo.
+    """
+    from titan_pipeline.runtime import GlooTransport
+
+    return GlooTransport(mesh.group("pp")) if device.type == "cpu" else device_transport(schedule, mesh, device)
+
+
+def device_transport(schedule: Schedule, mesh: "Mesh", device: "torch.device") -> "Transport":
+    """A channel of the device's own backend for each pair of neighbours, of every pipeline. Collective over all ranks."""
+    from titan_pipeline.runtime import DeviceTransport
+
+    every_rank = mesh["pp", "dp_replicate", "fsdp", "tp"]
+    return DeviceTransport(every_rank, "pp", schedule.placement, device)
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """Labels of one microbatch."""
@@ -137,7 +160,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         parts: "Sequence[nn.Module]",
-        group: "dist.ProcessGroup",
+        transport: "Transport",
         *,
         loss: "TokenLoss",
         config: PipelineConfig,
@@ -148,18 +171,16 @@ class Pipeline:
         Args:
             schedule: The same on every rank.
             parts: This rank's stages, in the order of ``schedule.stages_of(rank)``.
-            group: The pipeline's ranks, in order.
+            transport: See `make_transport`.
             loss: From logits and labels to the sum over labels; used by the last stage.
             config: Of the pipeline.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
         """
-        import torch.distributed as dist
-        from titan_pipeline.runtime import Executor, GlooTransport, TorchStage
+        from titan_pipeline.runtime import Executor, TorchStage
 
         from titan_train.models import accepted_inputs
         from titan_train.parallel.float8 import DEFERRING_RULES
 
-        rank = dist.get_rank(group)
         last = schedule.num_stages - 1
         stages = [
             TorchStage(
@@ -170,9 +191,9 @@ class Pipeline:
                 gather="microbatch" if gather_each_microbatch else "step",
                 rules=DEFERRING_RULES,
             )
-            for index, part in zip(schedule.stages_of(rank), parts, strict=True)
+            for index, part in zip(schedule.stages_of(transport.rank), parts, strict=True)
         ]
-        self.executor = Executor(schedule, stages, GlooTransport(group), deterministic=config.deterministic)
+        self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
 
     def step(self, batches: "Sequence[Batch] | Sequence[LocalBatch]", num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.

@@ -29,7 +29,7 @@ from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
-from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, plan_layers, take_stage
+from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, make_transport, plan_layers, take_stage
 from titan_train.parallel.tensor import (
     apply_tensor_parallel,
     check_tensor_parallel,
@@ -139,7 +139,7 @@ def build_parallel_model(
     if schedule is not None:
         assert mesh is not None
         pipeline = Pipeline(
-            schedule, parts, mesh.group("pp"), loss=loss, config=config.pipeline,
+            schedule, parts, make_transport(schedule, mesh, device), loss=loss, config=config.pipeline,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
     copies = _tied_copies(tied, mesh, schedule) if schedule is not None and mesh is not None else None
