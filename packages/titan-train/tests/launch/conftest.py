@@ -70,13 +70,14 @@ class Job:
         code = Supervisor(LocalLauncher(ranks, "cpu"), config, run_dir, ranks=ranks, out=told).run()
         return code, told.getvalue()
 
-    def command(self, name, *words):
-        return [sys.executable, "-m", "titan_train", "run", str(self.folder / "tiny.toml"), "--run.name", name, *words]
+    def command(self, name, *words, config=None):
+        config = config or str(self.folder / "tiny.toml")
+        return [sys.executable, "-m", "titan_train", "run", config, "--run.name", name, *words]
 
-    def run(self, name, *words, timeout=170):
+    def run(self, name, *words, timeout=170, config=None):
         """Run the command and wait for it."""
         return subprocess.run(
-            self.command(name, *words),
+            self.command(name, *words, config=config),
             cwd=self.folder,
             capture_output=True,
             text=True,

@@ -2,13 +2,19 @@
 
 import os
 import re
+import signal
+import socket
 import sys
 from importlib.util import find_spec
 
 import pytest
-from titan_train.config import LaunchConfig
+from titan_train.config import Config, LaunchConfig
 from titan_train.config.launch import RayConfig
-from titan_train.launch.ray import connect, versions
+from titan_train.launch import ray
+from titan_train.launch.job import Attempt
+from titan_train.launch.ray import RayAgent, RayJob, RayLauncher, connect, versions
+from titan_train.launch.ray_agent import bind
+from titan_train.launch.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
 # Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
@@ -21,12 +27,34 @@ TWO_NODES = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "2")
 def cluster(job):
     from ray.cluster_utils import Cluster
 
-    small = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+    cluster = Cluster()
+    patiently(cluster, num_cpus=0, include_dashboard=False)
     for _ in range(2):
-        cluster.add_node(num_cpus=1, **small)
+        patiently(cluster, num_cpus=1)
     yield cluster
     cluster.shutdown()
+
+
+def patiently(cluster, **settings):
+    """Add a node; Ray itself gives it 30 s to start, which is short on two busy cores."""
+    attempts = 4
+    while True:
+        try:
+            return cluster.add_node(object_store_memory=80 * 2**20, **settings)
+        except Exception as err:  # Ray has no type of its own for this
+            attempts -= 1
+            if "timed out during startup" not in str(err) or not attempts:
+                raise
+
+
+def until(run, beginning):
+    """The lines of a run's output up to the first that begins so."""
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return lines
+    raise AssertionError(f"the run ended without {beginning!r}:\n{''.join(lines)}")
 
 
 @pytest.mark.slow  # starting three Ray nodes takes seconds, or minutes where nothing of Ray was compiled yet
@@ -51,6 +79,26 @@ def test_two_ray_nodes_give_the_losses_of_local_ranks_and_survive_a_killed_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_quick_start_has_the_same_losses_under_every_launcher(job, cluster):
+    folder = job.folder
+    fewer = ("--train.steps", "6", "--train.global-batch", "2", "--schedule.warmup-steps", "2")
+    here = ("--run.dir", str(folder / "runs"), "--data.cache-dir", str(folder / "cache"), "--launch.device", "cpu")
+    two = ("--launch.nproc", "2")
+    launchers = {"local": two, "torchrun": two, "ray": (*TWO_NODES[2:], "--ray.address", cluster.address)}
+    for launcher, words in launchers.items():
+        done = job.run(
+            f"quick-{launcher}", *fewer, *here, "--launcher", launcher, *words, timeout=450, config="quickstart"
+        )
+        assert done.returncode == 0, done.stderr
+    losses = job.losses("quick-local")
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert job.losses("quick-torchrun") == losses
+    assert job.losses("quick-ray") == losses
+    assert job.records("quick-ray", "validation")[-1]["loss"] == job.records("quick-local", "validation")[-1]["loss"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
     done = job.run(
@@ -68,11 +116,12 @@ def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
-    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    while len(cluster.worker_nodes) < 3:
+        patiently(cluster, num_cpus=1)
     with job.start(
         "lost-node", *TWO_NODES, "--ray.address", cluster.address, "--faults", "slow rank=0 factor=9"
     ) as run:
-        told = next(line for line in run.stdout if line.startswith("slow     rank 0 (node"))
+        told = until(run, "slow     rank 0 (node")[-1]
         node_id = re.search(r"node \S+ ([0-9a-f]+)", told)[1]
         cluster.remove_node(
             next(n for n in cluster.worker_nodes if n.node_id.startswith(node_id)), allow_graceful=False
@@ -81,6 +130,40 @@ def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
     assert run.returncode == 0, output
     assert f"({node_id}) was lost: " in output
     assert job.losses("lost-node") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_agent_that_does_not_start_in_time_says_how_to_wait_longer(tmp_path, cluster, monkeypatch):
+    monkeypatch.setattr(ray, "_START_S", 0.01)
+    launch = LaunchConfig(launcher="ray", nproc=1, device="cpu", ray=RayConfig(address=cluster.address, wait_s=0.02))
+    launcher = RayLauncher(launch, 1)
+    try:
+        with pytest.raises(ValueError, match=r"did not start on its node within 0.02 s.* set --ray.wait-s above 0.02"):
+            launcher.start(Attempt(0, Config(launch=launch), tmp_path, 1))
+    finally:
+        launcher.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_elastic_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
+    while len(cluster.worker_nodes) < 3:
+        patiently(cluster, num_cpus=1)
+    words = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "3", "--ray.address", cluster.address)
+    with job.start("elastic-nodes", *words, "--launch.elastic", "--train.steps", "5000") as run:
+        told = until(run, "step=5/")
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        told += until(run, "resumed  step")
+        patiently(cluster, num_cpus=1)
+        told += until(run, "elastic  ranks came back")
+        told += until(run, "step=")
+        run.send_signal(signal.SIGTERM)  # it has done what it should: save and end
+        output = "".join(told) + run.stdout.read()
+    assert run.returncode == 0, output
+    assert [attempt["world_size"] for attempt in job.attempts("elastic-nodes")] == [3, 2, 3], output
+    consumed = [record["samples_consumed"] for record in job.records("elastic-nodes")]
+    assert consumed == [12 * step for step in range(1, len(consumed) + 1)]
 
 
 @pytest.mark.slow
@@ -107,8 +190,6 @@ def test_ray_that_is_not_installed_says_how_to_get_it(monkeypatch):
 
 
 def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():
-    from titan_train.launch.ray import RayAgent
-
     mine = versions()
     alike = RayAgent(None, None, address="10.0.0.1", node_id="abcdef012345", versions=mine, sees=True)
     assert alike.problems() == []
@@ -118,15 +199,41 @@ def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():
     assert "does not see the run's folder: set run.dir to a file system that all nodes share" in folder
 
 
-@pytest.mark.timeout(60)
-def test_a_port_that_is_taken_is_refused_before_any_rank_starts():
-    import socket
+def test_a_port_that_is_taken_is_refused_before_any_rank_starts(tmp_path):
+    class Agent:
+        """A node's agent, here, that is asked for a port."""
 
-    from titan_train.launch.ray_agent import bind
+        address = "127.0.0.1"
+        handle = listen = property(lambda self: self)
 
-    taken = socket.create_server(("127.0.0.1", 0))
-    with taken, pytest.raises(OSError, match="in use"):
-        bind("127.0.0.1", taken.getsockname()[1])
+        def remote(self, port):
+            try:
+                bind(self.address, port)
+            except OSError as err:
+                return {"error": err.strerror}
+
+    class Ray:
+        get = staticmethod(lambda answer, timeout: answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launch = LaunchConfig(launcher="ray", port=taken.getsockname()[1])
+        attempt = Attempt(0, Config(launch=launch), tmp_path, 2)
+        with pytest.raises(
+            ValueError, match=rf"launch.port={launch.port} cannot be used on node 127.0.0.1: Address al"
+        ):
+            RayJob(Ray, [Agent()], attempt, 1, "cpu", 10.0)
     listener = bind("127.0.0.1", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
     listener.close()
+
+
+def test_a_node_whose_agent_was_lost_is_asked_itself_and_not_ray():
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        entry = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 1.0}}
+        lives = entry | {"NodeID": "a", "NodeManagerPort": raylet.getsockname()[1]}
+        gone = entry | {"NodeID": "b", "NodeManagerPort": 1}
+        nodes = RayNodes(type("Ray", (), {"nodes": staticmethod(lambda: [lives, gone])}), RayConfig(), {"CPU": 1.0})
+        assert nodes.large_enough() == 2
+        nodes.suspect("a")
+        nodes.suspect("b")
+        assert list(nodes.alive()) == ["a"]

@@ -1,7 +1,11 @@
 """Whole runs on this machine, each struck by a fault; the losses after it are those of a run that nothing happened to."""
 
+import subprocess
+import sys
+import time
+
 import pytest
-from titan_train.launch import supervisor
+from titan_train.launch import local, supervisor
 
 
 @pytest.mark.parametrize(
@@ -57,9 +61,20 @@ def test_a_loss_that_is_not_a_number_is_skipped_once(job):
 
 
 def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, monkeypatch):
+    metrics = job.folder / "runs" / "elastic" / "metrics.jsonl"
+
+    class Clock:
+        """An hour passes when step 8 is done: the lost place is then free again."""
+
+        @staticmethod
+        def time():
+            done = metrics.exists() and '"kind":"step","step":8,' in metrics.read_text()
+            return time.time() + 3600 * done
+
     monkeypatch.setattr(supervisor, "_GROW_S", 0.1)
+    monkeypatch.setattr(local, "time", Clock)
     four = ("--launch.nproc", "4", "--train.steps", "24")
-    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", "lose rank=3 step=6 seconds=1")
+    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", "lose rank=3 step=6 seconds=60")
     assert code == 0, told
     assert [attempt["world_size"] for attempt in job.attempts("elastic")] == [4, 3, 4], told
     assert job.attempts("elastic")[1]["to_step"] > job.attempts("elastic")[1]["from_step"]
@@ -95,3 +110,12 @@ def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):
     assert told.count("error:") == 1
     assert "no_such_package" in told
     assert len(job.attempts("broken")) == 1
+
+
+def test_local_ranks_listen_on_nothing_beyond_loopback(job, listening_beyond_loopback):
+    control = "import socket, time; s = socket.create_server(('127.0.0.2', 0)); time.sleep(60)"
+    with listening_beyond_loopback() as seen, subprocess.Popen([sys.executable, "-c", control]) as other:
+        done = job.run("local-ports", "--train.steps", "4")
+        other.kill()
+    assert done.returncode == 0, done.stderr
+    assert seen == {"0200007F"}  # a second loopback address, to show that it would be seen

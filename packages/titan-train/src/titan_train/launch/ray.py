@@ -10,7 +10,7 @@ Placement: one bundle a node, ``launch.nproc`` ranks whole. A node holds consecu
 the innermost axes of the mesh (tp, then cp) stay on a node and only the outer ones (dp_replicate, pp) cross. With
 several nodes bundles are spread strictly; one node packs strictly.
 
-Ray does not restart anything here: agents and their placement group are replaced by the supervisor's next attempt.
+Ray does not restart anything here: the supervisor's next attempt replaces the agents that were lost, and only those.
 """
 
 import importlib.metadata
@@ -28,10 +28,11 @@ from titan_train.launch.heartbeat import Beat
 from titan_train.launch.job import Attempt, RankExit, RankJob
 from titan_train.launch.orders import Order
 from titan_train.launch.ranks import DeviceType, Ranks
+from titan_train.launch.ray_nodes import RayNodes
 
 _CONNECT_S = 5.0
-_DOUBT_S = 15.0  # how long a node whose agent was lost is not counted on
-_START_S = 120.0  # for agents on nodes that have their bundle: an interpreter's start
+_START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
+_END_S = 60.0  # for an agent to kill its ranks
 _FORWARDED = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _COMPARED = ("torch", "titan-train", "titan-fsdp", "titan-ckpt", "titan-mesh")
 
@@ -53,46 +54,40 @@ class RayLauncher:
         self._per_node = per_node
         self._ray = connect(launch, per_node * launch.nnodes)
         self.device: DeviceType = self._device()
-        self._group: Any = None
+        self._nodes = RayNodes(self._ray, launch.ray, self._bundle())
+        self._start_s = max(_START_S, launch.ray.wait_s)
         self._agents: list[RayAgent] = []
-        self._lost_nodes: dict[str, float] = {}
 
     def capacity(self) -> int:
-        """Ranks on whole nodes: those held now and answering, and those that Ray could give."""
-        bundle, alive = self._bundle(), self._nodes_alive()
-        if self._agents and all(agent.alive(alive) for agent in self._agents):
-            free = self._ray.available_resources()
-            nodes = len(self._agents) + min(int(free.get(name, 0) // amount) for name, amount in bundle.items())
-        else:  # what is held will be given back: count what there is
-            fit = [node for node in alive.values() if all(node.get(name, 0) >= bundle[name] for name in bundle)]
-            nodes = len(fit)
-        return min(nodes, self._launch.nnodes) * self._per_node
+        """Ranks on whole nodes: before the first attempt those that are large enough, later those held and those free."""
+        if not self._agents:
+            return min(self._nodes.large_enough(), self._launch.nnodes) * self._per_node
+        held = self._living()
+        more = self._nodes.spares([agent.node_id for agent in held], self._launch.nnodes - len(held))
+        return (len(held) + more) * self._per_node
 
     def start(self, attempt: Attempt) -> "RayJob":
         """Start all ranks of an attempt on as many nodes as it needs."""
         nodes = attempt.world_size // self._per_node
-        alive = self._nodes_alive()
-        if len(self._agents) != nodes or not all(agent.alive(alive) for agent in self._agents):
-            self._give_back()
-            self._take_nodes(nodes, attempt.run_dir)
-        return RayJob(self._ray, self._agents, attempt, self._per_node, self.device)
+        while True:
+            self._hold(nodes, attempt.run_dir)
+            try:
+                return RayJob(self._ray, self._agents, attempt, self._per_node, self.device, self._start_s)
+            except self._ray.exceptions.RayActorError:  # the first node was lost this instant: it alone was waited for
+                self._agents[0].lost = True
 
     def close(self, exit_code: int = 1) -> None:
         """Give back the nodes and disconnect; a cluster started here ends."""
         self._give_back()
         self._ray.shutdown()
 
-    def _nodes_alive(self) -> dict[str, dict[str, float]]:
-        """Resources of every node by its id. Ray takes some seconds to believe that a node is gone; we have seen it."""
-        now = time.monotonic()
+    def _living(self) -> list["RayAgent"]:
+        """The agents whose nodes are there, as far as anyone knows."""
         for agent in self._agents:
             if agent.lost:
-                self._lost_nodes.setdefault(agent.node_id, now)
-        return {
-            node["NodeID"]: node["Resources"]
-            for node in self._ray.nodes()
-            if node["Alive"] and now - self._lost_nodes.get(node["NodeID"], -_DOUBT_S) >= _DOUBT_S
-        }
+                self._nodes.suspect(agent.node_id)
+        alive = self._nodes.alive()
+        return [agent for agent in self._agents if agent.alive(alive)]
 
     def _device(self) -> DeviceType:
         wanted = self._launch.device
@@ -107,69 +102,64 @@ class RayLauncher:
         bundle = {"CPU": self._launch.ray.cpus_per_rank * self._per_node}
         return bundle | ({"GPU": float(self._per_node)} if self.device == "cuda" else {})
 
-    def _take_nodes(self, nodes: int, run_dir: Path) -> None:
-        """Reserve nodes and start their agents; a node that goes away meanwhile is replaced while there is time."""
+    def _hold(self, nodes: int, run_dir: Path) -> None:
+        """Have an agent on each of ``nodes`` nodes: those that live stay, with their warm fork servers."""
+        held = self._living()
+        keep = held[:nodes] if self._nodes.spread or len(held) == len(self._agents) == nodes else []
+        for agent in self._agents:
+            if agent not in keep:
+                agent.kill()
+        self._agents = keep
+        if len(keep) < nodes:
+            self._agents = [*keep, *self._new_agents(nodes - len(keep), run_dir)]
+        self._agents.sort(key=lambda agent: (ipaddress.ip_address(agent.address).packed, agent.node_id))
+
+    def _new_agents(self, count: int, run_dir: Path) -> list["RayAgent"]:
+        """Start agents on more nodes; a node that goes away meanwhile is replaced while there is time."""
         token = run_dir / ".nodes"
         token.parent.mkdir(parents=True, exist_ok=True)
         token.write_text(platform.node(), encoding="utf-8")
         deadline = time.monotonic() + self._launch.ray.wait_s
         while True:
-            handles = self._start_agents(nodes, max(1.0, deadline - time.monotonic()))
+            wait_s = max(1.0, deadline - time.monotonic())
+            node_ids = self._nodes.reserve(count, [agent.node_id for agent in self._agents], wait_s)
+            handles = [self._start_agent(node_id) for node_id in node_ids]
             try:
-                told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=_START_S)
+                told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
                 break
             except self._ray.exceptions.RayError as err:
-                self._give_back()
+                for handle, node_id in zip(handles, node_ids, strict=True):
+                    self._nodes.suspect(node_id)
+                    self._ray.kill(handle)
+                if isinstance(err, self._ray.exceptions.GetTimeoutError):
+                    raise ValueError(
+                        f"an agent did not start on its node within {self._start_s:g} s. Look at the nodes' load and at Ray's "
+                        f"logs there; to wait longer, set --ray.wait-s above {self._start_s:g}."
+                    ) from err
                 if time.monotonic() > deadline:
                     raise ValueError(f"an agent could not start on its node: {_first_line(err)}") from err
-        self._agents = [RayAgent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
-        problems = [problem for agent in self._agents for problem in agent.problems()]
+        agents = [RayAgent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
+        problems = [problem for agent in agents for problem in agent.problems()]
         if problems:
-            self._give_back()
+            for agent in agents:
+                agent.kill()
             raise ValueError("the Ray cluster cannot run this job:\n  " + "\n  ".join(problems))
-        self._agents.sort(key=lambda agent: (ipaddress.ip_address(agent.address).packed, agent.node_id))
+        return agents
 
-    def _start_agents(self, nodes: int, wait_s: float) -> list[Any]:
-        from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    def _start_agent(self, node_id: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from titan_train.launch.ray_agent import NodeAgent
 
-        placement = self._launch.ray.placement
-        strategy = ("STRICT_PACK" if nodes == 1 else "STRICT_SPREAD") if placement == "auto" else placement.upper()
         bundle = self._bundle()
-        group = placement_group([bundle] * nodes, strategy=strategy)
-        if not group.wait(wait_s):
-            remove_placement_group(group)
-            raise ValueError(self._what_is_missing(nodes, strategy))
-        self._group = group
-        actor = self._ray.remote(NodeAgent)
+        options = {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
         threads = max(1, int(self._launch.ray.cpus_per_rank))
-        return [
-            actor.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(str(Path.cwd()), self._forwarded(), threads)
-            for index in range(nodes)
-        ]
-
-    def _what_is_missing(self, nodes: int, strategy: str) -> str:
-        bundle = ", ".join(f"{amount:g} {name}" for name, amount in self._bundle().items())
-        head = (
-            f"the Ray cluster cannot hold this job: it needs {nodes} node{'s' if nodes > 1 else ''} with {bundle} each "
-            f"({strategy}), and did not get them in launch.ray.wait_s={self._launch.ray.wait_s:g} s. It has:"
-        )
-        lines = [head]
-        for node in self._ray.nodes():
-            if node["Alive"]:
-                has = ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in self._bundle())
-                lines.append(f"  node {node['NodeManagerAddress']} ({node['NodeID'][:8]}): {has}")
-        free = self._ray.available_resources()
-        lines.append("  free in all: " + ", ".join(f"{free.get(name, 0):g} {name}" for name in self._bundle()))
-        lines.append("Lower launch.nnodes, launch.nproc or launch.ray.cpus_per_rank, or add nodes.")
-        return "\n".join(lines)
+        return self._ray.remote(NodeAgent).options(**options).remote(str(Path.cwd()), self._forwarded(), threads)
 
     def _forwarded(self) -> dict[str, str]:
         return {
@@ -179,21 +169,23 @@ class RayLauncher:
         }
 
     def _give_back(self) -> None:
-        from ray.util.placement_group import remove_placement_group
-
         for agent in self._agents:
             agent.kill()
         self._agents = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        self._nodes.release()
 
 
 class RayJob:
     """The ranks of one attempt."""
 
     def __init__(
-        self, ray: Any, agents: Sequence["RayAgent"], attempt: Attempt, per_node: int, device: DeviceType
+        self,
+        ray: Any,
+        agents: Sequence["RayAgent"],
+        attempt: Attempt,
+        per_node: int,
+        device: DeviceType,
+        start_s: float,
     ) -> None:
         self._ray = ray
         self._agents = agents
@@ -202,7 +194,7 @@ class RayJob:
         self._beats: dict[int, Beat] = {}
         self._polls: dict[Any, int] = {}
         launch, size = attempt.config.launch, attempt.world_size
-        store = ray.get(agents[0].handle.listen.remote(launch.port), timeout=_START_S)
+        store = ray.get(agents[0].handle.listen.remote(launch.port), timeout=start_s)
         if "error" in store:
             raise ValueError(f"launch.port={launch.port} cannot be used on node {agents[0].address}: {store['error']}. "
                              "Free it, or set launch.port to 0.")  # fmt: skip
@@ -215,7 +207,7 @@ class RayJob:
                 for local in range(per_node)
             ]  # fmt: skip
             starting.append(agent.handle.start.remote(jobs))
-        ray.wait(starting, num_returns=len(starting), timeout=_START_S)  # a failure shows at the first poll
+        ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first poll
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.Job`."""
@@ -253,7 +245,7 @@ class RayJob:
         """See `titan_train.launch.job.Job`."""
         calls = [agent.handle.end.remote() for node, agent in enumerate(self._agents) if node not in self._lost]
         if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=_START_S)
+            self._ray.wait(calls, num_returns=len(calls), timeout=_END_S)
         self._polls = {}
 
     def _take(self, node: int, reference: Any) -> list[RankExit]:
@@ -324,13 +316,7 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
         raise ValueError("--launcher ray needs Ray, which is not installed: pip install 'titan-train[ray]'.") from None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if not address:
-        needed = max(1, round(launch.ray.cpus_per_rank * world_size + 0.5))
-        try:
-            ray.init(
-                address="local", num_cpus=needed, include_dashboard=False, object_store_memory=100 * 2**20, **options
-            )
-        except Exception as err:  # Ray's own type for a node that does not start
-            raise ValueError(f"Ray could not start a cluster on this machine: {_first_line(err)}") from err
+        _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), launch.ray.wait_s, options)
         return ray
     _check_reachable(address)
     try:
@@ -340,6 +326,27 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     except RuntimeError as err:
         raise ValueError(f"the Ray cluster at {address!r} cannot be used: {_first_line(err)}") from err
     return ray
+
+
+def _start_here(ray: Any, cpus: int, wait_s: float, options: dict[str, Any]) -> None:
+    """Start a cluster of one node. Ray gives its node 30 s, too short for a cold disk: start again while there is time."""
+    start_s = max(_START_S, wait_s)
+    deadline = time.monotonic() + start_s
+    while True:
+        try:
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=100 * 2**20, **options
+            )
+            return
+        except Exception as err:  # Ray's own type for a node that does not start
+            ray.shutdown()
+            if "timed out during startup" not in str(err):
+                raise ValueError(f"Ray could not start a cluster on this machine: {_first_line(err)}") from err
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"Ray did not start a cluster on this machine within {start_s:g} s: {_first_line(err)} Look at the "
+                    f"machine's load; to wait longer, set --ray.wait-s above {start_s:g}."
+                ) from err
 
 
 def versions() -> dict[str, str]:

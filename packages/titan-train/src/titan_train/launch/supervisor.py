@@ -11,6 +11,7 @@ Every attempt is one line of ``attempts.jsonl`` in the run's folder.
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import time
@@ -154,7 +155,9 @@ class Supervisor:
         except ValueError as err:
             if attempt.number == 0:
                 raise
-            return _Watched(Ended(str(err), 0, progressed=False, users_mistake=True), lost_at=time.monotonic())
+            # Elastic, a node that went away after it was counted is counted again, not waited for.
+            ended = Ended(str(err), 0, progressed=False, users_mistake=not self._config.launch.elastic)
+            return _Watched(ended, lost_at=time.monotonic())
         try:
             return self._watch(attempt, job)
         finally:
@@ -171,11 +174,11 @@ class Supervisor:
                 left.discard(exit.rank)
                 if exit.code != 0:
                     failures.append(exit)
-                    if deadline is None:
-                        watched.lost_at = time.monotonic()
-                        deadline = watched.lost_at + _GRACE_S
+                    watched.lost_at = watched.lost_at or time.monotonic()
+                    grace_s = 0.0 if _is_cause(exit) else _GRACE_S
+                    deadline = min(deadline or math.inf, watched.lost_at + grace_s)
             now = time.monotonic()
-            if deadline is not None and (now > deadline or self._interrupts > 1):
+            if deadline is not None and (now >= deadline or self._interrupts > 1):
                 break
             if self._interrupts > 1:
                 watched.ended = Ended("ended by a second Ctrl-C; nothing was saved", watched.to_step, progressed=True)
@@ -253,9 +256,7 @@ class Supervisor:
 
     def _cause(self, attempt: Attempt, job: Job, failures: list[RankExit], watched: _Watched) -> Ended:
         """The first thing that went wrong; what the others died of is its consequence."""
-        # A rank ended by a signal is the cause, even where a peer's own error, its consequence, was seen first. An
-        # abort is not: gloo and NCCL abort a process whose peer is gone.
-        killed = [f for f in failures if f.code is None or (f.code < 0 and f.code != -signal.SIGABRT)]
+        killed = [exit for exit in failures if _is_cause(exit)]
         told = first_failure(self._run_dir)
         progressed = _progressed(job.beats())
         step = watched.to_step
@@ -320,6 +321,14 @@ class Supervisor:
         finally:
             for number, handler in saved.items():
                 signal.signal(number, handler)
+
+
+def _is_cause(exit: RankExit) -> bool:
+    """A rank ended by a signal, or lost with its node, is the cause, even where a peer's own error was seen first.
+
+    An abort is not: gloo and NCCL abort a process whose peer is gone.
+    """
+    return exit.code is None or (exit.code < 0 and exit.code != -signal.SIGABRT)
 
 
 def _progressed(beats: dict[int, Beat]) -> bool:

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,8 +56,14 @@ class TorchrunLauncher:
         return self._per_node * self._launch.nnodes
 
     def start(self, attempt: Attempt) -> "TorchrunJob":
-        """Start all ranks of an attempt on this machine."""
+        """Start all ranks of an attempt on this machine.
+
+        Raises:
+            ValueError: Something else listens where the machines would meet.
+        """
         if self._leader is not None:
+            if attempt.number == 0:
+                check_endpoint(self._launch.endpoint)
             self._leader.attempt(attempt.number)
         return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device, self._leader)
 
@@ -200,6 +207,23 @@ class TorchrunJob:
         if time.monotonic() - self._lost_at > _PEERS_S:
             for beat in beats.values():
                 _kill(beat.pid)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse a port on which something listens already; torchrun would say so only in a traceback of its own.
+
+    Raises:
+        ValueError: The port is taken on this machine.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(endpoint.rpartition(":")[2])))  # bound, never listening
+        except OSError as err:
+            raise ValueError(
+                f"launch.endpoint={endpoint!r} cannot be used on this machine: {err.strerror}. Stop what listens there (an "
+                "earlier run?), or give all machines another port."
+            ) from err
 
 
 def _root_cause(log: str) -> tuple[int, int] | None:
