@@ -1,8 +1,9 @@
 """torch.compile of each repeated block, in place: compile time does not grow with depth, and FSDP's hooks stay eager."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
@@ -10,7 +11,12 @@ from titan_train.config import ActivationsConfig, CompileConfig
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], config: CompileConfig, activations: ActivationsConfig, *, whole_graph: bool
+    blocks: Sequence[nn.Module],
+    config: CompileConfig,
+    activations: ActivationsConfig,
+    *,
+    whole_graph: bool,
+    inductor_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile every block.
 
@@ -21,11 +27,18 @@ def compile_blocks(
         whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks with
             communication that torch does not trace (context parallelism's exchange, the ring of asynchronous tensor
             parallelism) or that depends on the data (expert parallelism's routing) cannot.
+        inductor_options: Settings for these graphs, on top of the mode's.
     """
     if activations.checkpoint == "budget":
         functorch_config.activation_memory_budget = activations.budget  # read when a block is compiled
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": whole_graph}
-    if config.mode != "default":
+    if inductor_options:  # torch.compile takes a mode or options, and a mode is a name for some
+        options["options"] = {**_mode_options(config.mode), **inductor_options}
+    elif config.mode != "default":
         options["mode"] = config.mode
     for block in blocks:
         block.compile(**options)
+
+
+def _mode_options(mode: str) -> dict[str, Any]:
+    return {} if mode == "default" else torch._inductor.list_mode_options(mode)

@@ -14,7 +14,7 @@ import titan_fp8
 import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
-from titan_mesh import Layout, Mesh
+from titan_mesh import Layout, Mesh, MeshSpec
 from titan_pipeline import Kind, Schedule
 from torch import Tensor, nn
 
@@ -31,12 +31,15 @@ from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.pipeline import Pipeline, check_can_be_cut, make_transport, plan_layers, take_stage
 from titan_train.parallel.tensor import (
+    FusedProducts,
     apply_tensor_parallel,
     check_tensor_parallel,
     merge_tables,
+    micro_pipeline_options,
     vocab_parallel_cross_entropy_sum,
 )
 from titan_train.parallel.tensor.float8_linears import can_gather_float8, gathers_same_bits
+from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
 from titan_train.parallel.tensor.tables import table_for
 from titan_train.train.loss import TokenLoss, cross_entropy_sum
 
@@ -64,6 +67,8 @@ class ParallelModel:
     """Of the whole model."""
     flops_per_token: float
     """Of the whole model, forward and backward."""
+    fused: FusedProducts | None = None
+    """What the compiler overlapped of tensor parallelism, known after the first step; None where it was not asked to."""
 
 
 def build_parallel_model(
@@ -95,6 +100,7 @@ def build_parallel_model(
     context = _context_parallel(config, mesh, whole) if spec.cp > 1 and mesh is not None else None
     table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if spec.tp > 1 else {}
     loss: TokenLoss = cross_entropy_sum
+    fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, device) else None
     parts: list[nn.Module] = []
     plans: list[fsdp.Plan] = []
     cuts: dict[str, Cut] = {}
@@ -114,7 +120,7 @@ def build_parallel_model(
                 table=table,
                 sequence_parallel=config.parallel.sequence_parallel,
                 replicate_kv=config.parallel.replicate_kv,
-                async_tp=config.parallel.async_tp,
+                async_tp=config.parallel.async_tp and fused is None,
                 float8_gather=_gathers_float8(config, schedule),
             )
             if "lm_head.weight" in cuts:
@@ -128,9 +134,7 @@ def build_parallel_model(
             context.apply(part)
         apply_activation_checkpointing(part, blocks_of(part), config.activations)
         if config.compile.enabled:
-            ring = config.parallel.async_tp and spec.tp > 1
-            whole_graph = spec.cp == 1 and spec.ep == 1 and not ring
-            compile_blocks(blocks_of(part), config.compile, config.activations, whole_graph=whole_graph)
+            _compile(part, config, spec, mesh, fused)
         wrapped, plan = _wrap(part, config, layout, mode, mesh, device, _global_init(init, cuts, tied, config.run.seed))
         parts.append(wrapped)
         if plan is not None:
@@ -155,6 +159,7 @@ def build_parallel_model(
         experts={name: layer.args.num_experts for name, layer in moe_layers(whole)},
         num_parameters=count_parameters(whole),
         flops_per_token=flops_per_token(whole, config.model.seq_len),
+        fused=fused,
     )
 
 
@@ -298,6 +303,19 @@ def _context_parallel(config: Config, mesh: Mesh, whole: nn.Module) -> ContextPa
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     heads = Heads.of(whole, config.parallel.tp)
     return ContextParallel(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+
+
+def _compile(part: nn.Module, config: Config, spec: MeshSpec, mesh: Mesh | None, fused: FusedProducts | None) -> None:
+    """Compile the blocks, with tensor parallelism's transfers overlapped where the compiler is to do that."""
+    ring = config.parallel.async_tp and spec.tp > 1 and fused is None
+    options: dict[str, Any] = {}
+    if fused is not None and mesh is not None:
+        enable_symmetric_memory(mesh.group("tp"))
+        options = micro_pipeline_options(fused)
+    whole_graph = spec.cp == 1 and spec.ep == 1 and not ring
+    compile_blocks(
+        blocks_of(part), config.compile, config.activations, whole_graph=whole_graph, inductor_options=options
+    )
 
 
 def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:

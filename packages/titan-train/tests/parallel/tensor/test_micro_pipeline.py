@@ -7,14 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import titan_mesh
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from titan_testing import run_ranks
+from titan_train.config import ActivationsConfig, CompileConfig, ParallelConfig, parse_config
+from titan_train.layout import plan_run
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.tensor import apply_tensor_parallel
-from titan_train.parallel.tensor.micro_pipeline import FusedProducts, can_micro_pipeline, micro_pipeline_options
+from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules
+from titan_train.parallel.tensor.micro_pipeline import (
+    FusedProducts,
+    can_micro_pipeline,
+    enable_symmetric_memory,
+    micro_pipeline_options,
+    overlaps_by_compiler,
+)
 from titan_train.parallel.tensor.tables import table_for
+from titan_train.train import build
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
@@ -82,3 +93,80 @@ def test_torch_compile_takes_the_options():
 def test_only_cuda_has_symmetric_memory():
     assert can_micro_pipeline(torch.device("cuda"))
     assert not can_micro_pipeline(torch.device("cpu"))
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+ASYNC, COMPILED = ParallelConfig(tp=2, async_tp=True), CompileConfig(enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "compile", "device", "expected"),
+    [
+        (ASYNC, COMPILED, CUDA, True),
+        (ASYNC, COMPILED, CPU, False),
+        (ASYNC, CompileConfig(), CUDA, False),
+        (ASYNC, CompileConfig(enabled=True, backend="aot_eager"), CUDA, False),
+        (ParallelConfig(tp=2), COMPILED, CUDA, False),
+        (ParallelConfig(async_tp=True), COMPILED, CUDA, False),
+    ],
+)
+def test_the_compiler_overlaps_where_inductor_compiles_for_cuda(parallel, compile, device, expected):
+    assert overlaps_by_compiler(parallel, compile, device) is expected
+
+
+class Block(torch.nn.Linear):
+    """Notes what it is compiled with."""
+
+    def compile(self, **options: Any) -> None:
+        self.compiled_with = options
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"), [("default", {}), ("max-autotune-no-cudagraphs", {"max_autotune": True}), ("max-autotune", {})]
+)
+def test_the_options_reach_the_blocks_together_with_the_mode(mode, more):
+    block, options = Block(2, 2), micro_pipeline_options(FusedProducts())
+    config = CompileConfig(enabled=True, mode=mode)
+    compile_blocks([block], config, ActivationsConfig(), whole_graph=True, inductor_options=options)
+    assert block.compiled_with.keys() == {"backend", "fullgraph", "options"}  # torch refuses mode beside options
+    assert {**block.compiled_with["options"], **options, **more} == block.compiled_with["options"]
+    torch.compile(lambda x: x, **block.compiled_with)
+
+
+def built(as_on_cuda: bool) -> tuple[bool, list[str], bool, bool]:
+    """What a run with asynchronous tensor parallelism and inductor builds, on the CPU or as it would on a GPU."""
+    config = parse_config({
+        "model": {"name": "llama3_debug", "seq_len": 32},
+        "parallel": {"tp": 2, "async_tp": True},
+        "compile": {"enabled": True},
+        "train": {"global_batch": 2},
+    })  # fmt: skip
+    plan = plan_run(config, 2)
+    compiled: list[Any] = []
+    build.compile_blocks = lambda *args, **kwargs: compiled.append(kwargs)
+    if as_on_cuda:
+        build.overlaps_by_compiler = lambda parallel, compile, device: overlaps_by_compiler(parallel, compile, CUDA)
+    mesh = titan_mesh.build(plan.layout, "cpu")
+    model = build.build_parallel_model(
+        config, layout=plan.layout, mode=plan.mode, mesh=mesh, schedule=None, vocab_size=64, device=CPU
+    )
+    options = compiled[0]["inductor_options"]
+    name = mesh.group("tp").group_name
+    known = name in symmetric_memory._group_name_to_store
+    return model.fused is not None, overlapped_modules(model.parts[0]), "_micro_pipeline_tp" in options, known
+
+
+@pytest.mark.parametrize("as_on_cuda", [False, True])
+def test_a_run_leaves_the_overlap_to_the_compiler_or_to_the_ring(as_on_cuda):
+    for counts, ring, asked, symmetric in run_ranks(built, 2, as_on_cuda):
+        assert counts is asked is symmetric is as_on_cuda
+        assert (ring == []) is as_on_cuda
+
+
+def enabled_twice() -> None:
+    for _ in range(2):
+        enable_symmetric_memory(dist.group.WORLD)
+
+
+def test_a_group_is_enabled_once():
+    run_ranks(enabled_twice, 2)

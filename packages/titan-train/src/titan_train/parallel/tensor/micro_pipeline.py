@@ -11,14 +11,19 @@ the gather of the output's gradient. The gradient of the input is a sum of sever
 The blocks are those of plain tensor parallelism with sequence parallelism (``async_tp=False``): what is in their graphs
 is spelled as the pass expects it, which ``tests/parallel/tensor/test_micro_pipeline.py`` holds.
 
-Private to torch: the setting ``_micro_pipeline_tp`` and the type of a custom pass. Checked on torch 2.11 and 2.15. Not
-run on GPUs by the tests.
+Private to torch: the setting ``_micro_pipeline_tp``, the type of a custom pass, and the list of groups with symmetric
+memory, which the pass of torch 2.11 asks and nothing else fills. Checked on torch 2.11 and 2.15. Not run on GPUs by the
+tests.
 """
 
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph
+
+from titan_train.config import CompileConfig, ParallelConfig
 
 
 class FusedProducts:
@@ -67,6 +72,23 @@ def micro_pipeline_options(fused: FusedProducts) -> dict[str, Any]:
     return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": Count()}
 
 
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Let the pass fuse collectives of ``group``; local, and nothing where torch knows the group already."""
+    import torch.distributed._symmetric_memory as symmetric_memory  # for CUDA alone
+
+    if symmetric_memory.is_symm_mem_enabled_for_group(group.group_name):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # "no need to call this": true of torch 2.15, not of 2.11
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)  # pyright: ignore[reportDeprecated]
+
+
 def can_micro_pipeline(device: torch.device) -> bool:
     """Whether torch has symmetric memory for this kind of device; ranks without NVLink between them fuse nothing."""
     return device.type == "cuda"
+
+
+def overlaps_by_compiler(parallel: ParallelConfig, compile: CompileConfig, device: torch.device) -> bool:
+    """Whether asynchronous tensor parallelism is left to the compiler: the ring of our own takes its place elsewhere."""
+    asked = parallel.tp > 1 and parallel.async_tp
+    return asked and compile.enabled and compile.backend == "inductor" and can_micro_pipeline(device)
