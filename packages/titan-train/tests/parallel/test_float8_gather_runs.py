@@ -1,0 +1,52 @@
+"""The trainer with sequence parallelism that gathers float8: the same run, under FSDP and under split backwards too."""
+
+import composition
+import pytest
+import torch
+from titan_testing import run_ranks
+from titan_train.parallel.tensor import float8_gathering_modules
+from titan_train.train import build
+
+MODEL = {
+    "model": {"name": "llama3_debug", "seq_len": 256, "args": {"num_layers": 2, "num_kv_heads": 2}},
+    "train": {"global_batch": 4, "microbatch": 1},
+}
+LAYOUTS = {
+    "fsdp": {"parallel": {"tp": 2, "dp_shard": 2}},
+    "zb_h2": {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "zb_h2"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gather")
+    composition.prepare(folder)
+    return str(folder)
+
+
+def train(folder, layout, choice):
+    """Losses, gradients, and how many modules gather in float8."""
+    make, made = build.Gradients, []
+    build.Gradients = lambda parts, *args, **kwargs: made.extend(parts) or make(parts, *args, **kwargs)
+    float8 = {"recipe": "blockwise", "min_speedup": 0.0, "tp_gather": choice}
+    sections = MODEL | LAYOUTS[layout] | {"float8": float8}
+    losses, _, _, gradients = composition.run(folder, f"{layout}-{choice}", sections, steps=2)
+    return losses, gradients, sum(len(float8_gathering_modules(part)) for part in made)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_gathers_float8_is_the_run_that_does_not(folder, layout):
+    runs = {choice: run_ranks(train, 4, folder, layout, choice, timeout_s=90) for choice in ("off", "auto", "on")}
+    for (losses, gradients, none), automatic, asked in zip(*runs.values(), strict=True):
+        assert none == 0
+        layers = 2 if layout == "fsdp" else 1
+        assert automatic[2] == (2 * layers if layout == "fsdp" else 0)  # deferring weight gradients comes first
+        assert asked[2] == 2 * layers
+        for other_losses, other_gradients, _ in (automatic, asked):
+            if layout == "zb_h2" and other_losses is asked[0]:
+                # gradients of a shared input are added in one order here and in another where they are deferred
+                assert other_losses == pytest.approx(losses, abs=1e-4)
+                continue
+            assert other_losses == losses
+            assert other_gradients.keys() == gradients.keys()
+            assert all(torch.equal(other_gradients[name][2], gradients[name][2]) for name in gradients)
