@@ -17,7 +17,7 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts of weights, which are the ones made by blocks."""
+    """Counts operators of titan-fp8."""
 
     def __init__(self):
         super().__init__()
@@ -111,3 +111,19 @@ def test_weight_gradients_of_float8_layers_wait_for_the_weight_pass(recipe, chec
     # Gradients of an input that several linears share are added in another order: one bit of float32, but where that
     # changes a code it changes by a step, 2**-3 of one value at most.
     assert worst(got, want) <= 2**-6
+
+
+def test_selective_recomputation_keeps_the_float8_products_that_it_is_to_keep():
+    products = {}
+    for checkpoint in ("none", "selective", "full"):
+        model = make("blockwise")
+        apply_activation_checkpointing(model, list(model.layers.values()), ActivationsConfig(checkpoint=checkpoint))
+        with Casts() as counted:
+            loss_of(model).backward()
+        products[checkpoint] = counted.calls["scaled_mm"], gradients(model)
+    layers = ARGS.num_layers
+    assert products["none"][0] == 3 * LINEARS
+    assert products["selective"][0] - products["none"][0] == 3 * layers  # each second of 7, as for other linears
+    assert products["full"][0] - products["none"][0] > 3 * layers
+    for checkpoint in ("selective", "full"):
+        assert all(torch.equal(products[checkpoint][1][name], g) for name, g in products["none"][1].items())

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_train.config import ActivationsConfig
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
+_FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
 # Costly, or communicating, or deciding: recomputing them would cost more than keeping their results.
 _KEPT = (
     "_scaled_dot_product_flash_attention",
@@ -83,7 +84,12 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
 
 def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one region: forward marks what to keep, recomputation reads it back."""
-    matmuls = {getattr(torch.ops.aten, name).default for name in _MATMULS if hasattr(torch.ops.aten, name)}
+    matmuls = {
+        getattr(namespace, name).default
+        for namespace, names in ((torch.ops.aten, _MATMULS), (torch.ops.titan_fp8, _FLOAT8_MATMULS))
+        for name in names
+        if hasattr(namespace, name)
+    }
     kept = {
         getattr(packet, overload)
         for namespace, names in ((torch.ops.aten, _KEPT), (torch.ops._c10d_functional, _KEPT_COMMUNICATION))
