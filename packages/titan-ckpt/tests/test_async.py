@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -39,6 +40,43 @@ def test_asynchronous_saves_hold_the_state_at_the_call_not_later(tmp_path, overl
     got = build(seed=9)
     Checkpointer(tmp_path).restore(got)
     assert_bitwise(full_state(got), want[4])
+
+
+def test_a_saver_learns_of_every_change_of_the_states_structure(tmp_path):
+    states = [
+        TrainState(model=nn.Linear(3, 5), rng=False),
+        TrainState(model=nn.Linear(3, 5), rng=False),  # the same structure: nothing new is sent
+        TrainState(model=nn.Linear(40, 50), rng=False, extra={"table": torch.ones(3000)}),
+        TrainState(model=nn.Linear(4, 5), rng=False),  # fits into the arena there is
+        TrainState(model=nn.Linear(40, 50, dtype=torch.bfloat16), rng=False),
+    ]
+    with Checkpointer(tmp_path, async_=True) as ck:
+        for step, state in enumerate(states):
+            ck.save(step, state)
+        ck.wait()
+        for step, state in enumerate(states):
+            want = full_state(TrainState(model=state.model, optim=torch.optim.SGD(state.model.parameters())))
+            with torch.no_grad():
+                for param in state.model.parameters():
+                    param.fill_(9)
+            ck.restore(state, step)
+            got = full_state(TrainState(model=state.model, optim=torch.optim.SGD(state.model.parameters())))
+            assert_bitwise(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_checkpointer_dropped_without_close_ends_its_saver_and_frees_the_arena(tmp_path):
+    ck = Checkpointer(tmp_path, async_=True)
+    ck.save(1, TrainState(model=nn.Linear(64, 64), rng=False)).wait(30)
+    saver, arena = ck._saver.process, ck._saver._arena.fd
+    del ck
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while saver.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not saver.alive
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(arena)
 
 
 def test_a_busy_saver_makes_the_next_save_wait_or_skip(tmp_path):
@@ -154,7 +192,7 @@ def test_an_arena_that_grows_is_a_new_file_and_holds_what_was_staged():
     tensors = [torch.arange(12.0).view(4, 3).t(), torch.ones(5, dtype=torch.bfloat16), torch.tensor(7)]
     assert arena.reserve(256)
     assert not arena.reserve(100)
-    arena.stage([(0, 48), (64, 10), (128, 8)], entries, tensors, staging_point(tensors))
+    arena.stage(arena.targets([(0, 48), (64, 10), (128, 8)], entries), tensors, staging_point(tensors))
     assert torch.equal(arena.memory[:48].view(torch.float32).view(3, 4), tensors[0])
     assert torch.equal(arena.memory[64:74].view(torch.bfloat16), tensors[1])
     assert not arena.pinned, "only CUDA tensors need it"

@@ -70,7 +70,7 @@ def test_saving_a_step_again_replaces_it_without_a_moment_without_it(tmp_path, m
     ck = Checkpointer(tmp_path)
     ck.save(1, make_state(1))
     with monkeypatch.context() as patch:
-        patch.setattr(_commit, "purge", lambda *_: None)  # as if killed right after the commit
+        patch.setattr(_commit, "purge", lambda *_: [])  # as if killed right after the commit
         ck.save(1, make_state(2))
     assert value(tmp_path) == (1, 2.0)
     ck.save(1, make_state(3))

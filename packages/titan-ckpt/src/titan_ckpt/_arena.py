@@ -43,23 +43,29 @@ class Arena:
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)
         return True
 
-    @torch.no_grad()
-    def stage(
-        self, places: Sequence[tuple[int, int]], entries: Sequence[Entry], views: Sequence[Tensor], ready: Any = None
-    ) -> None:
-        """Copy tensors into the arena; when this returns, they may change.
+    def targets(self, places: Sequence[tuple[int, int]], entries: Sequence[Entry]) -> list[Tensor]:
+        """The tensors of the arena to stage into.
 
         Args:
             places: First byte and size of each, within what was reserved.
             entries: Dtype and shape of each.
+        """
+        return [
+            self.memory[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+            for (start, size), entry in zip(places, entries, strict=True)
+        ]
+
+    @torch.no_grad()
+    def stage(self, targets: Sequence[Tensor], views: Sequence[Tensor], ready: Any = None) -> None:
+        """Copy tensors into the arena; when this returns, they may change.
+
+        Args:
+            targets: Where to, as `targets` gave them.
             views: The tensors, on any device.
             ready: A CUDA event to wait for before reading CUDA tensors; see `staging_point`.
         """
         streams: set[Any] = set()
-        for (start, size), entry, view in zip(places, entries, views, strict=True):
-            if not size:
-                continue
-            into = self.memory[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+        for into, view in zip(targets, views, strict=True):
             if not view.is_cuda:
                 into.copy_(view)
                 continue

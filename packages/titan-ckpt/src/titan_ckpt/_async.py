@@ -4,10 +4,12 @@ The saver process maps the same arena (`titan_ckpt._arena`). One save is in flig
 """
 
 import json
+import queue
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,8 +19,8 @@ from torch import Tensor
 from titan_ckpt._arena import Arena
 from titan_ckpt._commit import Process
 from titan_ckpt._errors import CheckpointError
-from titan_ckpt._job import Job
-from titan_ckpt._saver import arena_starts, receive, send
+from titan_ckpt._job import Job, Layout
+from titan_ckpt._saver import arena_starts, pack, receive, send
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._tree import dump_json
 
@@ -101,8 +103,17 @@ class Saver:
             )
         self.process = Process.of(self._child.pid)
         self._arena = Arena()
-        self._sent = True
-        self._reader: threading.Thread | None = None
+        self._arena_sent = True
+        self._layout: Layout | None = None
+        """The layout that the arena's targets, and after `submit` the process, are made for."""
+        self._layout_sent = True
+        self._targets: list[Tensor] = []
+        self._submitted: queue.SimpleQueue[tuple[Job, SaveJob] | None] = queue.SimpleQueue()
+        # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
+        arguments = (self._control, self._submitted, self.process.pid)
+        threading.Thread(target=_answers, args=arguments, daemon=True, name="titan-ckpt").start()
+        # One that is dropped unclosed must leave neither thread, process nor arena.
+        weakref.finalize(self, _drop, self._submitted, self._arena).atexit = False
 
     @property
     def alive(self) -> bool:
@@ -111,10 +122,14 @@ class Saver:
 
     def stage(self, job: Job, views: Sequence[Tensor], ready: Any = None) -> None:
         """Copy the tensors of a job into the arena; ``ready`` as for `Arena.stage`."""
-        places, total = arena_starts(job)
-        if self._arena.reserve(total):
-            self._sent = False
-        self._arena.stage(places, [entry for shard in job.shards for entry in shard.entries], views, ready)
+        if job.layout is not self._layout:
+            places, total = arena_starts(job.layout)
+            self._targets = []  # views of the old memory keep it alive
+            if self._arena.reserve(total):
+                self._arena_sent = False
+            self._targets = self._arena.targets(places, [e for shard in job.layout.shards for e in shard.entries])
+            self._layout, self._layout_sent = job.layout, False
+        self._arena.stage(self._targets, views, ready)
 
     def submit(self, job: Job, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
         """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
@@ -123,27 +138,38 @@ class Saver:
             CheckpointError: If the saver process is gone.
         """
         meeting = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
-        message = len(meeting).to_bytes(8, "little") + meeting + job.encode()
+        parts = [meeting, job.encode(), b"" if self._layout_sent else job.layout.encode()]
         try:
-            send(self._control, message, None if self._sent else self._arena.fd)
+            send(self._control, pack(parts), None if self._arena_sent else self._arena.fd)
         except OSError as err:
             raise CheckpointError(
                 f"the saver process {self.process.pid} is gone ({err}); step {job.step} is not saved."
             ) from err
-        self._sent = True
-        self._reader = threading.Thread(target=self._await, args=(job, result), daemon=True, name="titan-ckpt")
-        self._reader.start()
+        self._arena_sent = self._layout_sent = True
+        self._submitted.put((job, result))
 
     def close(self) -> None:
         """Let the process end; it finishes what it was given."""
         self._control.close()
         self._child.wait()
+        self._submitted.put(None)
+        self._targets = []
         self._arena.close()
 
-    def _await(self, job: Job, result: SaveJob) -> None:
-        answer = receive(self._control)
-        if answer is None:
-            result.finish(None, f"the saver process {self.process.pid} ended while it wrote step {job.step}")
-            return
-        told: dict[str, str] = json.loads(answer[0])
-        result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))
+
+def _answers(control: socket.socket, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", pid: int) -> None:
+    """Finish each submitted save as the saver process answers, until None is submitted."""
+    with control:
+        while (sent := submitted.get()) is not None:
+            job, result = sent
+            answer = receive(control)
+            if answer is None:
+                result.finish(None, f"the saver process {pid} ended while it wrote step {job.step}")
+                continue
+            told: dict[str, str] = json.loads(answer[0])
+            result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))
+
+
+def _drop(submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", arena: Arena) -> None:
+    submitted.put(None)
+    arena.close()

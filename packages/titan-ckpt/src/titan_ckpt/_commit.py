@@ -139,26 +139,40 @@ def commit_save(
     return final
 
 
+def retire(path: StorePath) -> StorePath | None:
+    """Make a step, or an unfinished save, something that is no step, in one instant.
+
+    Returns:
+        What is left to delete with `remove_tree`; None if it was gone already. A crash before that is swept.
+    """
+    if not path.exists():
+        return None
+    if not isinstance(path, Path):
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        return path
+    trash = path.parent / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
+    path.rename(trash)
+    return trash
+
+
 def discard(path: StorePath) -> None:
     """Delete a step, or an unfinished save, so that a crash half way leaves nothing that looks like a step.
 
     Does nothing if it is gone already.
     """
-    if not path.exists():
-        return
-    if not isinstance(path, Path):
-        (path / MANIFEST_NAME).unlink(missing_ok=True)
-        remove_tree(path)
-        return
-    trash = path.parent / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
-    path.rename(trash)
-    remove_tree(trash)
+    left = retire(path)
+    if left is not None:
+        remove_tree(left)
 
 
-def purge(newest: StorePath, step: int, retention: Retention) -> None:
-    """Delete older revisions of ``step``, and the steps that ``retention`` no longer keeps.
+def purge(newest: StorePath, step: int, retention: Retention) -> list[StorePath]:
+    """Retire older revisions of ``step``, and the steps that ``retention`` no longer keeps.
 
-    The new step is committed already; only valid steps are counted. A step that cannot be deleted is left.
+    The new step is committed already; only valid steps are counted. A step that cannot be retired is left.
+
+    Returns:
+        What is left to delete with `remove_tree`. That takes as long as writing a good part of a step, so it is not
+        done before the save is reported.
     """
     root = newest.parent
     older = [p for p in _children(root) if p != newest and (parse_step_name(p.name) or (-1,))[0] == step]
@@ -167,9 +181,11 @@ def purge(newest: StorePath, step: int, retention: Retention) -> None:
     for number, path in folders.items():
         with contextlib.suppress(DamageError, ValueError):
             valid[number] = Manifest.open(path).metrics
+    left: list[StorePath] = []
     for gone in [*older, *(folders[number] for number in retention.surplus(valid))]:
         with contextlib.suppress(OSError):
-            discard(gone)
+            left += [trash] if (trash := retire(gone)) else []
+    return left
 
 
 def sweep(root: StorePath) -> list[StorePath]:

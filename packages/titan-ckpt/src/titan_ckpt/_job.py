@@ -6,8 +6,7 @@ is the caller's business (tensors, or an arena of staged bytes). Rank 0's job al
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titan_ckpt import _commit
@@ -29,13 +28,54 @@ class Shard:
     """Whether to compress tensors where that is worth it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What stays from save to save while the structure of the state does; compared by identity.
+
+    It is by far the larger part of a job where tensors are many, so it is made, sent to the saver and decoded once.
+    """
+
+    shards: tuple[Shard, ...]
+    """This rank's safetensors files."""
+    shard_names: tuple[str, ...] = ()
+    """Every rank's safetensors files, in the order the tensors' chunks count them; on rank 0."""
+    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
+    """Section to key to tensor; on rank 0."""
+
+    def encode(self) -> bytes:
+        """As JSON, for the saver process."""
+        value = {
+            "shards": [
+                [shard.name, shard.compress, [[e.name, e.dtype, e.shape] for e in shard.entries]]
+                for shard in self.shards
+            ],
+            "shard_names": self.shard_names,
+            "tensors": {
+                section: {key: [t.dtype, t.shape, t.columns] for key, t in entries.items()}
+                for section, entries in self.tensors.items()
+            },
+        }
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Layout":
+        """Undo `encode`."""
+        value: dict[str, Any] = json.loads(data)
+        shards = tuple(
+            Shard(name, tuple(Entry(key, dtype, tuple(shape)) for key, dtype, shape in entries), compress)
+            for name, compress, entries in value["shards"]
+        )
+        tensors = {
+            section: {key: StoredTensor(dtype, tuple(shape), columns) for key, (dtype, shape, columns) in kept.items()}
+            for section, kept in value["tensors"].items()
+        }
+        return cls(shards, tuple(value["shard_names"]), tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What rank 0 needs to commit."""
+    """What rank 0 needs to commit, beside the layout."""
 
-    shard_names: tuple[str, ...]
-    """Every rank's safetensors files, in the order the tensors' chunks count them."""
-    tensors: dict[str, dict[str, StoredTensor]]
     tied: dict[str, str]
     versions: dict[str, str]
     metrics: dict[str, float]
@@ -52,40 +92,36 @@ class Job:
     save_id: str
     rank: int
     world_size: int
-    shards: tuple[Shard, ...]
+    layout: Layout
     texts: tuple[tuple[str, str], ...]
     """JSON files: name and content."""
     lead: Lead | None
     """Only on rank 0."""
 
     def encode(self) -> bytes:
-        """As JSON, for the saver process."""
-        value = asdict(replace(self, folder=Path()))  # a remote folder holds a connection
-        value["folder"] = str(self.folder)
+        """All but the layout as JSON, for the saver process."""
+        value = {
+            "folder": str(self.folder),
+            "step": self.step,
+            "save_id": self.save_id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "texts": self.texts,
+            "lead": None if self.lead is None else asdict(self.lead),
+        }
         return json.dumps(value, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> "Job":
+    def decode(cls, data: bytes, layout: Layout) -> "Job":
         """Undo `encode`."""
         value: dict[str, Any] = json.loads(data)
-        shards = tuple(
-            Shard(
-                s["name"], tuple(Entry(e["name"], e["dtype"], tuple(e["shape"])) for e in s["entries"]), s["compress"]
-            )
-            for s in value["shards"]
-        )
+        told = value["lead"]
         lead = None
-        if value["lead"] is not None:
-            told = value["lead"]
-            tensors = {
-                section: {k: StoredTensor(t["dtype"], tuple(t["shape"]), t["columns"]) for k, t in entries.items()}
-                for section, entries in told["tensors"].items()
-            }
-            retention = Retention(**told["retention"])
-            lead = Lead(tuple(told["shard_names"]), tensors, told["tied"], told["versions"], told["metrics"], retention)
+        if told is not None:
+            lead = Lead(told["tied"], told["versions"], told["metrics"], Retention(**told["retention"]))
         texts = tuple((name, text) for name, text in value["texts"])
         rest = {key: value[key] for key in ("step", "save_id", "rank", "world_size")}
-        return cls(folder=as_path(value["folder"]), shards=shards, texts=texts, lead=lead, **rest)
+        return cls(folder=as_path(value["folder"]), layout=layout, texts=texts, lead=lead, **rest)
 
 
 def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
@@ -100,7 +136,7 @@ def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[Fi
     """
     supply = iter(buffers)
     records: list[FileRecord] = []
-    for shard in job.shards:
+    for shard in job.layout.shards:
         pieces = (next(supply) for _ in shard.entries)
         # Older readers of safetensors files refuse one that does not say it came from PyTorch.
         write = write_packed_safetensors if shard.compress else write_safetensors
@@ -109,16 +145,19 @@ def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[Fi
     return records
 
 
-def commit_job(job: Job, records: Iterable[FileRecord]) -> StorePath:
-    """Rank 0: commit the step from every rank's records, then delete what retention no longer keeps.
+def commit_job(job: Job, records: Iterable[FileRecord]) -> tuple[StorePath, list[StorePath]]:
+    """Rank 0: commit the step from every rank's records, then retire what retention no longer keeps.
+
+    Returns:
+        The step's folder, and folders that are steps no longer: delete them with `remove_tree` when there is time.
 
     Raises:
         OSError: If the disk refuses; the step does not exist then.
     """
     assert job.lead is not None
-    lead = job.lead
+    lead, layout = job.lead, job.layout
     by_name = {record.name: record for record in records}
-    shards = [by_name.pop(name) for name in lead.shard_names]
+    shards = [by_name.pop(name) for name in layout.shard_names]
     files = [*shards, *(by_name[name] for name in sorted(by_name))]
     path = _commit.commit_save(
         job.folder,
@@ -126,9 +165,8 @@ def commit_job(job: Job, records: Iterable[FileRecord]) -> StorePath:
         save_id=job.save_id,
         world_size=job.world_size,
         files=files,
-        index=Index(tuple(files), move_boxes(lead.tensors, files), lead.tied),
+        index=Index(tuple(files), move_boxes(layout.tensors, files), lead.tied),
         versions=lead.versions,
         metrics=lead.metrics,
     )
-    _commit.purge(path, job.step, lead.retention)
-    return path
+    return path, _commit.purge(path, job.step, lead.retention)

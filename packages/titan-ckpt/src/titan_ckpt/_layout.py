@@ -226,4 +226,4 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
         flatten = getattr(tensor, "__tensor_flatten__", None)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{path} is a {tensor.layout} tensor; safetensors holds dense ones. Call to_dense() first.")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor

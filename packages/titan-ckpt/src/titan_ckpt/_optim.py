@@ -120,7 +120,7 @@ class OptimRestore:
                     state[key] = target
                     filled = self.targets.setdefault(f"{old}/{key}", target)
                     if filled is not target:  # two parameters here, one tied weight in the step
-                        self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
+                        self._finish.append(lambda target=target, filled=filled: (target.copy_(filled), None)[1])
                 self._finish.append(lambda optim=optim, param=param, state=state: _set_state(optim, param, state))
 
     def finish(self) -> None:

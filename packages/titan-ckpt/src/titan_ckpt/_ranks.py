@@ -123,7 +123,7 @@ def _told(error: Exception | None) -> dict[str, Any]:
 
 
 def _damage(told: dict[str, Any]) -> Damage:
-    return Damage(**{**told, "tensors": tuple(told["tensors"])})
+    return Damage(told["file"], told["what"], tuple(told["tensors"]), told["block"], told["offset"])
 
 
 def _base_type(error: Exception) -> type[Exception]:

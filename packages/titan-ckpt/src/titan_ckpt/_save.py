@@ -7,7 +7,7 @@ saver process (`titan_ckpt._async`). Every failure, of whatever rank, is raised 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from titan_ckpt._dtypes import dtype_name
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._format import SECTIONS, STATE_NAME, Entry, rank_state_name, shard_name
 from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor, pack_tensor
-from titan_ckpt._job import Job, Lead, Shard, commit_job, write_job
+from titan_ckpt._job import Job, Layout, Lead, Shard, commit_job, write_job
 from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect, shard_of
-from titan_ckpt._storage import StorePath, as_path
+from titan_ckpt._storage import StorePath, as_path, remove_tree
 from titan_ckpt._version import VERSION
 
 
@@ -38,8 +38,10 @@ class PlanCache:
     """Digest of what all ranks hold."""
     pieces: tuple[Piece, ...] = ()
     shard_names: tuple[str, ...] = ()
-    tensors: dict[str, dict[str, StoredTensor]] | None = None
+    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
     """The index's tensors; on rank 0."""
+    layout: Layout | None = None
+    """What a job and the saver process need of all that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,8 @@ def begin_job(
             error = explained(err, root, 0)
     ranks.agree(error, f"save of step {step}")
     name, save_id = json.loads(ranks.broadcast(told))
-    shards: list[Shard] = []
-    for section in SECTIONS:
-        mine = [p for p in planned.pieces if p.section == section]
-        if mine:
-            entries = tuple(
-                Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
-            )
-            shards.append(Shard(shard_name(section, ranks.rank), entries, compress and section == "optim"))
+    if cache.layout is None:
+        cache.layout = _layout(planned, ranks.rank, cache, compress)
     texts: list[tuple[str, str]] = []
     if planned.collected.own:
         texts.append((rank_state_name(ranks.rank), _tree.dump_json(planned.collected.own).decode()))
@@ -117,11 +113,10 @@ def begin_job(
     if everyone is not None:
         shared = [json.loads(data) for data in everyone]
         texts.append((STATE_NAME, _tree.dump_json(merge_shared(step, shared)).decode()))
-        assert cache.tensors is not None
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
-        lead = Lead(cache.shard_names, cache.tensors, tied, versions, dict(metrics), retention)
-    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, tuple(shards), tuple(texts), lead)
+        lead = Lead(tied, versions, dict(metrics), retention)
+    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, cache.layout, tuple(texts), lead)
 
 
 def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
@@ -139,9 +134,12 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
         ranks.agree(error, doing)
         if reports is not None:
             everyone = [FileRecord.from_json(record) for report in reports for record in json.loads(report)]
-            committed: list[StorePath] = []
+            committed: list[tuple[StorePath, list[StorePath]]] = []
             error = _attempt(lambda: committed.append(commit_job(job, everyone)), job)
-            final = str(committed[0]) if committed else ""
+            for path, left in committed:
+                final = str(path)
+                for folder in left:
+                    remove_tree(folder)
         ranks.agree(error, doing)
     except Exception:
         if ranks.rank == 0:
@@ -172,6 +170,7 @@ def _bytes(planned: Planned) -> Iterator[memoryview]:
         yield tensor_bytes(view)
 
 
+@torch.no_grad()  # so that a DTensor gives its local tensor itself
 def _take_apart(
     step: int, state: TrainState, ranks: Ranks
 ) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
@@ -216,10 +215,23 @@ def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple
             error = err
     ranks.agree(error, doing)
     cache.pieces = decode_pieces(ranks.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
+    cache.layout = None
     if plan is not None:
         cache.shard_names, cache.tensors = index_tensors(plan)
     cache.structure = everyone
     return cache.pieces
+
+
+def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> Layout:
+    shards: list[Shard] = []
+    for section in SECTIONS:
+        mine = [p for p in planned.pieces if p.section == section]
+        if mine:
+            entries = tuple(
+                Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
+            )
+            shards.append(Shard(shard_name(section, rank), entries, compress and section == "optim"))
+    return Layout(tuple(shards), cache.shard_names, cache.tensors)
 
 
 def index_tensors(plan: Plan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:

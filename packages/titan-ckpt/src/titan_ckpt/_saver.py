@@ -1,8 +1,9 @@
 """The saver process: takes staged bytes from one rank's trainer and brings them to disk, without torch.
 
-Started as ``python -m titan_ckpt._saver FD`` with one end of a socket pair. Each message is a length word, then JSON;
-the arena's file descriptor travels with the first message that uses it. Once a job is here, it is finished even if
-the trainer is killed: the process has its own session, and reads the end of its input only after the job.
+Started as ``python -m titan_ckpt._saver FD`` with one end of a socket pair. Each message is a length word, then the
+meeting, the job and, where it is a new one, the layout, in JSON; the arena's file descriptor travels with the first
+message that uses it. Once a job is here, it is finished even if the trainer is killed: the process has its own session,
+and reads the end of its input only after the job.
 
 The savers of a step meet in its folder, not over a network: each leaves a report file there, rank 0's waits for all
 and commits. So there are no ports, no host names, and nothing on the trainer's process groups. A saver that dies on
@@ -16,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from titan_ckpt import _commit
 from titan_ckpt._commit import Process
 from titan_ckpt._format import step_name
 from titan_ckpt._index import FileRecord
-from titan_ckpt._job import Job, commit_job, write_job
+from titan_ckpt._job import Job, Layout, commit_job, write_job
 from titan_ckpt._manifest import Manifest
-from titan_ckpt._storage import StorePath, renames
+from titan_ckpt._storage import StorePath, remove_tree, renames
 
 _POLL_S = 0.01
 _REMOTE_POLL_S = 0.2
@@ -37,17 +38,36 @@ ARENA_ALIGN = 64
 def main() -> None:
     """Serve one trainer until it closes its end."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    arena = memoryview(b"")
+    arena, layout = memoryview(b""), Layout(())
     while (message := receive(control)) is not None:
         head, fd = message
         if fd is not None:
             arena = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
             os.close(fd)
-        size = int.from_bytes(head[:8], "little")
-        meeting = json.loads(head[8 : 8 + size])
-        answer = _carry_out(Job.decode(head[8 + size :]), arena, meeting)
+        meeting, told, new_layout = unpack(head)
+        if new_layout:
+            layout = Layout.decode(new_layout)
+        answer, left = _carry_out(Job.decode(told, layout), arena, json.loads(meeting))
         with contextlib.suppress(OSError):  # the trainer may be gone; the step is what matters
             send(control, json.dumps(answer).encode())
+        for folder in left:
+            remove_tree(folder)
+
+
+def pack(parts: Sequence[bytes]) -> bytes:
+    """Several byte strings as one: their lengths, a word each, before them."""
+    return b"".join([len(parts).to_bytes(8, "little"), *(len(p).to_bytes(8, "little") for p in parts), *parts])
+
+
+def unpack(message: bytes) -> list[bytes]:
+    """Undo `pack`."""
+    count = int.from_bytes(message[:8], "little")
+    lengths = [int.from_bytes(message[8 * i : 8 * i + 8], "little") for i in range(1, count + 1)]
+    at, parts = 8 * (count + 1), list[bytes]()
+    for length in lengths:
+        parts.append(message[at : at + length])
+        at += length
+    return parts
 
 
 def send(control: socket.socket, message: bytes, fd: int | None = None) -> None:
@@ -81,19 +101,19 @@ def receive(control: socket.socket) -> tuple[bytes, int | None] | None:
     return b"".join(parts), fds[0] if fds else None
 
 
-def arena_starts(job: Job) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor of a job lies in the arena, (first byte, size), and the arena's size."""
+def arena_starts(layout: Layout) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor of a layout lies in the arena, (first byte, size), and the arena's size."""
     starts: list[tuple[int, int]] = []
     at = 0
-    for shard in job.shards:
+    for shard in layout.shards:
         for entry in shard.entries:
             starts.append((at, entry.nbytes))
             at += -(-entry.nbytes // ARENA_ALIGN) * ARENA_ALIGN
     return starts, at
 
 
-def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> dict[str, Any]:
-    """Write, meet, commit; the answer for the trainer: ``path``, or ``error``."""
+def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> tuple[dict[str, Any], list[StorePath]]:
+    """Write, meet, commit; the answer for the trainer, ``path`` or ``error``, and what is to be deleted after it."""
     peers = [Process(**peer) for peer in meeting["savers"]]
     deadline = time.monotonic() + meeting["timeout_s"]
     try:
@@ -103,12 +123,12 @@ def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> dict[str
         with contextlib.suppress(OSError):
             _report(job, {"error": text})
         if job.lead is None:
-            return {"error": text}
-    return _lead(job, peers, deadline) if job.lead is not None else _follow(job, peers[0], deadline)
+            return {"error": text}, []
+    return _lead(job, peers, deadline) if job.lead is not None else (_follow(job, peers[0], deadline), [])
 
 
 def _buffers(job: Job, arena: memoryview) -> Iterator[memoryview]:
-    for start, size in arena_starts(job)[0]:
+    for start, size in arena_starts(job.layout)[0]:
         yield arena[start : start + size]
 
 
@@ -127,7 +147,7 @@ def _report_name(rank: int) -> str:
     return f".report-r{rank:05d}.json"
 
 
-def _lead(job: Job, peers: list[Process], deadline: float) -> dict[str, Any]:
+def _lead(job: Job, peers: list[Process], deadline: float) -> tuple[dict[str, Any], list[StorePath]]:
     """Rank 0's saver: wait for every report, then commit."""
     records: list[FileRecord] = []
     try:
@@ -136,11 +156,12 @@ def _lead(job: Job, peers: list[Process], deadline: float) -> dict[str, Any]:
             if "error" in report:
                 raise OSError(f"rank {rank} failed: {report['error']}")
             records += [FileRecord.from_json(record) for record in report["files"]]
-        return {"path": str(commit_job(job, records))}
+        path, left = commit_job(job, records)
+        return {"path": str(path)}, left
     except (OSError, ValueError) as err:
         with contextlib.suppress(OSError):
             _commit.discard(job.folder)
-        return {"error": f"step {job.step} was not committed: {err}"}
+        return {"error": f"step {job.step} was not committed: {err}"}, []
 
 
 def _await_report(path: StorePath, saver: Process, deadline: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from titan_ckpt._commit import Process, begin_save, discard
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._format import SECTIONS, STATE_NAME, Entry, shard_name
-from titan_ckpt._job import Job, Lead, Shard, commit_job, write_job
+from titan_ckpt._job import Job, Layout, Lead, Shard, commit_job, write_job
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, plan_save
 from titan_ckpt._retention import Retention
@@ -56,11 +56,12 @@ def write_step(
         "extra": {},
     }
     state = dump_json(merge_shared(step, [{**told, **(shared or {})}])).decode()
-    lead = Lead(shard_names, tensors, {}, {"titan-ckpt": VERSION, "torch": torch.__version__}, {}, Retention())
+    lead = Lead({}, {"titan-ckpt": VERSION, "torch": torch.__version__}, {}, Retention())
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))
-    job = Job(folder, step, save_id, 0, 1, shards, ((STATE_NAME, state),), lead)
+    job = Job(folder, step, save_id, 0, 1, Layout(shards, shard_names, tensors), ((STATE_NAME, state),), lead)
     try:
-        return commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))
+        path, _ = commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))  # keeps every step
+        return path
     except BaseException:
         discard(folder)
         raise

@@ -12,7 +12,7 @@ from titan_ckpt._codec import MIN_BYTES, Packer
 from titan_ckpt._digest import BlockDigester, Buffer
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES, Entry, encode_header
 from titan_ckpt._index import FileRecord, Moved
-from titan_ckpt._storage import StorePath, writing
+from titan_ckpt._storage import StorePath, Writeback, writing
 
 # One write call takes at most this much, so that hashing finds the bytes still in the processor's cache.
 _WRITE_BYTES = 1 << 20
@@ -108,9 +108,12 @@ def write_packed_safetensors(
     beside, rest = bytearray(), BlockDigester()
     with writing(path, seekable=True) as file:
         file.seek(reserved)
+        writeback = Writeback(file)
+        writeback.wrote(reserved)
         for piece in pieces():
             view = memoryview(piece).cast("B")
             _write_all(file, view)
+            writeback.wrote(len(view))
             room = min(boundary - reserved - len(beside), len(view))
             beside += view[:room]
             rest.feed(view[room:])
@@ -173,12 +176,14 @@ def _write(folder: StorePath, name: str, pieces: Iterable[Buffer]) -> tuple[int,
     _make_parent(folder, path)
     digester = BlockDigester()
     with writing(path) as file:
+        writeback = Writeback(file)
         for piece in pieces:
             view = memoryview(piece).cast("B")
             for at in range(0, len(view), _WRITE_BYTES):
                 part = view[at : at + _WRITE_BYTES]
                 digester.feed(part)
                 _write_all(file, part)
+                writeback.wrote(len(part))
     return digester.size, tuple(digester.finish())
 
 
