@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -20,31 +21,37 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ra
 # Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
+SMALL = {"object_store_memory": 80 * 2**20}
 TWO_NODES = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "2")
 
 
 @pytest.fixture(scope="module")
 def cluster(job):
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    patiently(cluster, num_cpus=0, include_dashboard=False)
-    for _ in range(2):
-        patiently(cluster, num_cpus=1)
-    yield cluster
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", patient(services.get_node))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, **SMALL)
+        yield cluster
+        cluster.shutdown()
 
 
-def patiently(cluster, **settings):
-    """Add a node; Ray itself gives it 30 s to start, which is short on two busy cores."""
-    attempts = 4
-    while True:
-        try:
-            return cluster.add_node(object_store_memory=80 * 2**20, **settings)
-        except Exception as err:  # Ray has no type of its own for this
-            attempts -= 1
-            if "timed out during startup" not in str(err) or not attempts:
-                raise
+def patient(get_node):
+    """Ray gives a node 30 s to start, too short on two busy cores, by asking this until it no longer raises."""
+
+    def get(*words):
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                return get_node(*words)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+
+    return get
 
 
 def until(run, beginning):
@@ -117,7 +124,7 @@ def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
 @pytest.mark.timeout(500)
 def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
     while len(cluster.worker_nodes) < 3:
-        patiently(cluster, num_cpus=1)
+        cluster.add_node(num_cpus=1, **SMALL)
     with job.start(
         "lost-node", *TWO_NODES, "--ray.address", cluster.address, "--faults", "slow rank=0 factor=9"
     ) as run:
@@ -149,13 +156,13 @@ def test_an_agent_that_does_not_start_in_time_says_how_to_wait_longer(tmp_path, 
 @pytest.mark.timeout(500)
 def test_an_elastic_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
     while len(cluster.worker_nodes) < 3:
-        patiently(cluster, num_cpus=1)
+        cluster.add_node(num_cpus=1, **SMALL)
     words = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "3", "--ray.address", cluster.address)
     with job.start("elastic-nodes", *words, "--launch.elastic", "--train.steps", "5000") as run:
         told = until(run, "step=5/")
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         told += until(run, "resumed  step")
-        patiently(cluster, num_cpus=1)
+        cluster.add_node(num_cpus=1, **SMALL)
         told += until(run, "elastic  ranks came back")
         told += until(run, "step=")
         run.send_signal(signal.SIGTERM)  # it has done what it should: save and end

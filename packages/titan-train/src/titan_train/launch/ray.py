@@ -316,7 +316,7 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
         raise ValueError("--launcher ray needs Ray, which is not installed: pip install 'titan-train[ray]'.") from None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if not address:
-        _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), launch.ray.wait_s, options)
+        _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), options)
         return ray
     _check_reachable(address)
     try:
@@ -328,24 +328,19 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     return ray
 
 
-def _start_here(ray: Any, cpus: int, wait_s: float, options: dict[str, Any]) -> None:
-    """Start a cluster of one node. Ray gives its node 30 s, too short for a cold disk: start again while there is time."""
-    start_s = max(_START_S, wait_s)
-    deadline = time.monotonic() + start_s
-    while True:
+def _start_here(ray: Any, cpus: int, options: dict[str, Any]) -> None:
+    """Start a cluster of one node. Ray gives it 30 s, too short for a cold disk; the second time its files are read."""
+    for last in (False, True):
         try:
             ray.init(
                 address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=100 * 2**20, **options
             )
             return
         except Exception as err:  # Ray's own type for a node that does not start
-            ray.shutdown()
-            if "timed out during startup" not in str(err):
-                raise ValueError(f"Ray could not start a cluster on this machine: {_first_line(err)}") from err
-            if time.monotonic() > deadline:
+            if last or "timed out during startup" not in str(err):
                 raise ValueError(
-                    f"Ray did not start a cluster on this machine within {start_s:g} s: {_first_line(err)} Look at the "
-                    f"machine's load; to wait longer, set --ray.wait-s above {start_s:g}."
+                    f"Ray could not start a cluster on this machine: {_first_line(err)} Where it only needs longer, start one "
+                    "with `ray start --head` and give its address: --ray.address auto."
                 ) from err
 
 
