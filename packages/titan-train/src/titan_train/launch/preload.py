@@ -4,9 +4,13 @@ A module that cannot be imported is left to the ranks, whose error names it.
 
 A signal sent to the whole process group (a batch system, Ctrl-C) must reach the ranks and the launcher, which act on
 it; the server between them must live on, or the ranks' exit codes are lost.
+
+What was imported lives as long as the server: the garbage collector is told to leave it alone, or the first collection
+in every rank would walk all of torch and copy the pages it shares with the server.
 """
 
 import contextlib
+import gc
 import importlib
 import signal
 
@@ -21,3 +25,5 @@ for _module in (
         importlib.import_module(_module)
 for _number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(_number, signal.SIG_IGN)
+gc.collect()
+gc.freeze()
