@@ -1,24 +1,33 @@
 """How long does a lost run take to step again, and does it end where an undisturbed one does?
 
 Question: after a kill, a hang, SIGTERM, a full disk or a damaged newest checkpoint, how many seconds pass from the fault
-to the next finished step of the restarted run, and are the losses the same bits?
+to the next finished step of the restarted run, and are the losses the same bits? And on Ray, when a node goes away?
 
 Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with
-one fault of a random kind at a random rank and step (seeded). Ranks come from one fork server that stays warm, as in any
-run of the command. The fault writes its time when it strikes; the first step record after the restart is the end. `slow`
-restarts nothing and has no time.
+one fault of a random kind at a random rank and step (seeded). With `--launcher local`, ranks come from one fork server
+that stays warm, as in any run of the command; the fault writes its time when it strikes. With `--launcher ray`, a
+cluster of loopback nodes holds one rank a node and one node is spare; the fault is SIGKILL to the processes of Ray on
+the node of a random rank, so that the spare must be taken and imports torch. The first step record after the restart is
+the end. `slow` restarts nothing and has no time.
 
-Output: a table on stderr, one JSON object on the last line of stdout; with --out also two files. A run is stopped and
-counted as hanging after --limit-s.
+Output: a table on stderr, one JSON object on the last line of stdout; with --out also two files, written anew after
+every run; --resume goes on where such files end. A run is told to stop after --limit-s, killed half a minute later,
+and counted as not the same. Times are broken down: `noticed` until the attempt is ended, `placed` until its successor's
+ranks are told to start, `restored` until they have joined, built the model and read the checkpoint, `step` until the
+next step is done.
 
-Limits: CPU ranks of one machine; a checkpoint every second step, so little is done again; hangs are called after
-launch.hang_least_s, here 2 s, or eight median steps (60 s and twenty by default).
+Limits: one machine, CPU ranks; a checkpoint every second step, so little is done again; hangs are called after
+launch.hang_least_s, here 2 s, or eight median steps (60 s and twenty by default). The node that is lost on Ray shares
+its machine with all others, so no network is in the times.
 
 Example: python packages/titan-train/benchmarks/restarts.py --runs 50 --out benchmarks/results/restarts_cpu2_202611
+         python packages/titan-train/benchmarks/restarts.py --launcher ray --runs 5 --out benchmarks/results/restarts_ray
 """
 
 import argparse
+import contextlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -28,6 +37,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +48,9 @@ from titan_train.launch.local import LocalLauncher
 from titan_train.launch.supervisor import Supervisor
 
 STEPS = 8
-KINDS = ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint")
+KINDS = {"local": ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint"), "ray": ("node",)}
+PARTS = ("noticed", "placed", "restored", "step")
+KILL_AFTER_S = 30  # how long a run that was told to stop may take
 
 
 def main() -> None:
@@ -47,10 +59,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--launcher", choices=tuple(KINDS), default="local")
     parser.add_argument("--limit-s", type=int, default=240, help="a run that takes longer counts as hanging")
     parser.add_argument("--cache", default=".cache/titan-train", help="where the tokenized corpus is kept")
     parser.add_argument("--out", type=Path, default=None, help="write OUT.json and OUT.md")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that OUT.json has")
     arguments = parser.parse_args()
+    rows = earlier_rows(arguments)
+    cluster = RayCluster(arguments.ranks) if arguments.launcher == "ray" else None
+    try:
+        measure(arguments, cluster, rows)
+    finally:
+        if cluster is not None:
+            cluster.close()
+    print(json.dumps(report(arguments, rows)))
+
+
+def measure(arguments: argparse.Namespace, cluster: "RayCluster | None", rows: list[dict]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="restarts-"))
     settings = {
         "run.dir": folder,
@@ -62,35 +87,58 @@ def main() -> None:
         "checkpoint.keep-last": 0,
         "metrics.progress": "off",
         "launch.device": "cpu",
-        "launch.nproc": arguments.ranks,
         "launch.hang-least-s": 2,
         "launch.hang-factor": 8,  # a slow rank is no hang
-        "data.cache-dir": arguments.cache,
+        "data.cache-dir": Path(arguments.cache).resolve(),
     }
+    if cluster is None:
+        settings |= {"launch.nproc": arguments.ranks}
+    else:
+        settings |= {"launch.launcher": "ray", "launch.nproc": 1, "launch.nnodes": arguments.ranks}
+        settings |= {"launch.ray.address": cluster.address, "launch.hang-least-s": 60}
     common = [word for key, value in settings.items() for word in (f"--{key}", str(value))] + ["--metrics.no-report"]
     prepare_inputs(load_config(arguments.config, common))
-    run(arguments, [*common, "--run.name", "warm-up", "--train.steps", "2"])
-    _, wanted, seconds, _ = run(arguments, [*common, "--run.name", "undisturbed"])
-    print(f"undisturbed: {seconds:.1f} s for {STEPS} steps", file=sys.stderr)
+    if cluster is None:  # the fork server starts and warms up
+        Run(arguments, [*common, "--run.name", "warm-up", "--train.steps", "2"]).run()
+    reference = Run(arguments, [*common, "--run.name", "undisturbed"])
+    code = reference.run()
+    wanted = reference.losses()
+    if code != 0 or len(wanted) != STEPS:
+        raise SystemExit(f"the undisturbed run failed with code {code}:\n{reference.told.getvalue()}")
+    print(f"undisturbed: {reference.seconds:.1f} s for {STEPS} steps", file=sys.stderr, flush=True)
     chance = random.Random(arguments.seed)
-    rows = []
+    kinds = KINDS[arguments.launcher]
     for number in range(arguments.runs):
-        kind = KINDS[number % len(KINDS)] if number < len(KINDS) else chance.choice(KINDS)
+        kind = kinds[number % len(kinds)] if number < len(kinds) else chance.choice(kinds)
         plan = plan_fault(kind, chance, arguments.ranks)
-        name = f"run-{number:02d}"
-        code, losses, seconds, load = run(arguments, [*common, "--run.name", name, "--launch.faults", plan])
-        row = {
-            "kind": kind,
-            "plan": plan,
-            "exit_code": code,
-            "same_losses": losses == wanted,
-            "recovery_s": recovery_s(folder / name, kind),
-            "run_s": round(seconds, 2),
-            "load": load,
-        }
-        rows.append(row)
-        print(row, file=sys.stderr, flush=True)
-    report(arguments, rows)
+        if number < len(rows):
+            continue
+        words = [*common, "--run.name", f"run-{number:02d}"]
+        if cluster is None:
+            run = Run(arguments, [*words, "--launch.faults", plan])
+            code = run.run()
+        else:
+            cluster.add_missing_nodes()
+            run = Run(arguments, words)
+            code = run.run(lambda run=run, plan=plan: cluster.strike(run, plan))
+        if code is not None and not run.timed_out and run.attempts()[-1]["end"] == "stopped":
+            raise SystemExit("stopped from outside; the runs before this one are kept")
+        parts = run.recovery(kind)
+        rows.append(
+            {
+                "kind": kind,
+                "plan": plan,
+                "exit_code": code,
+                "in_time": not run.timed_out,
+                "same_losses": run.losses() == wanted,
+                "recovery_s": round(sum(parts.values()), 3) if parts else None,
+                "parts_s": {name: round(seconds, 3) for name, seconds in parts.items()},
+                "run_s": round(run.seconds, 2),
+                "load": run.load,
+            }
+        )
+        print(f"{number + 1}/{arguments.runs} {rows[-1]}", file=sys.stderr, flush=True)
+        report(arguments, rows)
 
 
 def plan_fault(kind: str, chance: random.Random, ranks: int) -> str:
@@ -102,51 +150,175 @@ def plan_fault(kind: str, chance: random.Random, ranks: int) -> str:
     if kind == "corrupt-checkpoint":  # damage shows only when it is read; an older checkpoint must be there
         step = max(step, 5)
         return f"corrupt-checkpoint rank={rank} step={step}; kill rank={rank} step={step}"
+    if kind == "node":  # seen from outside once the step is done, and the last one leaves nothing to lose
+        step = min(step, STEPS - 2)
     return f"{kind} rank={rank} step={step}"
 
 
-def run(arguments: argparse.Namespace, words: list[str]) -> tuple[int, dict[int, float], float, float]:
-    """Exit code, loss by step, seconds, machine load before it."""
-    config = load_config(arguments.config, words)
-    run_dir = Path(config.run.dir) / config.run.name
-    run_dir.mkdir(parents=True)
-    load, started = os.getloadavg()[0], time.monotonic()
-    told = io.StringIO()
-    supervisor = Supervisor(LocalLauncher(arguments.ranks, "cpu"), config, run_dir, ranks=arguments.ranks, out=told)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    signal.alarm(arguments.limit_s)  # a request to stop: the run then has fewer losses than it should
-    code = supervisor.run()
-    signal.alarm(0)
-    (run_dir / "told.txt").write_text(told.getvalue())
-    return code, {r["step"]: r["loss"] for r in records(run_dir)}, time.monotonic() - started, round(load, 1)
+class Run:
+    """One run under the supervisor, in this process."""
+
+    def __init__(self, arguments: argparse.Namespace, words: list[str]) -> None:
+        self.config = load_config(arguments.config, words)
+        self.folder = Path(self.config.run.dir) / self.config.run.name
+        self.folder.mkdir(parents=True)
+        self.told = io.StringIO()
+        self.timed_out = False
+        self.job = None
+        self._started: list[float] = []  # when each attempt's ranks were told to start
+        self._ranks = arguments.ranks
+        self._limit_s = arguments.limit_s
+
+    def run(self, strike=None) -> int | None:
+        """Exit code; None if the run had to be killed. ``strike`` runs beside it in a thread."""
+        self.load, started = round(os.getloadavg()[0], 1), time.monotonic()
+        if self.config.launch.launcher == "ray":
+            from titan_train.launch.ray import RayLauncher
+
+            self._launcher = RayLauncher(self.config.launch, 1)
+        else:
+            self._launcher = LocalLauncher(self._ranks, "cpu")
+        self.device = self._launcher.device
+        supervisor = Supervisor(self, self.config, self.folder, ranks=self._ranks, out=self.told)
+        signal.signal(signal.SIGALRM, self._stop)
+        signal.alarm(self._limit_s)
+        striker = threading.Thread(target=strike, daemon=True) if strike else None
+        code = None
+        try:
+            if striker is not None:
+                striker.start()
+            with contextlib.suppress(TimeoutError):
+                code = supervisor.run()
+        finally:
+            signal.alarm(0)
+            self.job = None
+            (self.folder / "told.txt").write_text(self.told.getvalue())
+        if striker is not None:
+            striker.join(timeout=KILL_AFTER_S)
+        self.seconds = time.monotonic() - started
+        return code
+
+    def start(self, attempt):
+        """Stand between supervisor and launcher to see when the ranks start and which job they are."""
+        self.job = self._launcher.start(attempt)
+        self._started.append(time.time())
+        return self.job
+
+    def capacity(self) -> int:
+        return self._launcher.capacity()
+
+    def close(self, exit_code: int = 1) -> None:
+        self._launcher.close(exit_code)
+
+    def records(self, kind: str = "step") -> list[dict]:
+        return [line for line in lines_of(self.folder / "metrics.jsonl") if line["kind"] == kind]
+
+    def attempts(self) -> list[dict]:
+        return lines_of(self.folder / "attempts.jsonl")
+
+    def losses(self) -> dict[int, float]:
+        """By step, every digit."""
+        return {record["step"]: record["loss"] for record in self.records()}
+
+    def recovery(self, kind: str) -> dict[str, float]:
+        """Seconds of each part of the time from the fault to the next finished step; empty if nothing was lost."""
+        attempts = self.attempts()
+        struck = [json.loads(file.read_text())["time"] for file in (self.folder / "faults").glob("*.json")]
+        if kind == "slow" or len(attempts) < 2 or not struck:
+            return {}
+        ended = attempts[0]["time"]
+        restored = [r["time"] for r in self.records("event") if r["event"] == "checkpoint_restored"]
+        stepped = [r["time"] for r in self.records() if r["time"] > ended]
+        if not restored or not stepped:
+            return {}
+        times = [max(struck), ended, self._started[1], restored[0], min(stepped)]
+        return {name: after - before for name, (before, after) in zip(PARTS, itertools.pairwise(times), strict=True)}
+
+    def _stop(self, *_: object) -> None:
+        if self.timed_out:
+            raise TimeoutError
+        self.timed_out = True
+        signal.alarm(KILL_AFTER_S)
+        os.kill(os.getpid(), signal.SIGTERM)  # the supervisor takes it as a request to stop
 
 
-def records(run_dir: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "step"]
+class RayCluster:
+    """Loopback nodes of one core each, Ray's own way to test several nodes on one machine: one more than ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        # before Ray is imported, so that its nodes take loopback for their address
+        os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster()
+        self._nodes = ranks + 1
+        self._add(num_cpus=0, include_dashboard=False)
+        self.add_missing_nodes()
+        self.address = self._cluster.address
+
+    def add_missing_nodes(self) -> None:
+        while len(self._cluster.worker_nodes) < self._nodes:
+            self._add(num_cpus=1)
+
+    def strike(self, run: Run, plan: str) -> None:
+        """Kill the node of a rank once a step is done. The plan reads "node rank=R step=S"."""
+        rank, step = (int(word.partition("=")[2]) for word in plan.split()[1:])
+        while run.job is None or not any(record["step"] >= step for record in run.records()):
+            if run.timed_out:
+                return
+            time.sleep(0.02)
+        node_id = run.job.node_of(rank).split()[-1]
+        node = next(node for node in self._cluster.worker_nodes if node.node_id.startswith(node_id))
+        faults = run.folder / "faults"
+        faults.mkdir(exist_ok=True)
+        (faults / "node.json").write_text(json.dumps({"fault": plan, "time": time.time()}))
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+    def _add(self, **settings: object) -> None:
+        try:
+            self._cluster.add_node(object_store_memory=80 * 2**20, **settings)
+        except Exception as err:  # Ray gives a node 30 s, and has no type of its own for this
+            raise SystemExit(
+                f"a Ray node did not start ({err}): run again on a quieter machine, with --resume"
+            ) from err
 
 
-def recovery_s(run_dir: Path, kind: str) -> float | None:
-    """From the fault to the next finished step; of the restarted run, where there is one."""
-    attempts = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
-    if kind == "slow":
-        return None  # nothing is lost
-    struck = max(json.loads(file.read_text())["time"] for file in (run_dir / "faults").glob("*.json"))
-    after = [r["time"] for r in records(run_dir) if len(attempts) > 1 and r["time"] > attempts[0]["time"]]
-    return round(min(after) - struck, 3) if after else None
+def lines_of(file: Path) -> list[dict]:
+    """The whole lines of a file of JSON lines, which may be being written."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def report(arguments: argparse.Namespace, rows: list[dict]) -> None:
+def earlier_rows(arguments: argparse.Namespace) -> list[dict]:
+    if not arguments.resume:
+        return []
+    file = arguments.out.with_suffix(".json") if arguments.out else None
+    if file is None or not file.exists():
+        raise SystemExit("--resume continues an OUT.json: give --out, and leave --resume out the first time")
+    earlier = json.loads(file.read_text())
+    for name in ("config", "ranks", "seed", "launcher"):
+        if earlier[name] != getattr(arguments, name):
+            raise SystemExit(f"{file} was measured with --{name} {earlier[name]}, not {getattr(arguments, name)}")
+    return earlier["rows"]
+
+
+def report(arguments: argparse.Namespace, rows: list[dict]) -> dict:
     lost = [row["recovery_s"] for row in rows if row["recovery_s"] is not None]
+    good = [row for row in rows if row["same_losses"] and row["exit_code"] == 0 and row["in_time"]]
     result = {
         "benchmark": "restarts",
+        "launcher": arguments.launcher,
         "runs": len(rows),
-        "finished_with_the_same_losses": sum(row["same_losses"] and row["exit_code"] == 0 for row in rows),
-        "median_recovery_s": round(statistics.median(lost), 2),
-        "worst_recovery_s": max(lost),
-        "median_load": statistics.median(row["load"] for row in rows),
+        "finished_with_the_same_losses": len(good),
+        "median_recovery_s": round(statistics.median(lost), 2) if lost else None,
+        "worst_recovery_s": max(lost, default=None),
+        "median_load": statistics.median(row["load"] for row in rows) if rows else None,
         "cpus": os.cpu_count(),
         "ranks": arguments.ranks,
+        "seed": arguments.seed,
         "config": arguments.config,
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -158,27 +330,34 @@ def report(arguments: argparse.Namespace, rows: list[dict]) -> None:
             cwd=Path(__file__).parent,
         ).stdout.strip(),
     }
-    lines = [
-        "| fault | runs | same losses, bitwise | fault to next step, median | worst |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for kind in KINDS:
-        mine = [row for row in rows if row["kind"] == kind]
-        times = [row["recovery_s"] for row in mine if row["recovery_s"] is not None]
-        shown = f"{statistics.median(times):.2f} s | {max(times):.2f} s" if times else "no restart | "
-        lines.append(f"| {kind} | {len(mine)} | {sum(row['same_losses'] for row in mine)} | {shown} |")
-    lines.append(
-        f"| all | {len(rows)} | {result['finished_with_the_same_losses']} | {result['median_recovery_s']} s | "
-        f"{result['worst_recovery_s']:.2f} s |"
+    table = "\n".join(
+        [
+            f"| fault | runs | same losses, bitwise | fault to next step: least | median | worst | {' | '.join(PARTS)} |",
+            f"|{' --- |' * (6 + len(PARTS))}",
+            *[table_line(kind, [r for r in rows if r["kind"] == kind], good) for kind in KINDS[arguments.launcher]],
+            table_line("all", rows, good),
+        ]
     )
-    table = "\n".join(lines)
-    print(table, file=sys.stderr)
     if arguments.out is not None:
-        head = f"# Restarts after random faults\n\n`{arguments.config}` on {arguments.ranks} CPU ranks, {os.cpu_count()} cores"
-        text = f"{head}, torch {result['torch']}, machine load {result['median_load']} (median), commit {result['commit']}."
-        arguments.out.with_suffix(".md").write_text(f"{text}\n\n{table}\n")
+        head = f"# Restarts after random faults, launcher `{arguments.launcher}`\n\n`{arguments.config}` on {arguments.ranks} "
+        text = f"CPU ranks, {os.cpu_count()} cores, torch {result['torch']}, machine load {result['median_load']} (median), "
+        last = f"commit {result['commit']}. The last four columns are medians of the parts of the time, in seconds."
+        arguments.out.with_suffix(".md").write_text(f"{head}{text}{last}\n\n{table}\n")
         arguments.out.with_suffix(".json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-    print(json.dumps(result))
+    if len(rows) >= arguments.runs:
+        print(table, file=sys.stderr)
+    return result
+
+
+def table_line(name: str, rows: list[dict], good: list[dict]) -> str:
+    same = sum(row in good for row in rows)
+    times = [row["recovery_s"] for row in rows if row["recovery_s"] is not None]
+    if not times:
+        return f"| {name} | {len(rows)} | {same} | no restart |{'  |' * (2 + len(PARTS))}"
+    parts = [statistics.median(row["parts_s"][part] for row in rows if row["parts_s"]) for part in PARTS]
+    shown = " | ".join(f"{seconds:.2f}" for seconds in parts)
+    span = f"{min(times):.2f} s | {statistics.median(times):.2f} s | {max(times):.2f} s"
+    return f"| {name} | {len(rows)} | {same} | {span} | {shown} |"
 
 
 if __name__ == "__main__":
