@@ -248,6 +248,7 @@ class RayCluster:
     def __init__(self, ranks: int) -> None:
         # before Ray is imported, so that its nodes take loopback for their address
         os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+        os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "Raylet is terminated|has been marked dead"
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
@@ -278,12 +279,23 @@ class RayCluster:
         self._cluster.shutdown()
 
     def _add(self, **settings: object) -> None:
+        from ray._private import services
+
+        ask, deadline = services.get_node, time.monotonic() + 300
+
+        def patiently(*words: object) -> object:
+            while True:  # Ray gives a node 30 s, short where its files are cold, by asking this until it does not raise
+                try:
+                    return ask(*words)
+                except RuntimeError:
+                    if time.monotonic() > deadline:
+                        raise
+
+        services.get_node = patiently
         try:
             self._cluster.add_node(object_store_memory=80 * 2**20, **settings)
-        except Exception as err:  # Ray gives a node 30 s, and has no type of its own for this
-            raise SystemExit(
-                f"a Ray node did not start ({err}): run again on a quieter machine, with --resume"
-            ) from err
+        finally:
+            services.get_node = ask
 
 
 def lines_of(file: Path) -> list[dict]:
