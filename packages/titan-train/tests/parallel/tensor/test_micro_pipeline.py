@@ -158,7 +158,7 @@ def built(as_on_cuda: bool) -> tuple[bool, list[str], bool, bool]:
 
 @pytest.mark.parametrize("as_on_cuda", [False, True])
 def test_a_run_leaves_the_overlap_to_the_compiler_or_to_the_ring(as_on_cuda):
-    for counts, ring, asked, symmetric in run_ranks(built, 2, as_on_cuda):
+    for counts, ring, asked, symmetric in run_ranks(built, 2, as_on_cuda, timeout_s=120):
         assert counts is asked is symmetric is as_on_cuda
         assert (ring == []) is as_on_cuda
 
