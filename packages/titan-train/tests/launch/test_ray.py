@@ -136,6 +136,7 @@ def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
         output = run.stdout.read()
     assert run.returncode == 0, output
     assert f"({node_id}) was lost: " in output
+    assert "state-dump" not in output
     assert job.losses("lost-node") == undisturbed
 
 
