@@ -1,13 +1,18 @@
 """How fast are save, load and reshard beside torch's checkpointing, all in one run on one machine?
 
 Method: one rank, one state of equal float32 tensors on a RAM disk or any folder. Every contestant takes part in every
-round, one after the other; each number is the best of ``--rounds`` rounds (the first, in which buffers are made, is
-given apart), since the machine may be shared and only slowness is noise. The claims are the ratios. ``stall`` is how
-long a save holds training; ``durable`` is from the call to the commit. Rivals: `rivals.py`.
+round, one after the other, and a ratio is the median over the rounds of the ratio within a round, since the machine
+may be shared. Seconds are medians and bests of ``--rounds`` rounds, at most 5 for columns; the first round, in which
+buffers are made, is given apart. ``stall`` is how long a save holds training; ``durable`` is from the call to the
+commit. titan-ckpt deletes the step that is kept no longer after the commit; ``deleted`` is until that is done too, and
+the next contestant starts only then. DCP writes over its old file, so freeing it is part of its ``durable``. Rivals:
+`rivals.py`.
 
-Columns: 1/64 of the columns of one tensor, digests off, two ways. "first touch": the file was opened just now, so both
-sides pay for mapping its pages, one page fault every 64 KiB. "mapped": the pages are in place, as they are when
-blocks have been checked or another tensor of the file was read; both sides keep the file open.
+Columns: 1/64 of the columns of one tensor, in a RAM disk and in ``--disk`` with the file in the page cache, digests off
+where not said otherwise, three ways. "first touch": the file was opened just now. "mapped": the pages are in place, as
+they are when blocks have been checked or another part of the tensor was read. "all 64": every slice in turn, each side
+from one open file; and by `get_slice` with a file opened anew for each slice. Minor page faults and system time of the
+first touch are counted with ``getrusage``.
 
 Output: one line a measurement, then one JSON object (versions, device, commit, configuration, seconds, ratios).
 
@@ -20,7 +25,9 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -30,6 +37,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from rivals import rivals, version_of_torch_checkpointing
 from safetensors import safe_open
@@ -38,7 +46,8 @@ from titan_ckpt._load import box_copies, check_copies, run_copies
 from titan_ckpt._read import StepReader
 from torch import nn
 
-Best = dict[str, float]
+Seconds = dict[str, list[float]]
+"""Measurement to its seconds, round after round."""
 
 
 def main() -> None:
@@ -48,31 +57,37 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="the folder for columns on disk")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    root = Path(tempfile.mkdtemp(dir=args.folder, prefix="ckpt-bench-"))
+    seconds: Seconds = {}
+    faults: dict[str, Any] = {}
     load_before = os.getloadavg()[0]
-    try:
-        seconds, first, megabytes = measure(root, args)
-        columns(root, args.rounds, seconds)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    for name, value in seconds.items():
-        print(f"{name:40s} {value:8.4f} s")
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="ckpt-bench-") as root:
+        first, megabytes = measure(Path(root), args, seconds)
+    for where, folder in (("ram", args.folder), ("disk", args.disk)):
+        with tempfile.TemporaryDirectory(dir=folder, prefix="ckpt-bench-") as root:
+            columns(Path(root), where, min(args.rounds, 5), seconds, faults)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in medians.items():
+        print(f"{name:48s} median {value:8.4f} s, best {min(seconds[name]):8.4f} s")
     result = {
         "benchmark": "save_load",
         "versions": {
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "safetensors": safetensors.__version__,
             "torch_checkpointing": version_of_torch_checkpointing(),
         },
         "device": f"cpu, {os.cpu_count()} cores, load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
         "commit": _commit(),
         "config": {"gib": args.gib, "tensors": args.tensors, "rounds": args.rounds, "folder": str(args.folder)},
-        "seconds": {name: round(value, 5) for name, value in seconds.items()},
-        "first_save_seconds": {name: round(value, 3) for name, value in first.items()},
+        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
+        "best_seconds": {name: round(min(values), 5) for name, values in seconds.items()},
+        "first_save_seconds": {name: round(values[0], 3) for name, values in first.items()},
+        "first_touch": faults,
         "saver_process_mb": megabytes,
         "ratios": {name: round(value, 3) for name, value in ratios(seconds).items()},
     }
@@ -81,86 +96,108 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(root: Path, args: argparse.Namespace) -> tuple[Best, Best, dict[str, float]]:
-    """Best seconds of each measurement, those of each first save, and the saver's memory beside the arena."""
+def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Seconds, dict[str, float]]:
+    """Fill in the seconds of each measurement; return those of each first save, and the saver's memory."""
     width = 1024
     rows = int(args.gib * 2**30 / 4 / args.tensors / width)
     model = nn.ParameterList([torch.randn(rows, width) for _ in range(args.tensors)])
     state = TrainState(model=model, rng=False)
     plain = {name: value.detach() for name, value in model.state_dict().items()}
     target = {name: torch.empty_like(value) for name, value in plain.items()}
-    best: Best = {}
-    first: Best = {}
-
-    def note(name: str, seconds: float) -> None:
-        best[name] = min(best.get(name, float("inf")), seconds)
-
+    first: Seconds = {}
     with ExitStack() as stack:
         ours = Checkpointer(root / "ours", keep_last=1)
         behind = stack.enter_context(Checkpointer(root / "behind", keep_last=1, async_=True))
         others = list(rivals(root, plain, target, stack))
         for step in range(args.rounds + 1):
+            into = seconds if step else first
             began = time.perf_counter()
             for name, value in plain.items():
                 target[name].copy_(value)
-            note("memcpy", time.perf_counter() - began)
-            note("ours save", _timed(lambda step=step: ours.save(step, state)))
-            note("ours load verified", _timed(lambda: ours.restore(state)))
-            note("ours load unverified", _timed(lambda: ours.restore(state, verify="none")))
+            _note(into, "memcpy", time.perf_counter() - began)
             began = time.perf_counter()
             job = behind.save(step, state)
-            _note_async("ours async", began, job.wait, first if step == 0 else best)
+            _note_async("ours async", began, job.wait, into)
+            while any((root / "behind").glob(".trash-*")):
+                time.sleep(0.001)
+            _note(into, "ours async deleted", time.perf_counter() - began)
+            _note(into, "ours save", _timed(lambda step=step: ours.save(step, state)))
+            _note(into, "ours load verified", _timed(lambda: ours.restore(state)))
+            _note(into, "ours load unverified", _timed(lambda: ours.restore(state, verify="none")))
             for rival in others:
                 began = time.perf_counter()
                 wait = rival.save(step)
                 if wait is None:
-                    note(f"{rival.name} save", time.perf_counter() - began)
+                    _note(into, f"{rival.name} save", time.perf_counter() - began)
                 else:
-                    _note_async(rival.name, began, wait, first if step == 0 else best)
+                    _note_async(rival.name, began, wait, into)
                 if rival.load:
-                    note(f"{rival.name} load", _timed(rival.load))
+                    _note(into, f"{rival.name} load", _timed(rival.load))
             for old in root.glob("tc*"):  # this rival keeps every save
                 shutil.rmtree(old, ignore_errors=True)
         assert behind._saver is not None
         status = Path(f"/proc/{behind._saver.process.pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in status)
     memory = {name: round(int(fields[name].split()[0]) / 1000, 1) for name in ("RssAnon", "RssFile", "RssShmem")}
-    return best, first, memory
+    return first, memory
 
 
-def columns(root: Path, rounds: int, best: Best) -> None:
+def columns(root: Path, where: str, rounds: int, seconds: Seconds, faults: dict[str, Any]) -> None:
     """Columns 1/64 of a tensor, as another layout would read them."""
-    rows, width = 8192, 8192
-    slice_width = width // 64
+    rows, width, parts = 8192, 8192, 64
+    n = width // parts
     model = nn.ParameterList([torch.randn(rows, width)])
     step = Checkpointer(root / "columns").save(1, TrainState(model=model, rng=False)).path
-    mine = torch.empty(rows, slice_width)
-    box = ((0, slice_width), (rows, slice_width))
-    (file,) = (root / "columns" / step.name).glob("model-*.safetensors")
-    want = model[0].detach()[:, slice_width : 2 * slice_width]
+    assert isinstance(step, Path)
+    (file,) = step.glob("model-*.safetensors")
+    mine = torch.empty(rows, n)
 
-    def note(name: str, action: Callable[[], Any]) -> None:
+    def note(name: str, part: int, action: Callable[[], Any]) -> None:
         mine.zero_()
-        best[name] = min(best.get(name, float("inf")), _timed(action))
-        assert torch.equal(mine, want)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        took = _timed(action)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        _note(seconds, f"{name}, {where}", took)
+        if "first touch" in name:
+            system = round(after.ru_stime - before.ru_stime, 4)
+            user = round(after.ru_utime - before.ru_utime, 4)
+            faults[f"{name}, {where}"] = {"faults": after.ru_minflt - before.ru_minflt, "sys_s": system, "user_s": user}
+        assert torch.equal(mine, model[0].detach()[:, part * n : (part + 1) * n])
 
-    def by_slice(opened: Any) -> None:
-        mine.copy_(opened.get_slice("0")[:, slice_width : 2 * slice_width])
+    def by_reader(reader: StepReader, part: int) -> None:
+        box = ((0, part * n), (rows, n))
+        run_copies(reader, {"0": box_copies(reader.index.tensors["model"]["0"], box, mine)})
 
-    for _ in range(max(rounds, 5)):
-        reader = StepReader(step)
-        copies = {"0": box_copies(reader.index.tensors["model"]["0"], box, mine)}
-        note("ours columns first touch", lambda reader=reader, copies=copies: run_copies(reader, copies))
-        note("ours columns mapped", lambda reader=reader, copies=copies: run_copies(reader, copies))
-        fresh = StepReader(step)
-        note("ours columns verified", lambda fresh=fresh, copies=copies: _checked(fresh, copies))
+    def by_reader_verified(reader: StepReader) -> None:
+        copies = {"0": box_copies(reader.index.tensors["model"]["0"], ((0, n), (rows, n)), mine)}
+        assert not check_copies(reader, copies)
+        run_copies(reader, copies)
+
+    def by_slice(opened: Any, part: int) -> None:
+        mine.copy_(opened.get_slice("0")[:, part * n : (part + 1) * n])
+
+    def by_slice_anew(part: int) -> None:
         with safe_open(file, framework="pt") as opened:
-            note("get_slice columns first touch", lambda opened=opened: by_slice(opened))
-            note("get_slice columns mapped", lambda opened=opened: by_slice(opened))
+            by_slice(opened, part)
+
+    for _ in range(rounds):
+        reader, last = StepReader(step), parts - 1
+        note("ours columns first touch", 1, lambda reader=reader: by_reader(reader, 1))
+        note("ours columns mapped", 1, lambda reader=reader: by_reader(reader, 1))
+        fresh = StepReader(step)
+        note("ours columns verified", 1, lambda fresh=fresh: by_reader_verified(fresh))
+        with safe_open(file, framework="pt") as opened:
+            note("get_slice columns first touch", 1, lambda opened=opened: by_slice(opened, 1))
+            note("get_slice columns mapped", 1, lambda opened=opened: by_slice(opened, 1))
+        again = StepReader(step)
+        note("ours columns all 64", last, lambda again=again: [by_reader(again, part) for part in range(parts)])
+        with safe_open(file, framework="pt") as opened:
+            note("get_slice columns all 64", last, lambda o=opened: [by_slice(o, part) for part in range(parts)])
+        note("get_slice columns all 64, opened anew", last, lambda: [by_slice_anew(part) for part in range(parts)])
 
 
-def ratios(seconds: Best) -> dict[str, float]:
-    """The claims; above or below 1 as named."""
+def ratios(seconds: Seconds) -> dict[str, float]:
+    """The claims, medians of each round's ratio; above or below 1 as named."""
     pairs = {
         "stall / dcp thread stall": ("ours async stall", "dcp thread stall"),
         "stall / dcp thread with kept buffers": ("ours async stall", "dcp thread, kept buffers stall"),
@@ -169,29 +206,40 @@ def ratios(seconds: Best) -> dict[str, float]:
         "stall / memcpy": ("ours async stall", "memcpy"),
         "durable / dcp thread durable": ("ours async durable", "dcp thread durable"),
         "durable / dcp process durable": ("ours async durable", "dcp process durable"),
+        "deleted / dcp process durable": ("ours async deleted", "dcp process durable"),
         "durable / torch_checkpointing durable": ("ours async durable", "torch_checkpointing async durable"),
         "dcp save / save": ("dcp save", "ours save"),
         "dcp hf writer / save": ("dcp hf writer save", "ours save"),
         "torch_checkpointing save / save": ("torch_checkpointing save", "ours save"),
         "dcp load / verified load": ("dcp load", "ours load verified"),
         "torch_checkpointing load / verified load": ("torch_checkpointing load", "ours load verified"),
-        "get_slice / columns, first touch": ("get_slice columns first touch", "ours columns first touch"),
-        "get_slice / columns, mapped": ("get_slice columns mapped", "ours columns mapped"),
-        "get_slice / columns, verified": ("get_slice columns first touch", "ours columns verified"),
     }
-    return {name: seconds[a] / seconds[b] for name, (a, b) in pairs.items() if a in seconds and b in seconds}
+    for where in ("ram", "disk"):
+        for how in ("first touch", "mapped", "all 64"):
+            pairs[f"get_slice / columns, {how}, {where}"] = (
+                f"get_slice columns {how}, {where}", f"ours columns {how}, {where}"
+            )  # fmt: skip
+        pairs[f"get_slice opened anew / columns, all 64, {where}"] = (
+            f"get_slice columns all 64, opened anew, {where}", f"ours columns all 64, {where}"
+        )  # fmt: skip
+        pairs[f"get_slice / columns, verified, {where}"] = (
+            f"get_slice columns first touch, {where}", f"ours columns verified, {where}"
+        )  # fmt: skip
+    return {
+        name: statistics.median(x / y for x, y in zip(seconds[a], seconds[b], strict=True))
+        for name, (a, b) in pairs.items()
+        if a in seconds and b in seconds
+    }
 
 
-def _checked(reader: StepReader, copies: dict[str, Any]) -> None:
-    assert not check_copies(reader, copies)
-    run_copies(reader, copies)
+def _note(into: Seconds, name: str, value: float) -> None:
+    into.setdefault(name, []).append(value)
 
 
-def _note_async(name: str, began: float, wait: Callable[[], Any], into: Best) -> None:
-    stall = time.perf_counter() - began
+def _note_async(name: str, began: float, wait: Callable[[], Any], into: Seconds) -> None:
+    _note(into, f"{name} stall", time.perf_counter() - began)
     wait()
-    for kind, value in (("stall", stall), ("durable", time.perf_counter() - began)):
-        into[f"{name} {kind}"] = min(into.get(f"{name} {kind}", float("inf")), value)
+    _note(into, f"{name} durable", time.perf_counter() - began)
 
 
 def _timed(action: Callable[[], Any]) -> float:

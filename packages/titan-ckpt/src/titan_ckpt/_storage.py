@@ -238,7 +238,7 @@ def writing(path: StorePath, *, seekable: bool = False) -> Generator[Any]:
 class Writeback:
     """Has the kernel bring a local file to disk while it is written, so that the final ``fsync`` waits for little.
 
-    A hint: nothing depends on it, and a kernel or C library without ``sync_file_range`` goes without. Measured on a
+    A hint: nothing depends on it, and a kernel or C library without ``sync_file_range`` goes without. On a
     virtual disk, 256 MiB with the ``fsync`` took a third less time.
     """
 
