@@ -20,7 +20,7 @@ class RayConfig:
     """Processor cores that Ray sets aside for each rank."""
 
     wait_s: float = 60.0
-    """Seconds to wait for nodes, at the start and after one is lost, before the run fails (or, elastic, shrinks)."""
+    """Seconds to wait for nodes, at the start and after one is lost, before the run fails; an elastic run shrinks at once."""
 
     env: tuple[str, ...] = ()
     """Names of environment variables that ranks on other nodes get too; OMP_*, NCCL_*, GLOO_* and TORCH_* always go."""

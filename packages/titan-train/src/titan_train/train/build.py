@@ -36,6 +36,7 @@ from titan_train.parallel.tensor import (
     check_tensor_parallel,
     merge_tables,
     micro_pipeline_options,
+    overlapped_modules,
     vocab_parallel_cross_entropy_sum,
 )
 from titan_train.parallel.tensor.float8_linears import can_gather_float8, gathers_same_bits
@@ -271,12 +272,15 @@ def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = ()) -> f
     )
 
 
-def describe_layout(layout: Layout, plans: Sequence[fsdp.Plan], schedule: Schedule | None) -> str:
-    """The text of ``layout.txt``: the rank table, the schedule, then what each wrapped unit does."""
+def describe_layout(layout: Layout, model: ParallelModel, schedule: Schedule | None) -> str:
+    """The text of ``layout.txt``: the rank table, the schedule, what overlaps, then what each wrapped unit does."""
     parts = [layout.explain()]
     if schedule is not None:
         parts.append(f"pipeline schedule {schedule.name}, {schedule.num_stages} stages\n{schedule.to_text()}")
-    return "\n\n".join([*parts, *(plan.explain() for plan in plans)])
+    overlapped = [name for part in model.parts for name in overlapped_modules(part)]
+    if overlapped:
+        parts.append("asynchronous tensor parallelism: transfers overlap the products of\n  " + "\n  ".join(overlapped))
+    return "\n\n".join([*parts, *(plan.explain() for plan in model.plans)])
 
 
 def _parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None) -> Sequence[nn.Module]:

@@ -123,7 +123,7 @@ class Trainer:
         self._nonfinite_in_a_row = 0
         self._closed = False
         if self.rank == 0:
-            self._open_run_folder(describe_layout(layout, self.model.plans, schedule))
+            self._open_run_folder(describe_layout(layout, self.model, schedule))
         self._throughput = Throughput(
             flops_per_token=self.model.flops_per_token,
             peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
@@ -214,6 +214,9 @@ class Trainer:
         result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
         self.scheduler.step()
         self.step += 1
+        fused = self.model.fused
+        if fused is not None and not self.losses:  # this process's first step compiled
+            self._event("async_tp_compiled", gathers=fused.gathers, scatters=fused.scatters, not_fused=fused.left)
         self._monitor.step_made(self.step)
         self.losses.append(result.loss)
         self._guard_nonfinite(result)
