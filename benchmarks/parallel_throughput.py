@@ -38,11 +38,11 @@ from titan_train.train import Trainer
 RANKS = 4
 DENSE = {
     "name": "llama3_debug",
-    "args": {"dim": 256, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 768},
+    "args": {"dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 768},
 }
 MIXTURE = {
     "name": "qwen3_moe_debug",
-    "args": {"dim": 256, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "expert_ffn_dim": 384},
+    "args": {"dim": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "expert_ffn_dim": 384},
 }
 LAYOUTS = {
     "hsdp 2 x 2": {"parallel": {"dp_replicate": 2}},
@@ -68,14 +68,14 @@ LAYOUTS = {
 def configure(folder, **sections):
     tree = {
         "run": {"dir": f"{folder}/runs"},
-        "model": DENSE | {"seq_len": 256},
+        "model": DENSE | {"seq_len": 128},
         "tokenizer": {"kind": "bytes"},
         "data": {
             "sources": [{"name": "corpus", "kind": "text", "paths": [f"{folder}/*.txt"]}],
             "cache_dir": f"{folder}/cache",
             "validation_fraction": 0.0,
         },
-        "train": {"steps": 10_000, "global_batch": 32, "microbatch": 2},
+        "train": {"steps": 10_000, "global_batch": 16, "microbatch": 2},
         "checkpoint": {"every": 0},
         "metrics": {"progress": "off", "report": False},
         "launch": {"device": "cpu"},
@@ -114,7 +114,7 @@ def measure(folder, sections, pairs, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="turns of each")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps a turn")
     parser.add_argument("--out", help="write PREFIX.json and PREFIX.md")
     parser.add_argument("--only", default="", help="layouts whose name holds this")
     arguments = parser.parse_args()
