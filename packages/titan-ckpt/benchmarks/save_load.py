@@ -5,8 +5,8 @@ round, one after the other, and a ratio is the median over the rounds of the rat
 may be shared. Seconds are medians and bests of ``--rounds`` rounds, at most 5 for columns; the first round, in which
 buffers are made, is given apart. ``stall`` is how long a save holds training; ``durable`` is from the call to the
 commit. titan-ckpt deletes the step that is kept no longer after the commit; ``deleted`` is until that is done too, and
-the next contestant starts only then. DCP writes over its old file, so freeing it is part of its ``durable``. Rivals:
-`rivals.py`.
+the next contestant starts only then. DCP writes over its old file, so freeing it is part of its ``durable``. The
+contestants change places every round. Rivals: `rivals.py`.
 
 Columns: 1/64 of the columns of one tensor, in a RAM disk and in ``--disk`` with the file in the page cache, digests off
 where not said otherwise, three ways. "first touch": the file was opened just now. "mapped": the pages are in place, as
@@ -22,6 +22,7 @@ Example: ``python benchmarks/save_load.py --gib 1 --folder /dev/shm``
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -39,7 +40,7 @@ from typing import Any
 
 import safetensors
 import torch
-from rivals import rivals, version_of_torch_checkpointing
+from rivals import Rival, rivals, version_of_torch_checkpointing
 from safetensors import safe_open
 from titan_ckpt import Checkpointer, TrainState
 from titan_ckpt._load import box_copies, check_copies, run_copies
@@ -109,8 +110,8 @@ def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Sec
         ours = Checkpointer(root / "ours", keep_last=1)
         behind = stack.enter_context(Checkpointer(root / "behind", keep_last=1, async_=True))
         others = list(rivals(root, plain, target, stack))
-        for step in range(args.rounds + 1):
-            into = seconds if step else first
+
+        def save_behind(into: Seconds, step: int) -> None:
             began = time.perf_counter()
             for name, value in plain.items():
                 target[name].copy_(value)
@@ -121,18 +122,18 @@ def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Sec
             while any((root / "behind").glob(".trash-*")):
                 time.sleep(0.001)
             _note(into, "ours async deleted", time.perf_counter() - began)
-            _note(into, "ours save", _timed(lambda step=step: ours.save(step, state)))
+
+        def save_and_load(into: Seconds, step: int) -> None:
+            _note(into, "ours save", _timed(lambda: ours.save(step, state)))
             _note(into, "ours load verified", _timed(lambda: ours.restore(state)))
             _note(into, "ours load unverified", _timed(lambda: ours.restore(state, verify="none")))
-            for rival in others:
-                began = time.perf_counter()
-                wait = rival.save(step)
-                if wait is None:
-                    _note(into, f"{rival.name} save", time.perf_counter() - began)
-                else:
-                    _note_async(rival.name, began, wait, into)
-                if rival.load:
-                    _note(into, f"{rival.name} load", _timed(rival.load))
+
+        turns = [save_behind, save_and_load, *(functools.partial(_turn, rival) for rival in others)]
+        for step in range(args.rounds + 1):
+            into = seconds if step else first
+            # who frees memory decides how fast the next one gets it: each takes each place
+            for turn in turns[step % len(turns) :] + turns[: step % len(turns)]:
+                turn(into, step)
             for old in root.glob("tc*"):  # this rival keeps every save
                 shutil.rmtree(old, ignore_errors=True)
         assert behind._saver is not None
@@ -140,6 +141,18 @@ def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Sec
     fields = dict(line.split(":", 1) for line in status)
     memory = {name: round(int(fields[name].split()[0]) / 1000, 1) for name in ("RssAnon", "RssFile", "RssShmem")}
     return first, memory
+
+
+def _turn(rival: Rival, into: Seconds, step: int) -> None:
+    """One save, and load, of a rival."""
+    began = time.perf_counter()
+    wait = rival.save(step)
+    if wait is None:
+        _note(into, f"{rival.name} save", time.perf_counter() - began)
+    else:
+        _note_async(rival.name, began, wait, into)
+    if rival.load:
+        _note(into, f"{rival.name} load", _timed(rival.load))
 
 
 def columns(root: Path, where: str, rounds: int, seconds: Seconds, faults: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ to the next finished step of the restarted run, and are the losses the same bits
 Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with
 one fault of a random kind at a random rank and step (seeded). With `--launcher local`, ranks come from one fork server
 that stays warm, as in any run of the command; the fault writes its time when it strikes. With `--launcher ray`, a
-cluster of loopback nodes holds one rank a node and one node is spare; the fault is SIGKILL to the processes of Ray on
-the node of a random rank, so that the spare must be taken and imports torch. The first step record after the restart is
-the end. `slow` restarts nothing and has no time.
+cluster of loopback nodes holds one rank a node and one node is spare; a further fault is SIGKILL to the processes of
+Ray on the node of a random rank, so that the spare must be taken and imports torch. The first step record after the
+restart is the end. `slow` restarts nothing and has no time.
 
 Output: a table on stderr, one JSON object on the last line of stdout; with --out also two files, written anew after
 every run; --resume goes on where such files end. A run is told to stop after --limit-s, killed half a minute later,
@@ -48,7 +48,10 @@ from titan_train.launch.local import LocalLauncher
 from titan_train.launch.supervisor import Supervisor
 
 STEPS = 8
-KINDS = {"local": ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint"), "ray": ("node",)}
+KINDS = {
+    "local": ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint"),
+    "ray": ("node", "kill", "sigterm", "disk-full", "corrupt-checkpoint"),  # a node that starts would look like a hang
+}
 PARTS = ("noticed", "placed", "restored", "step")
 KILL_AFTER_S = 30  # how long a run that was told to stop may take
 
@@ -114,13 +117,14 @@ def measure(arguments: argparse.Namespace, cluster: "RayCluster | None", rows: l
         if number < len(rows):
             continue
         words = [*common, "--run.name", f"run-{number:02d}"]
-        if cluster is None:
-            run = Run(arguments, [*words, "--launch.faults", plan])
-            code = run.run()
-        else:
+        if cluster is not None:
             cluster.add_missing_nodes()
+        if cluster is not None and kind == "node":
             run = Run(arguments, words)
             code = run.run(lambda run=run, plan=plan: cluster.strike(run, plan))
+        else:
+            run = Run(arguments, [*words, "--launch.faults", plan])
+            code = run.run()
         if code is not None and not run.timed_out and run.attempts()[-1]["end"] == "stopped":
             raise SystemExit("stopped from outside; the runs before this one are kept")
         parts = run.recovery(kind)
@@ -327,7 +331,7 @@ def report(arguments: argparse.Namespace, rows: list[dict]) -> dict:
         "finished_with_the_same_losses": len(good),
         "median_recovery_s": round(statistics.median(lost), 2) if lost else None,
         "worst_recovery_s": max(lost, default=None),
-        "median_load": statistics.median(row["load"] for row in rows) if rows else None,
+        "median_load": round(statistics.median(row["load"] for row in rows), 2) if rows else None,
         "cpus": os.cpu_count(),
         "ranks": arguments.ranks,
         "seed": arguments.seed,
