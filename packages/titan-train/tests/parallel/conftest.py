@@ -3,4 +3,15 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+import composition
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a prepared corpus, for the runs of one module."""
+    folder = tmp_path_factory.mktemp("composition")
+    composition.prepare(folder)
+    return str(folder)

@@ -17,13 +17,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gather")
-    composition.prepare(folder)
-    return str(folder)
-
-
 def train(folder, layout, choice):
     """Losses, gradients, and how many modules gather in float8."""
     make, made = build.Gradients, []

@@ -16,13 +16,6 @@ from titan_testing import run_ranks
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("matrix")
-    composition.prepare(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def single(folder):
     """What one process gives, run once for each model and precision."""
     known = {}

@@ -13,13 +13,6 @@ PP_FSDP = MODELS["dense"] | {"parallel": {"pp": 2, "dp_shard": 2}}
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("transport")
-    composition.prepare(folder)
-    return str(folder)
-
-
 def train(folder, schedule, name):
     """Losses and gradient norms with the transport of that name, and the kind that was made."""
     make, made = getattr(pipeline, name), []

@@ -29,13 +29,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    composition.prepare(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.filterwarnings("ignore:.*random generators are seeded anew")
 def test_a_run_continues_on_other_layouts_with_the_losses_of_one_process(case, folder):

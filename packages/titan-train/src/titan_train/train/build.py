@@ -15,7 +15,7 @@ import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, Mesh, MeshSpec
-from titan_pipeline import Kind, Schedule
+from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
@@ -326,7 +326,7 @@ def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:
     """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
     if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
         return config.float8.recipe != "none" and config.float8.tp_gather == "on"
-    splits = schedule is not None and any(action.kind is Kind.I for rank in schedule.ranks for action in rank)
+    splits = schedule is not None and schedule.splits_backward
     return gathers_same_bits(titan_fp8.Recipe.get(config.float8.recipe)) and not splits
 
 
