@@ -2,7 +2,7 @@
 
 Method: one rank, one state of equal float32 tensors on a RAM disk or any folder. Every contestant takes part in every
 round, one after the other, and a ratio is the median over the rounds of the ratio within a round, since the machine
-may be shared. Seconds are medians and bests of ``--rounds`` rounds, at most 5 for columns; the first round, in which
+may be shared. Seconds are medians and bests of ``--rounds`` rounds; the first round, in which
 buffers are made, is given apart. ``stall`` is how long a save holds training; ``durable`` is from the call to the
 commit. titan-ckpt deletes the step that is kept no longer after the commit; ``deleted`` is until that is done too, and
 the next contestant starts only then. DCP writes over its old file, so freeing it is part of its ``durable``. The
@@ -75,7 +75,7 @@ def main() -> None:
         first, megabytes = measure(Path(root), args, seconds)
     for where, folder in (("ram", args.folder), ("disk", args.disk)):
         with tempfile.TemporaryDirectory(dir=folder, prefix="ckpt-bench-") as root:
-            columns(Path(root), where, min(args.rounds, 5), seconds, faults)
+            columns(Path(root), where, args.rounds, seconds, faults)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
         print(f"{name:48s} median {value:8.4f} s, best {min(seconds[name]):8.4f} s")
@@ -206,20 +206,27 @@ def columns(root: Path, where: str, rounds: int, seconds: Seconds, faults: dict[
         with safe_open(file, framework="pt") as opened:
             by_slice(opened, part)
 
-    for _ in range(rounds):
+    def ours() -> None:
         reader, last = StepReader(step), parts - 1
-        note("ours columns first touch", 1, lambda reader=reader: by_reader(reader, 1))
-        note("ours columns mapped", 1, lambda reader=reader: by_reader(reader, 1))
-        fresh = StepReader(step)
-        note("ours columns verified", 1, lambda fresh=fresh: by_reader_verified(fresh))
-        with safe_open(file, framework="pt") as opened:
-            note("get_slice columns first touch", 1, lambda opened=opened: by_slice(opened, 1))
-            note("get_slice columns mapped", 1, lambda opened=opened: by_slice(opened, 1))
+        note("ours columns first touch", 1, lambda: by_reader(reader, 1))
+        note("ours columns mapped", 1, lambda: by_reader(reader, 1))
         again = StepReader(step)
-        note("ours columns all 64", last, lambda again=again: [by_reader(again, part) for part in range(parts)])
+        note("ours columns all 64", last, lambda: [by_reader(again, part) for part in range(parts)])
+        fresh = StepReader(step)
+        note("ours columns verified", 1, lambda: by_reader_verified(fresh))
+
+    def theirs() -> None:
+        last = parts - 1
         with safe_open(file, framework="pt") as opened:
-            note("get_slice columns all 64", last, lambda o=opened: [by_slice(o, part) for part in range(parts)])
+            note("get_slice columns first touch", 1, lambda: by_slice(opened, 1))
+            note("get_slice columns mapped", 1, lambda: by_slice(opened, 1))
+        with safe_open(file, framework="pt") as again:
+            note("get_slice columns all 64", last, lambda: [by_slice(again, part) for part in range(parts)])
         note("get_slice columns all 64, opened anew", last, lambda: [by_slice_anew(part) for part in range(parts)])
+
+    for number in range(rounds):
+        for turn in (ours, theirs) if number % 2 else (theirs, ours):
+            turn()
 
 
 def ratios(seconds: Seconds) -> dict[str, float]:

@@ -6,7 +6,7 @@ the targets are written. So a damaged step leaves model and optimizer as they we
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from titan_ckpt._index import StoredChunk, StoredTensor
 from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._plan import Box, intersect
 from titan_ckpt._read import FolderReader
+from titan_ckpt._verify import Block, block_runs
 
 # Compressed rows are unpacked about this many bytes at a time.
 _UNPACKED_BYTES = 32 << 20
@@ -78,15 +79,29 @@ def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
     return copies
 
 
-def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
-    """Check every block the copies read."""
-    return [
-        damage
+def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
+    """Every block the copies read."""
+    return {
+        (copy.chunk.file, block)
         for listed in copies.values()
         for copy in listed
         for begin, end in _byte_runs(reader, copy)
-        for damage in reader.check(copy.chunk.file, begin, end)
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+    }
+
+
+def check_blocks(reader: FolderReader, blocks: Iterable[Block]) -> list[Damage]:
+    """Check blocks, in the order of the files; those that were checked before are not read again."""
+    return [
+        damage
+        for file, first, last in block_runs(blocks)
+        for damage in reader.check(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES)
     ]
+
+
+def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
+    """Check every block the copies read."""
+    return check_blocks(reader, touched_blocks(reader, copies))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from titan_ckpt import _leaves
 from titan_ckpt._errors import CheckpointError, DamageError
 from titan_ckpt._format import STATE_NAME, rank_state_name
 from titan_ckpt._index import StoredTensor
-from titan_ckpt._load import Copy, Verify, check_copies, plan_copies, read_tensor, run_copies
+from titan_ckpt._load import Copy, Verify, check_blocks, plan_copies, read_tensor, run_copies, touched_blocks
 from titan_ckpt._model import ModelState, as_modules, model_state
 from titan_ckpt._optim import OptimRestore, as_optims
 from titan_ckpt._ranks import Ranks
@@ -23,6 +23,7 @@ from titan_ckpt._read import StepReader
 from titan_ckpt._rng import reseed, set_rng_state
 from titan_ckpt._state import Stateful, TrainState, as_stateful, shard_of
 from titan_ckpt._storage import StorePath
+from titan_ckpt._verify import Block, assign_blocks, tell_blocks
 
 _log = logging.getLogger("titan_ckpt")
 
@@ -38,7 +39,8 @@ def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verif
     ranks.agree(_attempt(lambda: matched.append(_Restore(path, state, ranks, strict)), path), doing)
     (restore,) = matched
     ranks.agree(restore.unexpected_names(), doing)
-    ranks.agree(_attempt(lambda: restore.check(verify), path), doing)
+    blocks = restore.my_share(verify)
+    ranks.agree(_attempt(lambda: restore.check(blocks), path), doing)
     ranks.agree(_attempt(restore.apply, path), f"{doing}, half done")
     return restore.reader.manifest.step
 
@@ -78,16 +80,27 @@ class _Restore:
         for step in self.apply_steps:
             step()
 
-    def check(self, verify: Verify) -> None:
+    def my_share(self, verify: Verify) -> set[Block]:
+        """The blocks that this rank is to check. Collective."""
+        if verify == "none":
+            return set()
+        blocks = touched_blocks(self.reader, self.copies)
+        if self.ranks.size > 1:
+            told = self.ranks.all_gather(tell_blocks(blocks, self.reader.path, self.ranks.rank))
+            blocks = assign_blocks(blocks, told, self.ranks.rank)
+        if verify == "all":
+            files = self.reader.index.files
+            for file in range(self.ranks.rank, len(files), self.ranks.size):
+                blocks |= {(file, block) for block in range(len(files[file].blocks))}
+        return blocks
+
+    def check(self, blocks: set[Block]) -> None:
         """Check blocks.
 
         Raises:
             DamageError: If any is damaged.
         """
-        damages = [] if verify == "none" else check_copies(self.reader, self.copies)
-        if verify == "all":
-            mine = range(self.ranks.rank, len(self.reader.index.files), self.ranks.size)
-            damages += [damage for _, found in self.reader.check_all(mine) for damage in found]
+        damages = check_blocks(self.reader, blocks)
         if damages:
             raise DamageError(str(self.reader.manifest.path), damages)
 
