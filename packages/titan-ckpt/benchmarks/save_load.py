@@ -113,7 +113,13 @@ def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Sec
     first: Seconds = {}
     with ExitStack() as stack:
         ours = Checkpointer(root / "ours", keep_last=1)
+        with Checkpointer(root / "unprepared", async_=True) as unprepared:
+            _note(first, "ours async stall, not prepared", _timed(lambda: unprepared.save(0, state)))
+        shutil.rmtree(root / "unprepared")
         behind = stack.enter_context(Checkpointer(root / "behind", keep_last=1, async_=True))
+        _note(first, "ours prepare", _timed(lambda: behind.prepare(state)))
+        assert behind._saver is not None
+        behind._saver._await_prepared()  # in training, steps pass in the meantime
         others = list(rivals(root, plain, target, stack))
 
         def save_behind(into: Seconds, step: int) -> None:
@@ -142,7 +148,6 @@ def measure(root: Path, args: argparse.Namespace, seconds: Seconds) -> tuple[Sec
                 turn(into, step)
             for old in root.glob("tc*"):  # this rival keeps every save
                 shutil.rmtree(old, ignore_errors=True)
-        assert behind._saver is not None
         status = Path(f"/proc/{behind._saver.process.pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in status)
     memory = {name: round(int(fields[name].split()[0]) / 1000, 1) for name in ("RssAnon", "RssFile", "RssShmem")}

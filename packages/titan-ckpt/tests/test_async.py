@@ -202,6 +202,69 @@ def test_an_arena_that_grows_is_a_new_file_and_holds_what_was_staged():
     arena.close()
 
 
+def save_prepared(root: str, grow: bool) -> tuple[int, int, bool]:
+    """The arena's file after preparing and after two saves, and whether the last step came back bitwise."""
+    state = build()
+    train(state, 1)
+    with Checkpointer(root, async_=True) as ck:
+        ck.prepare(state)
+        ck.prepare(state)
+        ck._saver._await_prepared()
+        prepared = os.fstat(ck._saver._arena.fd).st_ino
+        if grow:
+            state.extra["table"] = torch.ones(100_000)
+        ck.save(1, state)
+        train(state, 1)
+        ck.save(2, state).wait(30)
+        saved = os.fstat(ck._saver._arena.fd).st_ino
+    got = build(seed=9)
+    if grow:
+        got.extra["table"] = torch.zeros(100_000)
+    Checkpointer(root).restore(got, 2)
+    want = full_state(state)
+    return prepared, saved, all(torch.equal(full_state(got)[name], want[name]) for name in want)
+
+
+def test_the_first_save_finds_the_memory_that_was_prepared(tmp_path):
+    for prepared, saved, equal in run_ranks(save_prepared, 2, str(tmp_path), False):
+        assert equal
+        assert prepared == saved
+
+
+def test_a_state_that_grew_after_it_was_prepared_is_saved_whole(tmp_path):
+    prepared, saved, equal = save_prepared(str(tmp_path), True)
+    assert equal
+    assert prepared != saved
+
+
+def test_preparing_is_nothing_for_synchronous_saves_and_refuses_what_saving_refuses(tmp_path):
+    state = TrainState(model=nn.Linear(2, 2), rng=False)
+    ck = Checkpointer(tmp_path / "sync")
+    ck.prepare(state)
+    assert ck._saver is None
+    with Checkpointer(tmp_path / "async", async_=True) as behind, pytest.raises(TypeError, match="extra"):
+        behind.prepare(TrainState(model=nn.Linear(2, 2), rng=False, extra={"handle": object()}))
+    assert behind.steps() == []
+
+
+def test_memory_that_cannot_be_prepared_is_the_first_saves_error(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, async_=True) as ck:
+        state = TrainState(model=nn.Linear(2, 2), rng=False)
+        monkeypatch.setattr(os, "memfd_create", _no_memory)
+        ck.prepare(state)
+        ck._saver._await_prepared()
+        ck.save(1, state)
+        with pytest.raises(CheckpointError, match="Cannot allocate memory"):
+            ck.wait()
+        monkeypatch.undo()
+        ck.save(2, state)
+    assert Checkpointer(tmp_path).steps() == [2]
+
+
+def _no_memory(*_):
+    raise OSError(12, "Cannot allocate memory")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True], ids=["staged-at-once", "overlapped"])
 def test_cuda_tensors_are_staged_through_pinned_memory_behind_queued_kernels(tmp_path, overlap):

@@ -9,7 +9,7 @@ was called.
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._format import Entry
 
 _log = logging.getLogger("titan_ckpt")
+
+# Fresh pages are written so many bytes at a time.
+_TOUCH_BYTES = 64 << 20
 
 
 class Arena:
@@ -39,8 +42,10 @@ class Arena:
         self.close()
         self.fd = os.memfd_create("titan-ckpt-arena", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
-        memory = mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+        # Not with MAP_POPULATE: Python holds its lock in mmap, torch does not while it writes.
+        for part in self.memory.split(_TOUCH_BYTES):
+            part.zero_()
         return True
 
     def targets(self, places: Sequence[tuple[int, int]], entries: Sequence[Entry]) -> list[Tensor]:
@@ -79,6 +84,11 @@ class Arena:
         for stream in streams:
             stream.synchronize()
 
+    def lock_pages(self, devices: Iterable[torch.device]) -> None:
+        """Do now what the first copy from these CUDA devices would do: lock the pages, make the streams."""
+        for device in devices:
+            self._stream(device)
+
     def close(self) -> None:
         """Give the memory back."""
         if self.pinned:
@@ -91,7 +101,8 @@ class Arena:
 
     def _stream(self, device: torch.device) -> Any:
         if not self.pinned and self.memory.numel():
-            result = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)  # type: ignore[attr-defined]
+            with torch.cuda.device(device):  # a thread begins on the first device, and would open a context there
+                result = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)  # type: ignore[attr-defined]
             self.pinned = int(result) == 0
             if not self.pinned:
                 _log.warning("the staging memory could not be page-locked (CUDA error %s): staging is slower", result)

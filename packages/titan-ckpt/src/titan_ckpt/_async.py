@@ -3,6 +3,7 @@
 The saver process maps the same arena (`titan_ckpt._arena`). One save is in flight at a time: the arena holds it.
 """
 
+import contextlib
 import json
 import queue
 import socket
@@ -10,10 +11,11 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from titan_ckpt._arena import Arena
@@ -108,6 +110,7 @@ class Saver:
         """The layout that the arena's targets, and after `submit` the process, are made for."""
         self._layout_sent = True
         self._targets: list[Tensor] = []
+        self._preparing: threading.Thread | None = None
         self._submitted: queue.SimpleQueue[tuple[Job, SaveJob] | None] = queue.SimpleQueue()
         # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
         arguments = (self._control, self._submitted, self.process.pid)
@@ -120,16 +123,39 @@ class Saver:
         """Whether the process runs."""
         return self._child.poll() is None
 
+    def prepare(self, layout: Layout, devices: Iterable[torch.device]) -> None:
+        """Take the memory for jobs of this layout, with tensors on these CUDA devices, in a thread."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # the save tries again, and says what is wrong
+                self._adopt(layout)
+                self._arena.lock_pages(devices)
+
+        self._await_prepared()
+        self._preparing = threading.Thread(target=run, name="titan-ckpt")
+        self._preparing.start()
+
     def stage(self, job: Job, views: Sequence[Tensor], ready: Any = None) -> None:
         """Copy the tensors of a job into the arena; ``ready`` as for `Arena.stage`."""
-        if job.layout is not self._layout:
-            places, total = arena_starts(job.layout)
-            self._targets = []  # views of the old memory keep it alive
-            if self._arena.reserve(total):
-                self._arena_sent = False
-            self._targets = self._arena.targets(places, [e for shard in job.layout.shards for e in shard.entries])
-            self._layout, self._layout_sent = job.layout, False
+        self._await_prepared()
+        self._adopt(job.layout)
         self._arena.stage(self._targets, views, ready)
+
+    def _adopt(self, layout: Layout) -> None:
+        """Have the arena hold this layout."""
+        if layout is self._layout:
+            return
+        places, total = arena_starts(layout)
+        self._targets = []  # views of the old memory keep it alive
+        if self._arena.reserve(total):
+            self._arena_sent = False
+        self._targets = self._arena.targets(places, [e for shard in layout.shards for e in shard.entries])
+        self._layout, self._layout_sent = layout, False
+
+    def _await_prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     def submit(self, job: Job, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
         """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
@@ -150,6 +176,7 @@ class Saver:
 
     def close(self) -> None:
         """Let the process end; it finishes what it was given."""
+        self._await_prepared()
         self._control.close()
         self._child.wait()
         self._submitted.put(None)

@@ -23,7 +23,7 @@ from titan_ckpt._manifest import Manifest
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
-from titan_ckpt._save import PlanCache, begin_job, plan_step, save_now
+from titan_ckpt._save import PlanCache, begin_job, plan_layout, plan_step, save_now
 from titan_ckpt._state import TrainState
 from titan_ckpt._storage import StorePath, as_path
 
@@ -153,6 +153,30 @@ class Checkpointer:
         else:
             self._hand_over(*arguments)
         return self._flight
+
+    def prepare(self, state: TrainState) -> None:
+        """Get ready for asynchronous saves of ``state`` while training goes on, so that the first holds it no longer
+        than the others. Collective.
+
+        Starts the saver processes and, in a thread, takes and page-locks the staging memory. Call it once the
+        optimizer has its state, after the first step; a save that comes earlier than the memory waits for it. Does
+        nothing with synchronous saves.
+
+        Args:
+            state: What will be saved; nothing of it is kept.
+
+        Raises:
+            TypeError, ValueError: As `save` does.
+        """
+        self._check_open()
+        if not self._async:
+            return
+        self.wait()
+        planned = plan_step(0, state, self._ranks, self._cache)
+        self._meet()
+        assert self._saver is not None
+        devices = {view.device for view in planned.views() if view.is_cuda}
+        self._saver.prepare(plan_layout(planned, self._ranks, self._cache, self._compress), devices)
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:

@@ -73,6 +73,13 @@ def plan_step(step: int, state: TrainState, ranks: Ranks, cache: PlanCache) -> P
     return Planned(collected, parts, held, _plan(held, ranks, cache, doing))
 
 
+def plan_layout(planned: Planned, ranks: Ranks, cache: PlanCache, compress: bool) -> Layout:
+    """The layout of this rank's jobs; the same object while the plan stays."""
+    if cache.layout is None:
+        cache.layout = _layout(planned, ranks.rank, cache, compress)
+    return cache.layout
+
+
 def begin_job(
     root: StorePath,
     step: int,
@@ -103,8 +110,7 @@ def begin_job(
             error = explained(err, root, 0)
     ranks.agree(error, f"save of step {step}")
     name, save_id = json.loads(ranks.broadcast(told))
-    if cache.layout is None:
-        cache.layout = _layout(planned, ranks.rank, cache, compress)
+    layout = plan_layout(planned, ranks, cache, compress)
     texts: list[tuple[str, str]] = []
     if planned.collected.own:
         texts.append((rank_state_name(ranks.rank), _tree.dump_json(planned.collected.own).decode()))
@@ -116,7 +122,7 @@ def begin_job(
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
         lead = Lead(tied, versions, dict(metrics), retention)
-    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, cache.layout, tuple(texts), lead)
+    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
 
 
 def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:

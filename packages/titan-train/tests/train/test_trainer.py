@@ -205,6 +205,21 @@ def test_a_changed_data_order_is_refused_on_resume(folder):
         Trainer(config)
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_so(folder):
+    run_ranks(train, 2, folder, "damaged", {"checkpoint": {"every": 5}}, until=10, save=True)
+    run_dir = Path(folder) / "runs" / "damaged"
+    files = sorted((run_dir / "checkpoints" / "step-00000010").glob("model-r00001*"))
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(data)
+    first, _ = run_ranks(train, 2, folder, "damaged", {}, until=12)[0]
+    assert first == 5
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (passed,) = [event for event in events if event.get("event") == "checkpoint_passed_over"]
+    assert passed["passed_step"] == 10
+    assert files[0].name in passed["reason"]
+
+
 def test_resume_never_refuses_a_folder_with_a_checkpoint(folder):
     train(folder, "never", {}, until=1, save=True)
     with pytest.raises(ValueError, match="resume='never'"):

@@ -26,6 +26,7 @@ _MOST_EVENTS = 200
 _EVENT_ROLES = {
     "checkpoint_saved": "saved",
     "checkpoint_restored": "restored",
+    "checkpoint_passed_over": "bad",
     "nonfinite": "bad",
     "failed": "bad",
     "stopped": "stopped",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, CheckpointError, LocalShard, TrainState
+from titan_ckpt import Checkpointer, LocalShard, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
@@ -219,6 +219,8 @@ class Trainer:
             self._event("async_tp_compiled", gathers=fused.gathers, scatters=fused.scatters, not_fused=fused.left)
         self._monitor.step_made(self.step)
         self.losses.append(result.loss)
+        if len(self.losses) == 1:  # from this process's first step on, the optimizer has all its state
+            self._checkpointer.prepare(self._state())
         self._guard_nonfinite(result)
         self._record(result, microbatches, learning_rate, time.perf_counter() - started, waiting.elapsed_s)
         return result
@@ -311,23 +313,14 @@ class Trainer:
         return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts}
 
     def _restore(self) -> int:
+        """The step resumed from, 0 for none: the newest that is intact on every rank."""
         found = self._checkpointer.latest()
-        if found is None:
-            return 0
-        if self.config.checkpoint.resume == "never":
+        if found is not None and self.config.checkpoint.resume == "never":
             raise ValueError(
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        refused: CheckpointError | None = None
-        for step in reversed(self._checkpointer.steps()):
-            try:
-                return self._checkpointer.restore(self._state(), step)
-            except CheckpointError as err:  # on every rank alike, so all step back together
-                log.warning("step %d is not used, an older one is tried: %s", step, err)
-                refused = err
-        assert refused is not None  # `latest` found a step
-        raise refused
+        return self._checkpointer.restore(self._state(), fallback=True)
 
     def _minutes_due(self, since: float) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""
@@ -340,6 +333,8 @@ class Trainer:
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
         add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
+        for step, damage in self._checkpointer.passed_over:
+            self._event("checkpoint_passed_over", passed_step=step, reason=str(damage))
         if self.step:
             self._event("checkpoint_restored")
             self._message(f"resumed from step {self.step}")
