@@ -24,6 +24,7 @@ from titan_ckpt._ranks import Ranks
 from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
 from titan_ckpt._save import PlanCache, begin_job, plan_layout, plan_step, save_now
+from titan_ckpt._saver import report_failure
 from titan_ckpt._state import TrainState
 from titan_ckpt._storage import StorePath, as_path
 
@@ -130,7 +131,7 @@ class Checkpointer:
         if self._async and self._skips(step):
             return SaveJob(step, skipped=True)
         self.wait()
-        planned = plan_step(step, state, self._ranks, self._cache)
+        planned = plan_step(step, state, self._ranks, self._cache, metrics)
         savers = self._meet() if self._async else [_commit.Process.of(os.getpid())]
         job = begin_job(
             self.root,
@@ -138,7 +139,6 @@ class Checkpointer:
             planned,
             self._ranks,
             self._cache,
-            metrics=metrics or {},
             retention=self.retention,
             compress=self._compress,
             owner=savers[0],
@@ -348,7 +348,8 @@ class Checkpointer:
             self._saver.stage(job, views, ready)
             result.mark_staged()
             self._saver.submit(job, result, savers, _MEETING_S)
-        except (CheckpointError, OSError) as err:
+        except Exception as err:
+            report_failure(job, str(err))  # the other savers must not wait for this rank's part
             result.finish(None, str(err))
 
     def _check_open(self) -> None:

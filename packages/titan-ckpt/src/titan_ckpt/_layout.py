@@ -3,8 +3,9 @@
 A rank's part along one dimension is a list of runs of global indices. `Shard` cuts that list into equal parts
 (rounded up, as `torch.chunk`), and `_StridedShard` - what FSDP2 writes on top of tensor parallelism - stands for a
 cut that was made *after* the cuts to its right. Following the cuts in the order they were made gives contiguous
-runs, uneven sizes included; where a placement was made by hand and means the literal left-to-right reading, that is
-taken instead. The local shape decides, and a tensor that fits neither is refused rather than saved wrongly.
+runs, uneven sizes included. It is recognised by its split factor, the number of parts that the cuts to its right
+make; any other split factor (a placement made by hand, or by flattening a tensor) means the literal reading, from left
+to right. A local shape that does not fit is refused rather than saved wrongly.
 
 `_StridedShard` is private to torch; this is the one module that knows it. Checked on torch 2.11 and 2.15 by
 `tests/test_layout.py`, against tensors that torch itself distributed.
@@ -128,10 +129,9 @@ def _own_part(tensor: Tensor, path: str) -> LocalPart:
     if coordinate is None:  # this rank is outside the tensor's mesh
         return LocalPart(local, shape, ())
     cuts = _cuts(tensor, coordinate, path)
-    for in_order in (_in_order_made, lambda c: c):
-        runs = [shard_runs(size, in_order(cut)) for size, cut in zip(shape, cuts, strict=True)]
-        if tuple(sum(n for _, n in run) for run in runs) == tuple(local.shape):
-            return LocalPart(local, shape, _boxes(runs))
+    runs = [shard_runs(size, _in_order_made(cut)) for size, cut in zip(shape, cuts, strict=True)]
+    if tuple(sum(n for _, n in run) for run in runs) == tuple(local.shape):
+        return LocalPart(local, shape, _boxes(runs))
     raise ValueError(
         f"{path} of shape {list(shape)} has a local part of shape {list(local.shape)}, which its placements "
         f"{tensor.placements} on mesh {tuple(tensor.device_mesh.shape)} do not explain at coordinate {coordinate}. "
@@ -152,6 +152,13 @@ def shard_runs(length: int, cuts: Sequence[Cut]) -> Runs:
 
 
 def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cut]]:
+    spec: Any = tensor._spec
+    order = getattr(spec, "shard_order", None)  # newer than torch 2.11; None where _StridedShard says it
+    if order is not None and order != type(spec).compute_default_shard_order(spec.placements):
+        raise ValueError(
+            f"{path} was cut in the order {order}, not along its mesh from left to right. Redistribute it to plain "
+            f"{tensor.placements} before saving."
+        )
     cuts: list[list[Cut]] = [[] for _ in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -165,7 +172,9 @@ def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cu
 
 
 def _in_order_made(cuts: Sequence[Cut]) -> list[Cut]:
-    """A strided cut came after every cut to its right; a plain one before them."""
+    """The cuts in the order they were made: a strided one that FSDP added came after every cut to its right."""
+    if any(cut.stride not in (0, math.prod(c.parts for c in cuts[i + 1 :])) for i, cut in enumerate(cuts)):
+        return list(cuts)
     order: list[Cut] = []
     for cut in reversed(cuts):
         if cut.stride:
@@ -226,4 +235,11 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
         flatten = getattr(tensor, "__tensor_flatten__", None)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"{path} is a {tensor.layout} tensor; safetensors holds dense ones. Call to_dense() first.")
+    if tensor.is_meta:
+        raise ValueError(f"{path} is on the meta device, so it has no values. Call to_empty(device=...) on its module.")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{path} of shape {list(tensor.shape)} is an expanded view, whose elements share memory, so it cannot be "
+            "loaded in place. Register a contiguous() copy."
+        )
     return tensor.detach() if tensor.requires_grad else tensor

@@ -33,6 +33,10 @@ class TensorSink:
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             name = dtype_name(value.dtype, path)
+            if value.layout is not torch.strided or value.is_meta:
+                raise TypeError(
+                    f"{path} is a {value.layout} tensor on {value.device}; save dense ones that have values."
+                )
             if isinstance(value, DTensor) or value.numel() * value.element_size() > _INLINE_BYTES:
                 self.tensors[path] = value
                 return {"$stored": path}
@@ -62,7 +66,8 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
             return flat.view(DTYPES[body[0]]).reshape(body[1])
         if tag in ("$ndarray", "$numpy"):
-            array = np.frombuffer(base64.b64decode(body[2]), dtype=np.dtype(body[0])).reshape(body[1])
+            data, dtype = base64.b64decode(body[2]), np.dtype(body[0])
+            array = np.frombuffer(data, dtype).reshape(body[1]) if data else np.zeros(body[1], dtype)
             return array.copy() if tag == "$ndarray" else array[()]
         if tag == "$dtype" and isinstance(found := getattr(torch, body, None), torch.dtype):
             return found
@@ -77,7 +82,7 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes in row-major order, on the host: a view where it already lies so, else a copy."""
-    host = tensor.cpu().contiguous()
+    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

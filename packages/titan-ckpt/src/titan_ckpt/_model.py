@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 # Attributes by which wrappers hold the wrapped module, in names no user's module takes: torch.compile's
-# OptimizedModule, torch's CheckpointWrapper, FSDP1.
-_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# OptimizedModule, torch's CheckpointWrapper.
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(slots=True)
@@ -23,13 +24,15 @@ class ModelState:
     """What a model's state dict holds, by plain name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The live tensors (not copies): writing into them changes the model."""
+    """The tensors. All but `detached` are live: writing into them changes the model."""
+    detached: set[str] = field(default_factory=set[str])
+    """Names of ``tensors`` that a hook or ``get_extra_state`` made: to be given to ``load_state_dict``."""
     tied: dict[str, str] = field(default_factory=dict[str, str])
     """Further names of a tensor to the one in ``tensors``."""
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
     """Extra state that is not a tensor (``get_extra_state``)."""
     raw: dict[str, tuple[nn.Module, str]] = field(default_factory=dict[str, tuple[nn.Module, str]])
-    """Leaf name to the module whose state dict holds it and its name there."""
+    """Leaf or detached name to the module whose state dict holds it and its name there."""
     owners: dict[int, str] = field(default_factory=dict[int, str])
     """``id`` of each parameter to its name in ``tensors``: how an optimizer's parameters are named."""
 
@@ -38,18 +41,25 @@ def model_state(models: Iterable[nn.Module]) -> ModelState:
     """List the tensors of one model, or of its pieces on this rank (pipeline stages), which share one name space.
 
     Raises:
-        ValueError: If two different tensors have one name.
+        ValueError: If two different tensors, or extra states, have one name, or a module is wrapped by FSDP1.
     """
     state = ModelState()
     seen: dict[Any, str] = {}
     for model in models:
+        _refuse_fsdp1(model)
         prefixes = _transparent(model)
+        live = {_identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
         for raw, value in model.state_dict(keep_vars=True).items():
             name = plain_name(raw, prefixes)
             if not isinstance(value, Tensor):
+                if name in state.leaves:
+                    raise ValueError(f"two modules of TrainState(model=[...]) have an extra state {name!r}.")
                 state.leaves[name] = value
                 state.raw[name] = (model, raw)
                 continue
+            if _identity(value) not in live:
+                state.detached.add(name)
+                state.raw[name] = (model, raw)
             first = seen.setdefault(_identity(value), name)
             if name in state.tensors and state.tensors[name] is not value:
                 raise ValueError(
@@ -88,6 +98,14 @@ def as_modules(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     if model is None:
         return []
     return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is wrapped by FullyShardedDataParallel, whose flat parameters have no place in the whole tensors. "
+            "Shard it with torch.distributed.fsdp.fully_shard."
+        )
 
 
 def _transparent(model: nn.Module) -> frozenset[str]:

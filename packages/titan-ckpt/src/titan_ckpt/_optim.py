@@ -31,6 +31,8 @@ class OptimState:
     """Parameter to state that is not a tensor."""
     groups: list[dict[str, Any]]
     """For each group: ``hyper`` (its settings) and ``params`` (names)."""
+    others: list[dict[str, Any]]
+    """For each optimizer: state that belongs to no parameter."""
 
 
 def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> OptimState:
@@ -41,8 +43,10 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
         owners: ``id`` of each parameter of the model to its name.
 
     Raises:
-        ValueError: If a parameter is not the model's, or state names contain a slash.
+        ValueError: If a parameter is not the model's or has two optimizers, or state names contain a slash.
     """
+    optims = list(optims)
+    _refuse_shared(optims, owners)
     tensors: dict[str, Tensor] = {}
     leaves: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -54,10 +58,14 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(f"optimizer state of {name!r} is called {key!r}; it must be a string without '/'.")
                 if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value
+                    tensors[f"{name}/{key}"] = _laid_out(value, param)
                 else:
                     leaves.setdefault(name, {})[key] = value
-    return OptimState(tensors, leaves, groups)
+    others: list[dict[str, Any]] = []
+    for optim in optims:
+        state: dict[Any, Any] = dict(optim.state)  # typed as if all keys were parameters
+        others.append({key: value for key, value in state.items() if isinstance(key, str)})
+    return OptimState(tensors, leaves, groups, others)
 
 
 def merge_groups(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -79,6 +87,9 @@ class OptimRestore:
         index: The step's index.
         saved: ``{"groups", "leaves"}`` as decoded from the step.
         shards: Parameter to where it lies in a larger one, for those that do.
+        stored_dtypes: Parameter to the dtype it was saved in.
+        strict: Refuse parameters that were not optimized when the step was saved. False leaves their state as it is,
+            and gives moments that had their parameter's dtype the dtype it has now.
 
     Raises:
         ValueError: If a parameter was not optimized when the step was saved, a group joins parameters that had
@@ -92,32 +103,52 @@ class OptimRestore:
         index: Index,
         saved: Mapping[str, Any],
         shards: Mapping[str, LocalShard],
+        *,
+        stored_dtypes: Mapping[str, torch.dtype],
+        strict: bool,
     ) -> None:
         self.targets: dict[str, Tensor] = {}
         """Key in the ``optim`` section to the tensor to fill."""
+        self.used: set[str] = set()
+        """Saved parameters that were found here."""
+        self.unknown: list[str] = []
+        """Parameters here that have no saved state."""
         self._finish: list[Callable[[], None]] = []
         hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
         stored: dict[str, list[str]] = {}
         for key in index.tensors.get("optim", {}):
             param_name, _, state_name = key.rpartition("/")
             stored.setdefault(param_name, []).append(state_name)
+        optims = list(optims)
+        for optim, others in zip(optims, saved.get("others", []), strict=False):
+            self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
         for group, params in _groups(optims, owners):
             names = {name: _stored_name(name, hypers, index) for name, _, _ in params}
-            _check_known(names, hypers)
-            found = [hypers[names[name]] for name in names]
-            if any(hyper != found[0] for hyper in found):
+            unknown = [name for name, old in names.items() if old not in hypers]
+            if strict:
+                _check_known(unknown)
+            self.unknown += unknown
+            known = [(name, param, optim) for name, param, optim in params if names[name] in hypers]
+            found = [hypers[names[name]] for name, _, _ in known]
+            self.used.update(names[name] for name, _, _ in known)
+            if any(hyper is not found[0] for hyper in found):  # those that were equal are one
                 raise ValueError(
                     f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
                     "among them. Build the optimizer with the groups it was saved with."
                 )
             if found:
                 self._finish.append(lambda group=group, hyper=found[0]: _set_hyper(group, hyper))
-            for name, param, optim in params:
+            for name, param, optim in known:
                 old = names[name]
                 state: dict[str, Any] = dict(saved["leaves"].get(old, {}))
                 for key in stored.get(old, []):
-                    target = _target(optim, group, param, name, key, index, shards.get(name))
-                    state[key] = target
+                    kind = index.tensors["optim"][_stored_key(index, name, key)]
+                    dtype = DTYPES[kind.dtype]
+                    if not strict and dtype == stored_dtypes.get(old) and dtype.is_floating_point:
+                        dtype = param.dtype
+                    placed = _target(optim, found[0], param, name, key, kind.shape, dtype, shards.get(name))
+                    state[key] = placed
+                    target = _laid_out(placed, param)
                     filled = self.targets.setdefault(f"{old}/{key}", target)
                     if filled is not target:  # two parameters here, one tied weight in the step
                         self._finish.append(lambda target=target, filled=filled: (target.copy_(filled), None)[1])
@@ -160,43 +191,70 @@ def _stored_name(name: str, hypers: Mapping[str, Any], index: Index) -> str:
     return next((alias for alias, first in index.tied.items() if first == canonical and alias in hypers), name)
 
 
-def _check_known(names: Mapping[str, str], hypers: Mapping[str, Any]) -> None:
-    unknown = [name for name, old in names.items() if old not in hypers]
+def _check_known(unknown: Sequence[str]) -> None:
     if unknown:
         raise ValueError(
             f"the step has no optimizer state for {unknown[:4]} ({len(unknown)} parameters in all): they were not "
-            "given to the optimizer when it was saved. Load without optim=, or with the same trainable parameters."
+            "given to the optimizer when it was saved. Give the optimizer the same parameters, or pass strict=False "
+            "to start their state anew."
         )
+
+
+def _refuse_shared(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> None:
+    seen: set[int] = set()
+    for _, params in _groups(optims, owners):
+        for name, param, _ in params:
+            if id(param) in seen:
+                raise ValueError(f"{name!r} belongs to two optimizers; their states of it would get one name.")
+            seen.add(id(param))
+
+
+def _laid_out(value: Tensor, param: Tensor) -> Tensor:
+    """State that an optimizer keeps as a plain tensor beside its rank's part of a `DTensor` lies as that part does."""
+    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    part: Any = param.detach()
+    local = tuple(part.to_local().shape)
+    if tuple(value.shape) != local or local == tuple(param.shape):
+        return value
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _target(
     optim: Optimizer,
-    group: dict[str, Any],
+    hyper: Mapping[str, Any],
     param: Tensor,
     name: str,
     key: str,
-    index: Index,
+    stored: tuple[int, ...],
+    dtype: torch.dtype,
     shard: LocalShard | None,
 ) -> Tensor:
-    stored = index.tensors["optim"][f"{_stored_key(index, name, key)}"]
-    dtype = DTYPES[stored.dtype]
+    """The tensor that is to be this state of ``param``: the present one if it fits, else a new one.
+
+    Args:
+        hyper: The group's settings, as they will be.
+        stored: Shape of the saved state.
+        dtype: Its dtype here.
+    """
     present = optim.state.get(param, {}).get(key)
     whole = tuple(param.shape) if shard is None else shard.shape
-    like_param = stored.shape == whole
-    shape = tuple(param.shape) if like_param else stored.shape
-    if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
+    like_param = stored == whole
+    shape = tuple(param.shape) if like_param else stored
+    if isinstance(present, Tensor) and tuple(_laid_out(present, param).shape) == shape and present.dtype == dtype:
         return present
     if key == "step":  # a counter; on the device only where the optimizer reads it there
-        device = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        return torch.zeros(stored.shape, dtype=dtype, device=device)
+        device = param.device if hyper.get("fused") or hyper.get("capturable") else torch.device("cpu")
+        return torch.zeros(stored, dtype=dtype, device=device)
     if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if isinstance(param, DTensor) and stored.shape:
+    if isinstance(param, DTensor) and stored:
         raise ValueError(
-            f"optimizer state {key!r} of {name!r} has shape {list(stored.shape)}, unlike its parameter's "
+            f"optimizer state {key!r} of {name!r} has shape {list(stored)}, unlike its parameter's "
             f"{list(param.shape)}: how it is sharded is not known yet. Take one optimizer step, then restore."
         )
-    return torch.zeros(stored.shape, dtype=dtype, device=param.device)
+    return torch.zeros(stored, dtype=dtype, device=param.device)
 
 
 def _stored_key(index: Index, name: str, key: str) -> str:
@@ -211,7 +269,7 @@ def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value) if not isinstance(value, Tensor) else group[key].copy_(value)
         else:
-            group[key] = value
+            group[key] = value.clone() if isinstance(value, Tensor) else value  # other groups may get it too
 
 
 def _set_state(optim: Optimizer, param: Tensor, state: dict[str, Any]) -> None:

@@ -3,15 +3,18 @@
 Nothing of the state is touched before every rank has matched all names and checked all blocks it reads.
 """
 
+import collections
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt import _leaves
+from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import CheckpointError, DamageError
 from titan_ckpt._format import STATE_NAME, rank_state_name
 from titan_ckpt._index import StoredTensor
@@ -63,9 +66,11 @@ class _Restore:
         self.state, self.ranks, self.strict = state, ranks, strict
         self.reader = StepReader(path)
         shared = json.loads(self.reader.read_state(STATE_NAME))
+        self._encoded_extra: dict[str, Any] = shared.pop("extra")
         self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
         self.model: ModelState = model_state(as_modules(state.model))
         self.copies: dict[str, list[Copy]] = {}
+        self.optim_used: set[str] | None = None
         self.apply_steps: list[Callable[[], None]] = []
         self._require_parts()
         self._match_model()
@@ -106,22 +111,31 @@ class _Restore:
 
     def unexpected_names(self) -> Exception | None:
         """Names of the step that no rank's model has. Collective."""
-        mine = sorted([*self.model.tensors, *self.model.tied, *self.model.leaves])
         if not self.strict:
             return None
-        told = None if self.state.model is None else mine
-        replies = {*self.ranks.all_gather(json.dumps(told).encode())} - {b"null"}
-        if not replies:
-            return None
-        known = {name for reply in replies for name in json.loads(reply)}
-        saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
-        extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
-        if not extra:
-            return None
-        return ValueError(
-            f"the step holds {len(extra)} model entries that the model does not have: {extra[:6]}. Build the model "
-            "it was saved from, or pass strict=False to leave them out."
-        )
+        names = None if self.state.model is None else [*self.model.tensors, *self.model.tied, *self.model.leaves]
+        optim = None if self.optim_used is None else sorted(self.optim_used)
+        told = {*self.ranks.all_gather(json.dumps([names, optim]).encode())}
+        models, optims = zip(*(json.loads(reply) for reply in told), strict=True)
+        if any(model is not None for model in models):
+            known = {name for model in models for name in model or ()}
+            saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
+            extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
+            if extra:
+                return ValueError(
+                    f"the step holds {len(extra)} model entries that the model does not have: {extra[:6]}. Build the "
+                    "model it was saved from, or pass strict=False to leave them out."
+                )
+        if any(optim is not None for optim in optims):
+            known = {name for optim in optims for name in optim or ()}
+            saved = [name for group in self.shared["optim"]["groups"] for name in group["params"]]
+            extra = [name for name in saved if name not in known]
+            if extra:
+                return ValueError(
+                    f"the step holds optimizer state of {len(extra)} parameters that the optimizer does not have: "
+                    f"{extra[:6]}. Give it the same parameters, or pass strict=False to leave them out."
+                )
+        return None
 
     def _alias_known(self, name: str, known: set[str]) -> str | None:
         tied = self.reader.index.tied
@@ -142,13 +156,17 @@ class _Restore:
         for alias, first in self.model.tied.items():
             names[first].append(alias)
         missing = [name for name in self.model.leaves if name not in self.shared["model"]]
+        loaded: dict[str, Any] = {}
         for name, tensor in self.model.tensors.items():
             stored = next((found for alias in names[name] if (found := index.find("model", alias))), None)
             if stored is None:
                 missing.append(name)
             else:
                 self._check_tied_equal([alias for alias in names[name] if alias in index.tensors["model"]])
-                self.copies[f"model.{name}"] = self._copies(stored, tensor, "model", name, cast=not self.strict)
+                target = torch.empty_like(tensor) if name in self.model.detached else tensor
+                self.copies[f"model.{name}"] = self._copies(stored, target, "model", name, cast=not self.strict)
+                if name in self.model.detached:
+                    loaded[name] = target
         if missing and self.strict:
             raise ValueError(
                 f"{len(missing)} entries of the model are not in {self.reader.manifest.path}: {missing[:6]}. Build the "
@@ -156,9 +174,9 @@ class _Restore:
             )
         if missing:
             _log.warning("%s: left as they are, not in the step: %s", self.reader.manifest.path, missing)
-        for name in self.model.leaves:
-            if name in self.shared["model"]:
-                self.apply_steps.append(lambda name=name: self._load_leaf(name))
+        loaded |= {name: self.shared["model"][name] for name in self.model.leaves if name in self.shared["model"]}
+        if loaded:
+            self.apply_steps.append(lambda: self._load_through_modules(loaded))
 
     def _check_tied_equal(self, names: list[str]) -> None:
         """A weight that this model shares under several names must not have been saved as different ones."""
@@ -170,18 +188,36 @@ class _Restore:
                     "Build the model untied."
                 )
 
-    def _load_leaf(self, name: str) -> None:
-        module, raw = self.model.raw[name]
-        module.load_state_dict({raw: self.shared["model"][name]}, strict=False)
+    def _load_through_modules(self, loaded: dict[str, Any]) -> None:
+        """Give modules what is no live tensor of theirs: extra state, and entries that a hook made."""
+        for model in as_modules(self.state.model):
+            entries = {
+                raw: loaded[name] for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded
+            }
+            model.load_state_dict(entries, strict=False)
 
     def _match_optim(self) -> None:
         optims = as_optims(self.state.optim)
         if not optims or "optim" not in self.shared["has"]:
             return
-        restore = OptimRestore(optims, self.model.owners, self.reader.index, self.shared["optim"], self.state.shards)
+        restore = OptimRestore(
+            optims,
+            self.model.owners,
+            self.reader.index,
+            self.shared["optim"],
+            self.state.shards,
+            stored_dtypes={name: DTYPES[kind.dtype] for name, kind in self.reader.index.tensors["model"].items()},
+            strict=self.strict,
+        )
+        self.optim_used = restore.used
         for key, target in restore.targets.items():
             stored = self.reader.index.tensors["optim"][key]
-            self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=False)
+            self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=not self.strict)
+        if restore.unknown:
+            _log.warning(
+                "%s: their optimizer state is left as it is, not in the step: %s",
+                self.reader.manifest.path, restore.unknown,
+            )  # fmt: skip
         self.apply_steps.append(restore.finish)
 
     def _copies(self, stored: StoredTensor, target: Tensor, section: str, key: str, *, cast: bool) -> list[Copy]:
@@ -194,21 +230,53 @@ class _Restore:
             raise ValueError(f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.")
         for sched, value in zip(scheds, saved, strict=False):
             self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
-        absent = [key for key in self.state.extra if key not in self.shared["extra"]]
+        absent = [key for key in self.state.extra if key not in self._encoded_extra]
         if absent and self.strict:
             raise ValueError(f"extra values {absent} were not saved; pass strict=False to keep their current values.")
-        self.apply_steps.append(self._load_extra)
+        for key, value in self._encoded_extra.items():
+            self._match_extra(key, value)
 
-    def _load_extra(self) -> None:
-        for key, value in self.shared["extra"].items():
-            current = self.state.extra.get(key)
-            if isinstance(current, Stateful):
-                current.load_state_dict(value)
-            elif isinstance(current, Tensor):
-                with torch.no_grad():
-                    current.copy_(value)
-            else:
-                self.state.extra[key] = value
+    def _match_extra(self, key: str, encoded: Any) -> None:
+        current = self.state.extra.get(key)
+        if isinstance(current, Stateful):
+            value = self._decode_like(encoded, current.state_dict())
+            self.apply_steps.append(lambda: current.load_state_dict(value))
+            return
+        value = self._decode_like(encoded, current)
+        if not isinstance(current, Tensor):
+            self.apply_steps.append(lambda: self.state.extra.__setitem__(key, value))
+            return
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != current.shape
+            or (self.strict and value.dtype != current.dtype)
+        ):
+            saved = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"extra {key!r} is {current.dtype} {list(current.shape)}, but {saved} was saved.")
+        self.apply_steps.append(lambda: (current.detach().copy_(value), None)[1])
+
+    def _decode_like(self, encoded: Any, current: Any) -> Any:
+        """Decode; a tensor that ``current`` holds as a `DTensor` in the same place becomes one of that layout."""
+        if isinstance(encoded, list):
+            likes = current if isinstance(current, list) and len(current) == len(encoded) else [None] * len(encoded)
+            return [self._decode_like(item, like) for item, like in zip(encoded, likes, strict=True)]
+        if not isinstance(encoded, dict):
+            return encoded
+        like = current if isinstance(current, Mapping) else {}
+        if len(encoded) == 1 and (tag := next(iter(encoded))).startswith("$"):
+            if tag == "$ordered":
+                pairs = [(self._decode(name), item) for name, item in encoded[tag]]
+                return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
+            if tag == "$stored" and isinstance(current, DTensor):
+                key = encoded[tag]
+                stored = self.reader.index.find("extra", key)
+                if stored is None:
+                    raise ValueError(f"{self.reader.manifest.path} has no extra tensor {key!r}.")
+                target = torch.empty_like(current)
+                self.copies[f"extra.{key}"] = self._copies(stored, target, "extra", key, cast=not self.strict)
+                return target
+            return self._decode(encoded)
+        return {name: self._decode_like(item, like.get(name)) for name, item in encoded.items()}
 
     def _match_data(self) -> None:
         data = self.state.data
@@ -216,12 +284,12 @@ class _Restore:
             return
         place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
         saved: list[list[int]] = self.shared["dp"]
-        if saved[0][1] == size:
-            rank = next(i for i, (saved_place, _) in enumerate(saved) if saved_place == place)
-            position = self._rank_state(rank)["data"]
+        # of the ranks that shared a place, those of some pipeline stages may have had no data
+        first = {saved_place: i for i, (saved_place, _) in reversed(list(enumerate(saved))) if self._has_data(i)}
+        if saved[0][1] == size and place in first:
+            position = self._rank_state(first[place])["data"]
             self.apply_steps.append(lambda: data.load_state_dict(position))
             return
-        first = {saved_place: i for i, (saved_place, _) in reversed(list(enumerate(saved)))}
         states = [self._rank_state(first[p], raw=True)["data"] for p in sorted(first)]
         decoded = [self._decode(value) for value in states]
         if all(value == states[0] for value in states):
@@ -253,6 +321,9 @@ class _Restore:
             manifest.path, manifest.world_size, self.ranks.size, seed, manifest.step,
         )  # fmt: skip
         self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.ranks.rank), None)[1])
+
+    def _has_data(self, rank: int) -> bool:
+        return "data" in self._rank_state(rank, raw=True)
 
     def _rank_state(self, rank: int, *, raw: bool = False) -> dict[str, Any]:
         name = rank_state_name(rank)

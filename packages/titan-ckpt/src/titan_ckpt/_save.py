@@ -52,6 +52,7 @@ class Planned:
     parts: list[LocalPart]
     held: list[Held]
     pieces: tuple[Piece, ...]
+    metrics: dict[str, float]
 
     def views(self) -> Iterator[Tensor]:
         """The tensors to write, in file order; views of the live state."""
@@ -59,18 +60,26 @@ class Planned:
             yield self.parts[piece.held].view(piece.box)
 
 
-def plan_step(step: int, state: TrainState, ranks: Ranks, cache: PlanCache) -> Planned:
+def plan_step(
+    step: int, state: TrainState, ranks: Ranks, cache: PlanCache, metrics: Mapping[str, Any] | None = None
+) -> Planned:
     """Take the state apart and agree on who writes what. Collective.
 
     Raises:
-        TypeError: If the state holds something that is neither plain data nor a tensor.
+        TypeError: If the state holds something that is neither plain data nor a tensor, or a metric is no number.
         ValueError: If names clash, or the ranks' parts do not make up whole tensors.
+        Exception: Whatever a ``state_dict`` of the state raised, on its rank; `CheckpointError` on the others.
     """
     doing = f"save of step {step}"
     collected, parts, held, error = _take_apart(step, state, ranks)
+    numbers: dict[str, float] = {}
+    try:
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError):
+        error = error or TypeError(f"metrics={metrics!r} holds something that is no number. Give floats.")
     ranks.agree(error, doing)
     assert collected is not None
-    return Planned(collected, parts, held, _plan(held, ranks, cache, doing))
+    return Planned(collected, parts, held, _plan(held, ranks, cache, doing), numbers)
 
 
 def plan_layout(planned: Planned, ranks: Ranks, cache: PlanCache, compress: bool) -> Layout:
@@ -87,7 +96,6 @@ def begin_job(
     ranks: Ranks,
     cache: PlanCache,
     *,
-    metrics: Mapping[str, float],
     retention: Retention,
     compress: bool,
     owner: _commit.Process,
@@ -121,7 +129,7 @@ def begin_job(
         texts.append((STATE_NAME, _tree.dump_json(merge_shared(step, shared)).decode()))
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
-        lead = Lead(tied, versions, dict(metrics), retention)
+        lead = Lead(tied, versions, planned.metrics, retention)
     return Job(as_path(name), step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
 
 
@@ -166,7 +174,7 @@ def _attempt(action: Callable[[], Any], job: Job) -> Exception | None:
         action()
     except OSError as err:
         return explained(err, job.folder, job.rank)
-    except ValueError as err:
+    except Exception as err:  # also no memory for a copy: the others must not wait for ever
         return err
     return None
 
@@ -202,7 +210,7 @@ def _take_apart(
             for (section, key, _), part in zip(collected.tensors, parts, strict=True)
         ]
         return collected, parts, held, None
-    except (TypeError, ValueError) as err:
+    except Exception as err:  # also what a user's state_dict raises: the others must not wait for ever
         return None, [], [], err
 
 
@@ -262,11 +270,12 @@ def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "step": step,
         "dp": [shared["dp"] for shared in told],
-        "has": told[0]["has"],
+        "has": sorted({name for shared in told for name in shared["has"]}),
         "model": {key: value for shared in told for key, value in shared["model"].items()},
         "optim": {
             "groups": _optim.merge_groups(shared["optim"]["groups"] for shared in told),
             "leaves": {key: value for shared in told for key, value in shared["optim"]["leaves"].items()},
+            "others": told[0]["optim"]["others"],
         },
         "sched": told[0]["sched"],
         "extra": told[0]["extra"],

@@ -120,8 +120,7 @@ def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> tuple[di
         _report(job, {"files": [record.to_report() for record in write_job(job, _buffers(job, arena))]})
     except (OSError, ValueError) as err:
         text = f"rank {job.rank} cannot write below {job.folder}: {err}. Earlier steps are intact."
-        with contextlib.suppress(OSError):
-            _report(job, {"error": text})
+        report_failure(job, text)
         if job.lead is None:
             return {"error": text}, []
     return _lead(job, peers, deadline) if job.lead is not None else (_follow(job, peers[0], deadline), [])
@@ -130,6 +129,12 @@ def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> tuple[di
 def _buffers(job: Job, arena: memoryview) -> Iterator[memoryview]:
     for start, size in arena_starts(job.layout)[0]:
         yield arena[start : start + size]
+
+
+def report_failure(job: Job, text: str) -> None:
+    """Tell the savers of the other ranks that this rank's part will not come."""
+    with contextlib.suppress(OSError):
+        _report(job, {"error": text})
 
 
 def _report(job: Job, value: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from titan_ckpt._leaves import TensorSink
 from titan_ckpt._model import ModelState, as_modules, model_state
 from titan_ckpt._optim import as_optims, optim_state
 from titan_ckpt._rng import rng_state
+from titan_ckpt._tree import child
 
 
 @runtime_checkable
@@ -106,13 +107,14 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     shared: dict[str, Any] = {
         "dp": list(dp),
         "tied": model.tied,
-        "model": {key: sink.encode(value, f"model.{key}") for key, value in model.leaves.items()},
+        "model": {key: sink.encode(value, child("model", key)) for key, value in model.leaves.items()},
         "optim": {
             "groups": [
                 {"hyper": sink.encode(g["hyper"], f"optim.param_groups[{i}]"), "params": g["params"]}
                 for i, g in enumerate(optim.groups)
             ],
-            "leaves": {key: sink.encode(value, f"optim.state.{key}") for key, value in optim.leaves.items()},
+            "leaves": {key: sink.encode(value, child("optim.state", key)) for key, value in optim.leaves.items()},
+            "others": [sink.encode(value, f"optim[{i}].state") for i, value in enumerate(optim.others)],
         },
         "has": [name for name in ("model", "optim", "sched", "data") if getattr(state, name) is not None],
     }
@@ -120,7 +122,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     replicated = {
         "sched": [sink.encode(s.state_dict(), f"sched[{i}]") for i, s in enumerate(as_stateful(state.sched))],
         "extra": {
-            key: sink.encode(value.state_dict() if isinstance(value, Stateful) else value, f"extra.{key}")
+            key: sink.encode(value.state_dict() if isinstance(value, Stateful) else value, child("extra", key))
             for key, value in state.extra.items()
         },
     }

@@ -22,6 +22,11 @@ Decoder = Callable[[str, Any], Any]
 UNKNOWN: Any = object()
 
 
+def child(path: str, key: str) -> str:
+    """The path of an entry of a dict; no two entries anywhere share one."""
+    return f"{path}.{key}" if key.isidentifier() else f"{path}[{key!r}]"
+
+
 def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
     """Turn ``value`` into what `json.dumps` accepts.
 
@@ -42,7 +47,7 @@ def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
     if kind is list:
         return [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{path}.{key}", leaf) for key, item in value.items()}
+        return {key: encode(item, child(path, key), leaf) for key, item in value.items()}
     if kind in (dict, collections.OrderedDict, collections.Counter):
         tag = {dict: "$dict", collections.OrderedDict: "$ordered", collections.Counter: "$counter"}[kind]
         return {tag: [[encode(k, f"{path} key", leaf), encode(v, f"{path}[{k!r}]", leaf)] for k, v in value.items()]}

@@ -206,7 +206,7 @@ def test_a_changed_data_order_is_refused_on_resume(folder):
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_so(folder):
-    run_ranks(train, 2, folder, "damaged", {"checkpoint": {"every": 5}}, until=10, save=True)
+    run_ranks(train, 2, folder, "damaged", {"checkpoint": {"every": 5}}, until=10)
     run_dir = Path(folder) / "runs" / "damaged"
     files = sorted((run_dir / "checkpoints" / "step-00000010").glob("model-r00001*"))
     data = bytearray(files[0].read_bytes())
