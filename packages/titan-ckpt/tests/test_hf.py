@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
 from titan_ckpt._cli import main
+from titan_ckpt._hf import import_hf_step
 from titan_ckpt._views import row_boxes
 from titan_testing import run_ranks
 from torch import nn
@@ -110,6 +111,123 @@ def test_an_import_refuses_what_does_not_fit_and_leaves_the_model(tmp_path):
     with pytest.raises(ValueError, match=r"lacks \['gone.safetensors'\]"):
         import_hf(tmp_path, model)
     assert torch.equal(model.weight, before)
+
+
+def line(rows: int = 2, columns: int = 2) -> nn.Linear:
+    layer = nn.Linear(columns, rows, bias=False)
+    nn.init.constant_(layer.weight, -1)
+    return layer
+
+
+def write_index(folder, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_the_index_says_from_which_file_a_tensor_is_read(tmp_path):
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    save_file({"weight": torch.zeros(2, 2), "bias": torch.ones(2)}, tmp_path / "b.safetensors")  # holds a stale copy
+    (tmp_path / "c.safetensors").write_bytes(b"no file of the index")
+    write_index(tmp_path, {"weight": "a.safetensors", "bias": "b.safetensors"})
+    model = nn.Linear(2, 2)
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    write_index(tmp_path, {"weight": "b.safetensors", "bias": "a.safetensors"})
+    with pytest.raises(ValueError, match=r"says that 'bias' is in 'a\.safetensors', but that file does not hold it"):
+        import_hf(tmp_path, model)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"index\.json is no index with a weight_map"):
+        import_hf(tmp_path, model)
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused_with_both_files(tmp_path):
+    for name in ("one", "two"):
+        save_file({"weight": torch.ones(2, 2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=r"'weight' is in 'one\.safetensors' and in 'two\.safetensors'"):
+        import_hf(tmp_path, line())
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'weight' is in 'model\.safetensors' and in 'one\.safetensors'"):
+        import_hf(tmp_path, line())
+
+
+def test_a_consolidated_copy_is_read_only_if_there_is_no_other(tmp_path):
+    model = line()
+    save_file({"weight": torch.zeros(2, 2)}, tmp_path / "consolidated.00.safetensors")
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.zeros(2, 2))
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+def write_four_bits(folder) -> None:
+    """``x`` of a dtype that torch cannot hold, and a weight."""
+    entries = {
+        "x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
+        "weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [2, 6]},
+    }
+    head = json.dumps(entries).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(6))
+
+
+def test_a_tensor_of_an_unreadable_dtype_is_refused_only_by_who_asks_for_it(tmp_path):
+    write_four_bits(tmp_path)
+    model = line(1, 1)
+    import_hf(tmp_path, model, strict=False)
+    assert model.weight.item() == 0
+    with pytest.raises(ValueError, match=r"1 unexpected \['x'\]"):
+        import_hf(tmp_path, model)
+    model.register_buffer("x", torch.zeros(4))
+    with pytest.raises(ValueError, match="tensor 'x' has dtype F4, which this version cannot read"):
+        import_hf(tmp_path, model)
+    with pytest.raises(ValueError, match="tensor 'x' has dtype F4"):
+        import_hf_step(tmp_path, tmp_path / "steps")
+    assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "held"),
+    [
+        (torch.float32, torch.int64),
+        (torch.int64, torch.float32),
+        (torch.bool, torch.bfloat16),
+        (torch.float16, torch.bool),
+        (torch.int64, torch.int32),
+        (torch.complex64, torch.float32),
+    ],
+    ids=str,
+)
+def test_an_import_converts_nothing_but_floating_point_numbers(tmp_path, saved, held, strict):
+    save_file({"x": torch.tensor([1.5, 2.0]).to(saved)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.register_buffer("x", torch.zeros(2, dtype=held))
+    with pytest.raises(ValueError, match=f"x is {held}, but {saved} was saved"):
+        import_hf(tmp_path, model, strict=strict)
+    model.x = torch.zeros(2, dtype=saved)
+    import_hf(tmp_path, model, strict=strict)
+    assert torch.equal(model.x, torch.tensor([1.5, 2.0]).to(saved))
+
+
+def test_an_import_into_the_meta_device_is_refused_with_the_way_out(tmp_path):
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"weight is on the meta device.*to_empty"):
+        import_hf(tmp_path, model)
+    model.to_empty(device="cpu")
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+def test_an_export_leaves_out_what_leave_out_names(tmp_path):
+    save_odd(str(tmp_path), False)
+    export_hf(tmp_path / "step-00000001", tmp_path / "out", leave_out=["count|flags", ".*calls"])
+    assert odd_model().state_dict().keys() - load_file(tmp_path / "out" / "model.safetensors").keys() == {
+        "count", "flags", "calls", "head.weight",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"leave_out='coun' matches no tensor .* as a whole"):
+        export_hf(tmp_path / "step-00000001", tmp_path / "again", leave_out=["coun"])
+    assert not (tmp_path / "again").exists()
 
 
 def test_an_import_refuses_a_tied_weight_that_the_folder_has_twice_and_differently(tmp_path):

@@ -2,6 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from titan_ckpt import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, Checkpointer, KeyMap, Pair, TrainState, export_hf, import_hf
+from titan_ckpt._foreign import SafetensorsReader
 from titan_ckpt._hf import import_hf_step
 from titan_testing import run_ranks
 from torch import nn
@@ -52,6 +53,8 @@ def test_key_maps_are_one_to_one_where_nothing_is_stacked(family):
 
 
 def test_key_maps_give_the_published_names():
+    assert LLAMA.to_hf("lm_head.weight") == LLAMA.to_hf("output.weight") == "lm_head.weight"
+    assert LLAMA.from_hf("lm_head.weight") == "lm_head.weight"
     assert LLAMA.to_hf("layers.3.feed_forward.w2.weight") == "model.layers.3.mlp.down_proj.weight"
     assert QWEN3.to_hf("layers.3.attention.q_norm.weight") == "model.layers.3.self_attn.q_norm.weight"
     assert QWEN3.to_hf("layers.3.moe.experts.w1") == "model.layers.3.mlp.experts.{j}.gate_proj.weight"
@@ -189,6 +192,120 @@ def test_float8_weights_are_multiplied_with_their_block_scales_on_import(tmp_pat
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [64, 64]}}')
     with pytest.raises(ValueError, match=r"blocks of \[64, 64\] need \[5, 4\]"):
         import_hf(tmp_path, model, names=DEEPSEEK)
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["float8", "int8"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (5, 1), (1, 1)], ids=str)
+def test_weights_are_multiplied_with_one_scale_a_tensor_or_a_row(tmp_path, suffix, dtype, shape):
+    torch.manual_seed(0)
+    values = (torch.randn(5, 300) * 20).to(dtype)
+    scales = torch.rand(shape) + 0.5
+    save_file({"weight": values, f"weight{suffix}": scales, "input_scale": torch.ones(())}, tmp_path / "a.safetensors")
+    want = values.float() * scales.reshape(-1, 1)
+    model = module_of({"weight": torch.zeros(5, 300), "input_scale": torch.zeros(())})
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, want)
+    part = torch.empty(3, 7)
+    SafetensorsReader(tmp_path).views()["weight"].fill(((1, 290), (3, 7)), part)
+    assert torch.equal(part, want[1:4, 290:297])
+
+
+F8 = torch.ones(4, 64).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        (
+            {"weight_scale": torch.ones(4, 2)},
+            r"'weight_scale' of shape \[4, 2\] are neither one a tensor nor one a row",
+        ),
+        ({"weight_scale": torch.ones(4, 1, dtype=torch.uint8)}, "'weight_scale' are of dtype U8, not floating-point"),
+        ({"weight_scale": torch.ones(4, 1), "weight_zero_point": torch.ones(4, 1)}, "'weight_zero_point' beside it"),
+        ({"scale_weight": torch.ones(())}, "'scale_weight' beside it is no scale that this version knows"),
+    ],
+    ids=["groups", "exponents", "zero-points", "other-name"],
+)
+def test_weights_whose_scales_are_not_understood_are_refused_only_by_who_asks_for_them(tmp_path, beside, message):
+    save_file({"weight": F8, "bias": torch.ones(4), **beside}, tmp_path / "model.safetensors")
+    other = module_of({"bias": torch.zeros(4)})
+    import_hf(tmp_path, other, strict=False)
+    assert torch.equal(other.bias, torch.ones(4))
+    model = module_of({"weight": torch.zeros(4, 64), "bias": torch.zeros(4)})
+    with pytest.raises(ValueError, match=rf"'weight' of shape \[4, 64\] is F8_E4M3.*{message}.*convert the folder"):
+        import_hf(tmp_path, model, strict=False)
+    assert torch.equal(model.bias, torch.zeros(4)), "untouched"
+    with pytest.raises(ValueError, match=message):
+        import_hf_step(tmp_path, tmp_path / "steps")
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "scale_weight"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["own-names", "key-map"])
+def test_scales_that_the_model_holds_itself_are_imported_beside_the_weight(tmp_path, scale, mapped):
+    save_file({"weight": F8, scale: torch.full((4, 1), 3.0)}, tmp_path / "model.safetensors")
+    names = KeyMap("mine", (Pair("w", "weight"), Pair("s", scale))) if mapped else None
+    state = {"w" if mapped else "weight": F8, "s" if mapped else scale: torch.full((4, 1), 3.0)}
+    model = module_of({name: torch.zeros_like(value) for name, value in state.items()})
+    import_hf(tmp_path, model, names=names)
+    assert all(torch.equal(model.state_dict()[name].float(), value.float()) for name, value in state.items())
+    if scale != "scale_weight":
+        plain = module_of({"w" if mapped else "weight": torch.zeros(4, 64)})
+        import_hf(tmp_path, plain, names=names, strict=False)
+        assert torch.equal(next(plain.parameters()), torch.full((4, 64), 3.0)), "multiplied"
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "output.weight"])
+@pytest.mark.parametrize("family", sorted(KEY_MAPS))
+def test_the_head_has_its_name_here_or_metas(tmp_path, head, family):
+    names = KEY_MAPS[family]
+    state = {"tok_embeddings.weight": torch.randn(5, 3), head: torch.randn(5, 3)}
+    export_hf(saved(tmp_path, state), tmp_path / "hf", names=names)
+    assert tensors_of(tmp_path / "hf").keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    model = module_of({name: torch.zeros_like(value) for name, value in state.items()})
+    import_hf(tmp_path / "hf", model, names=names)
+    assert_same(model.state_dict(), state)
+
+
+def test_an_export_refuses_two_tensors_that_are_one_there(tmp_path):
+    step = saved(tmp_path, {"lm_head.weight": torch.ones(2, 2), "output.weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"'lm_head.weight' and 'output.weight' are one tensor.*leaving_out"):
+        export_hf(step, tmp_path / "hf", names=LLAMA)
+    export_hf(step, tmp_path / "hf", names=LLAMA.leaving_out("lm_head.weight"))
+    assert torch.equal(tensors_of(tmp_path / "hf")["lm_head.weight"], torch.zeros(2, 2))
+
+
+def test_tensors_that_only_the_model_has_are_neither_exported_nor_missed(tmp_path):
+    state = {
+        "norm.weight": torch.randn(3),
+        "freqs_cis": torch.randn(4),
+        "layers.0.moe.tokens_per_expert": torch.ones(2),
+    }
+    step = saved(tmp_path, state | {"counter": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"'counter' is no name here in the llama family.*names\.leaving_out"):
+        export_hf(step, tmp_path / "hf", names=LLAMA)
+    export_hf(step, tmp_path / "other", names=LLAMA, leave_out=["counter"])
+    names = LLAMA.leaving_out("counter")
+    export_hf(step, tmp_path / "hf", names=names)
+    assert tensors_of(tmp_path / "hf").keys() == tensors_of(tmp_path / "other").keys() == {"model.norm.weight"}
+    model = module_of({**state, "norm.weight": torch.zeros(3), "counter": torch.ones(1)})
+    import_hf(tmp_path / "hf", model, names=names)
+    assert_same(model.state_dict(), state | {"counter": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"1 tensors missing \['counter'\]"):
+        import_hf(tmp_path / "hf", model, names=LLAMA)
+
+
+def test_names_of_no_family_are_refused_or_ignored_with_a_warning(tmp_path, caplog):
+    theirs = {"model.norm.weight": torch.ones(3), "model.layers.61.eh_proj.weight": torch.ones(2)}
+    save_file(theirs, tmp_path / "model.safetensors")
+    stage = module_of({"norm.weight": torch.zeros(3), "lm_head.weight": torch.zeros(2, 3)})
+    with pytest.raises(ValueError, match=r"'model.layers.61.eh_proj.weight' is no name of Hugging Face"):
+        import_hf(tmp_path, stage, names=DEEPSEEK)
+    import_hf(tmp_path, stage, names=DEEPSEEK, strict=False)
+    assert torch.equal(stage.norm.weight, torch.ones(3))
+    ignored, kept = (record.getMessage() for record in caplog.records)
+    assert "1 tensors are ignored, no names of the deepseek family: ['model.layers.61.eh_proj.weight']" in ignored
+    assert "lacks 1 tensors of the model, which keep their values: ['lm_head.weight']" in kept
 
 
 def test_a_users_own_map_can_join_projections(tmp_path):

@@ -7,11 +7,13 @@ parameters. Where a family cuts its tensors in another way there, views translat
 """
 
 import json
+import logging
 import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ from titan_ckpt._read import StepReader
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import view_bytes, write_step
 from titan_ckpt._translate import from_hf, to_hf
-from titan_ckpt._views import StoredView, View, row_pieces
+from titan_ckpt._views import StoredView, View, row_pieces, whole_box
 from titan_ckpt._write import fsync_folder, write_plain, write_safetensors
+
+_log = logging.getLogger("titan_ckpt")
 
 
 def export_hf(
@@ -42,6 +46,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
+    leave_out: Sequence[str] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
     """Write a step's weights as a Hugging Face folder. The folder appears when it is complete.
@@ -49,11 +54,13 @@ def export_hf(
     Args:
         step: The step's folder.
         out: The folder to make; must not exist.
-        names: The key map of the model's family; None keeps the names.
+        names: The key map of the model's family; None keeps the names. What ``names.left_out`` names (rotary tables, for
+            one) is not exported.
         dtype: Convert floating-point tensors to this one (rounding to nearest); None keeps each tensor's. Integer
             and boolean tensors, and ``*.expert_bias``, are kept.
         max_shard_bytes: Start another file before one passes this size.
         config: Written as ``config.json``.
+        leave_out: Regular expressions; a tensor of the step whose name one of them matches as a whole is not exported.
         progress: Called with the bytes just written.
 
     Returns:
@@ -61,12 +68,12 @@ def export_hf(
 
     Raises:
         DamageError: If the step is not what was written.
-        ValueError: If ``out`` exists, or a name is not of the family.
+        ValueError: If ``out`` exists, a name is not of the family, or a pattern of ``leave_out`` matches nothing.
     """
     reader, target = StepReader(step), Path(out)
     if target.exists():
         raise ValueError(f"{target} exists. Export to a new folder, so that no stale file stays in it.")
-    listed = _export_list(reader, names, dtype)
+    listed = _export_list(reader, names, dtype, leave_out)
     shards = _split(listed, max_shard_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.parent / f".{target.name}.part-{secrets.token_hex(4)}"
@@ -104,35 +111,40 @@ def import_hf(
 ) -> None:
     """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
 
-    Each rank reads the ranges it holds; there is no communication. Dtypes are converted to the model's, and float8
-    weights with block scales (``*_scale_inv``) are multiplied out.
+    Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
+    dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
+    one a tensor, one a row, or blocks), unless the model holds those scales itself.
 
     Args:
         folder: Holds ``model.safetensors``, or files and their index.
         model: The model, or this rank's pieces of it under their full names.
         names: The key map of the model's family; None if names are the same.
         strict: Refuse if the model lacks a tensor of the folder or the folder one of the model. Pass False for a
-            pipeline stage, which holds only some.
+            pipeline stage, which holds only some: what is not found or not of the family is logged as a warning.
         shards: Name of a tensor to where it lies in a larger one, as `TrainState.shards`.
 
     Raises:
-        ValueError: If names or shapes do not fit, or a file is damaged. The model is untouched then.
+        ValueError: If names, shapes or kinds of dtype do not fit, a file is damaged, a weight has scales whose meaning is
+            not known, or a parameter is on the meta device. The model is untouched then.
     """
     state = model_state(as_modules(model))
     aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
     for alias, first in state.tied.items():
         aliases[first].append(alias)
-    available = _views_of(Path(folder), names, {*aliases, *state.tied})
+    available = _views_of(Path(folder), names, {*aliases, *state.tied}, strict)
     found = {name: [alias for alias in listed if alias in available] for name, listed in aliases.items()}
-    missing = [name for name, listed in found.items() if not listed]
+    missing = [name for name, listed in found.items() if not listed and not (names and names.leaves_out(name))]
     unexpected = [name for name in available if name not in aliases and name not in state.tied]
     if strict and (missing or unexpected):
         raise ValueError(
             f"{folder} does not fit the model: {len(missing)} tensors missing {missing[:6]}, {len(unexpected)} "
             f"unexpected {unexpected[:6]}. Check the key map and the model's configuration, or pass strict=False."
         )
+    if missing:
+        _log.warning("%s lacks %d tensors of the model, which keep their values: %s", folder, len(missing), missing[:8])
     fills: list[tuple[View, Box, Tensor]] = []
     for name, listed in found.items():
+        _check_readable(available, listed)
         if len(listed) > 1 and not _equal([available[alias] for alias in listed]):
             raise ValueError(f"{listed} are one tied weight in this model, but differ in {folder}. Build it untied.")
         if listed:
@@ -161,12 +173,44 @@ def import_hf_step(
     Raises:
         ValueError: If a name is not of the family, or a file is damaged.
     """
-    return write_step(as_path(root), step, {"model": _views_of(Path(folder), names)})
+    views = _views_of(Path(folder), names)
+    _check_readable(views, views)
+    return write_step(as_path(root), step, {"model": views})
 
 
-def _views_of(folder: Path, names: KeyMap | None, wanted: Container[str] | None = None) -> dict[str, View]:
-    views = SafetensorsReader(folder).views()
-    return from_hf(views, names, wanted) if names else views
+def _views_of(
+    folder: Path, names: KeyMap | None, wanted: Container[str] | None = None, strict: bool = True
+) -> dict[str, View]:
+    """The folder's tensors by our names."""
+
+    def kept(name: str) -> bool:
+        if names is None:
+            return wanted is not None and name in wanted
+        found = names.match_theirs(name) if names.maps(name) else []
+        return any(wanted is None or pair.ours.format(**letters) in wanted for pair, letters in found)
+
+    views = SafetensorsReader(folder).views(kept)
+    if names is None:
+        return views
+    if not strict:
+        known = {name: view for name, view in views.items() if names.maps(name) or names.ignores(name)}
+        if len(known) < len(views):
+            unknown = [name for name in views if name not in known]
+            _log.warning(
+                "%s: %d tensors are ignored, no names of the %s family: %s",
+                folder,
+                len(unknown),
+                names.family,
+                unknown[:8],
+            )
+        views = known
+    return from_hf(views, names, wanted)
+
+
+def _check_readable(views: Mapping[str, View], names: Iterable[str]) -> None:
+    """Raise for a tensor that the files hold but that cannot be read."""
+    for name in names:
+        views[name].check(whole_box(views[name].shape))
 
 
 def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> list[tuple[View, Box, Tensor]]:
@@ -175,6 +219,12 @@ def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> l
     if part.shape != view.shape:
         raise ValueError(
             f"{name} has shape {list(part.shape)}, but {list(view.shape)} was saved. Build the same model."
+        )
+    saved = DTYPES[view.dtype]
+    if saved != target.dtype and not (saved.is_floating_point and target.dtype.is_floating_point):
+        raise ValueError(
+            f"{name} is {target.dtype}, but {saved} was saved: the values would not survive. Build it in {saved}; only "
+            "floating-point tensors are converted."
         )
     return [(view, (box.offsets, box.sizes), part.view(i)) for i, (box, _) in enumerate(part.boxes)]
 
@@ -193,8 +243,12 @@ def _equal(views: list[View]) -> bool:
     return True
 
 
-def _export_list(reader: StepReader, names: KeyMap | None, dtype: torch.dtype | None) -> list[tuple[Entry, View]]:
-    ours: dict[str, View] = {key: StoredView(reader, t) for key, t in reader.index.tensors["model"].items()}
+def _export_list(
+    reader: StepReader, names: KeyMap | None, dtype: torch.dtype | None, leave_out: Sequence[str]
+) -> list[tuple[Entry, View]]:
+    ours: dict[str, View] = {
+        key: StoredView(reader, reader.index.tensors["model"][key]) for key in _exported(reader, names, leave_out)
+    }
     exact = {key for key in ours if key.endswith("expert_bias")}
     exact |= {names.to_hf(key) for key in exact} if names else set()
     listed: list[tuple[Entry, View]] = []
@@ -203,6 +257,19 @@ def _export_list(reader: StepReader, names: KeyMap | None, dtype: torch.dtype | 
         out_dtype = view.dtype if keep or dtype is None else dtype_name(dtype, name)
         listed.append((Entry(name, out_dtype, view.shape), view))
     return listed
+
+
+def _exported(reader: StepReader, names: KeyMap | None, leave_out: Sequence[str]) -> list[str]:
+    """Names of the step's weights that are to be exported."""
+    saved = [*reader.index.tensors["model"]]
+    for pattern in leave_out:
+        if not any(re.fullmatch(pattern, name) for name in saved):
+            raise ValueError(
+                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular expression of "
+                f"the names there: {saved[:6]}."
+            )
+    patterns = [*leave_out, *(names.left_out if names else ())]
+    return [name for name in saved if not any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
 def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[tuple[Entry, View]]]:

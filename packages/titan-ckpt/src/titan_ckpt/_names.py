@@ -41,6 +41,8 @@ class KeyMap:
     pairs: tuple[Pair, ...]
     ignored: tuple[str, ...] = ()
     """Regular expressions of names there that no model here holds (precomputed frequencies, say)."""
+    left_out: tuple[str, ...] = ()
+    """Regular expressions of names here that no checkpoint there holds: not exported, not looked for on import."""
     _cache: dict[str, re.Pattern[str]] = field(default_factory=dict[str, re.Pattern[str]], repr=False, compare=False)
 
     def to_hf(self, name: str) -> str:
@@ -91,6 +93,26 @@ class KeyMap:
         """The map, also leaving out names there that match one of these regular expressions as a whole."""
         return replace(self, ignored=(*self.ignored, *patterns))
 
+    def leaving_out(self, *patterns: str) -> "KeyMap":
+        """The map, also leaving out names here that match one of these regular expressions as a whole.
+
+        For buffers that the model computes or counts and Hugging Face has not: they are neither exported nor missed on
+        import.
+        """
+        return replace(self, left_out=(*self.left_out, *patterns))
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a tensor here is neither exported nor looked for on import."""
+        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
+
+    def maps(self, name: str) -> bool:
+        """Whether a name there is that of a tensor of the family."""
+        return any(True for _ in self._matches(name, "theirs"))
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor there is not to be imported."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
     def match_ours(self, name: str) -> tuple[Pair, dict[str, str]]:
         """The pair of a name here, with the numbers in it.
 
@@ -99,7 +121,10 @@ class KeyMap:
         """
         for pair, letters in self._matches(name, "ours"):
             return pair, letters
-        raise ValueError(f"{name!r} is no name here in the {self.family} family. Pass the key map of its family.")
+        raise ValueError(
+            f"{name!r} is no name here in the {self.family} family. Pass the key map of its family, or leave the name "
+            "out with names.leaving_out(...)."
+        )
 
     def match_theirs(self, name: str) -> list[tuple[Pair, dict[str, str]]]:
         """Every pair of a name there, with the numbers in it; none if it is to be ignored.
@@ -107,7 +132,7 @@ class KeyMap:
         Raises:
             ValueError: If the family has no such tensor.
         """
-        if any(re.fullmatch(pattern, name) for pattern in self.ignored):
+        if self.ignores(name):
             return []
         found = list(self._matches(name, "theirs"))
         if not found:
@@ -134,10 +159,14 @@ class KeyMap:
 
 _ROTARY_TABLES = (r".*rotary_emb\.inv_freq",)
 
+# Meta's and torchtitan's rotary tables, and torchtitan's counter of tokens an expert.
+_ONLY_HERE = (r"(?:.*\.)?(?:freqs_cis|rope_cache)", r".*\.moe\.tokens_per_expert")
+
 _COMMON = (
     Pair("tok_embeddings.weight", "model.embed_tokens.weight"),
     Pair("norm.weight", "model.norm.weight"),
     Pair("lm_head.weight", "lm_head.weight"),
+    Pair("output.weight", "lm_head.weight"),  # the head's name in Meta's code and torchtitan's models
     Pair("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
     Pair("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
 )
@@ -201,13 +230,15 @@ _SHARED_EXPERTS = (
     Pair("layers.{i}.moe.expert_bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
 )
 
-LLAMA = KeyMap("llama", (*_COMMON, *_ATTENTION, *_DENSE), _ROTARY_TABLES)
+LLAMA = KeyMap("llama", (*_COMMON, *_ATTENTION, *_DENSE), _ROTARY_TABLES, _ONLY_HERE)
 """Llama 1 to 3.3 and what shares their layout (Mistral, for one)."""
 
-QWEN3 = KeyMap("qwen3", (*_COMMON, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS), _ROTARY_TABLES)
+QWEN3 = KeyMap("qwen3", (*_COMMON, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS), _ROTARY_TABLES, _ONLY_HERE)
 """Qwen 3, dense and mixture of experts."""
 
-DEEPSEEK = KeyMap("deepseek", (*_COMMON, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_SHARED_EXPERTS), _ROTARY_TABLES)
+DEEPSEEK = KeyMap(
+    "deepseek", (*_COMMON, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_SHARED_EXPERTS), _ROTARY_TABLES, _ONLY_HERE
+)
 """DeepSeek V2 and V3, float8 weights with block scales too. V3's extra prediction layer is left out with
 ``DEEPSEEK.ignoring(r"model\\.layers\\.61\\..*")``."""
 

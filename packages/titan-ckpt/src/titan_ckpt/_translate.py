@@ -37,13 +37,20 @@ def to_hf(ours: Mapping[str, View], names: KeyMap) -> dict[str, View]:
     """Their tensors, out of ours.
 
     Raises:
-        ValueError: If a name is not of the family, or a packed tensor lacks a part.
+        ValueError: If a name is not of the family, two tensors would have one name, or a packed tensor lacks a part.
     """
     theirs: dict[str, View] = {}
+    sources: dict[tuple[str, tuple[int, int, int] | None], str] = {}
     packs: dict[str, tuple[Pair, dict[int, View]]] = {}
     for name, base in ours.items():
         pair, letters = names.match_ours(name)
         view = RotaryView(base, pair.head_dim, to_halves=True) if pair.head_dim else base
+        target = (names.to_hf(name), pair.part)
+        if sources.setdefault(target, name) != name:
+            raise ValueError(
+                f"{sources[target]!r} and {name!r} are one tensor on the other side. Leave one of them out with "
+                "names.leaving_out(...)."
+            )
         if pair.stacked:
             for j in range(view.shape[0]):
                 theirs[pair.theirs.format(**letters, j=j)] = ItemView(view, j)

@@ -42,7 +42,11 @@ class View(Protocol):
         ...
 
     def check(self, box: Box) -> list[Damage]:
-        """Damage among the bytes that ``box`` needs; nothing is found where files carry no digests."""
+        """Damage among the bytes that ``box`` needs; nothing is found where files carry no digests.
+
+        Raises:
+            ValueError: If the tensor cannot be read at all.
+        """
         ...
 
     def fill(self, box: Box, into: Tensor) -> None:
@@ -222,14 +226,16 @@ class RotaryView:
 
 @dataclass(frozen=True, slots=True)
 class ScaledView:
-    """A float8 matrix times its block scales, as DeepSeek-V3 (arXiv:2412.19437) is published: read as bfloat16.
+    """A quantized tensor times its scales, one for each block of ``block``: read as bfloat16.
 
-    Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32.
+    Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32. So DeepSeek-V3
+    (arXiv:2412.19437) is published; one scale a tensor or a row is a block as large as that.
     """
 
     base: View
     scales: View
-    block: tuple[int, int]
+    """As many dimensions as ``base`` or fewer, the last ones of one block left out."""
+    block: tuple[int, ...]
 
     @property
     def dtype(self) -> str:
@@ -240,15 +246,17 @@ class ScaledView:
         return self.base.shape
 
     def check(self, box: Box) -> list[Damage]:
-        return [*self.base.check(box), *self.scales.check(self._scale_box(box))]
+        return [*self.base.check(box), *self.scales.check(self._stored_box(self._scale_box(box)))]
 
     def fill(self, box: Box, into: Tensor) -> None:
         values = torch.empty(box[1], dtype=DTYPES[self.base.dtype])
         self.base.fill(box, values)
         covering = self._scale_box(box)
-        scales = torch.empty(covering[1], dtype=torch.float32)
-        self.scales.fill(covering, scales)
-        for dim in (0, 1):
+        stored = self._stored_box(covering)
+        scales = torch.empty(stored[1], dtype=torch.float32)
+        self.scales.fill(stored, scales)
+        scales = scales.reshape(covering[1])
+        for dim in range(len(self.block)):
             at = torch.arange(box[0][dim], box[0][dim] + box[1][dim]) // self.block[dim] - covering[0][dim]
             scales = scales.index_select(dim, at)
         into.copy_(values.float() * scales)
@@ -257,6 +265,26 @@ class ScaledView:
         low = tuple(at // size for at, size in zip(box[0], self.block, strict=True))
         high = [-(-(at + n) // size) for at, n, size in zip(*box, self.block, strict=True)]
         return low, tuple(h - at for h, at in zip(high, low, strict=True))
+
+    def _stored_box(self, covering: Box) -> Box:
+        dims = len(self.scales.shape)
+        return covering[0][:dims], covering[1][:dims]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedView:
+    """A tensor that files hold but that cannot be read: an error for who asks for it, nothing for who does not."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    reason: str
+    """What is wrong, and what to do."""
+
+    def check(self, box: Box) -> list[Damage]:
+        raise ValueError(self.reason)
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        raise ValueError(self.reason)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
