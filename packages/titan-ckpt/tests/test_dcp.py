@@ -19,6 +19,7 @@ from titan_ckpt import (
     import_dcp,
 )
 from titan_ckpt._cli import main
+from titan_ckpt._read import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -92,6 +93,43 @@ def test_a_sharded_dcp_checkpoint_with_weights_at_the_top_is_imported(tmp_path):
     import_dcp(tmp_path / "flat", tmp_path / "root", step=1)
     Checkpointer(tmp_path / "root").restore(TrainState(model=got.model, rng=False), 1)
     assert_equal(got.model.state_dict(), flat)
+
+
+def test_a_dcp_checkpoint_shaped_as_torchtitans_restores_model_and_optimizer_strictly(tmp_path, caplog):
+    source = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    whole, optim_state = get_state_dict(source.model, source.optim, options=options)
+    whole = {**whole, "optimizer": optim_state, "lr_scheduler": {"last_epoch": 3}, "dataloader": {"dp_rank_0": b"abc"}}
+    whole["train_state"] = {"step": torch.tensor(5, dtype=torch.int32), "ntokens_seen": torch.tensor(7)}
+    dcp.save(whole, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with caplog.at_level("INFO", logger="titan_ckpt"):
+        import_dcp(tmp_path / "dcp", tmp_path / "root")
+    assert "kept as extra, neither model nor optimizer: ['dataloader.dp_rank_0', 'lr_scheduler.last" in caplog.text
+    got = build(seed=5, tied=False)
+    state = TrainState(model=got.model, optim=got.optim, rng=False)
+    Checkpointer(tmp_path / "root").restore(state, verify="all")
+    assert_equal(full_state(got), full_state(source))
+    assert state.extra == {
+        "train_state.step": torch.tensor(5), "train_state.ntokens_seen": torch.tensor(7),
+        "lr_scheduler.last_epoch": 3, "dataloader.dp_rank_0": b"abc",
+    }  # fmt: skip
+
+
+def test_weights_at_the_top_of_a_dcp_checkpoint_may_be_called_model(tmp_path):
+    state = {"model.norm.weight": torch.rand(3), "lm_head.weight": torch.rand(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    step = import_dcp(tmp_path / "dcp", tmp_path / "root")
+    assert StepReader(step).index.tensors["model"].keys() == state.keys()
+
+
+def test_an_import_of_a_dcp_checkpoint_names_the_entries_if_none_is_the_model(tmp_path):
+    dcp.save({"net": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(ValueError, match=r"no weights at the top; its entries are \['net', 'step'\]"):
+        import_dcp(tmp_path / "dcp", tmp_path / "root")
+    with pytest.raises(ValueError, match="no weights in 'mode'"):
+        import_dcp(tmp_path / "dcp", tmp_path / "root", model="mode")
+    step = import_dcp(tmp_path / "dcp", tmp_path / "root", model="net")
+    assert [*StepReader(step).index.tensors["model"]] == ["w"]
 
 
 def test_missing_and_damaged_dcp_files_are_named(tmp_path):

@@ -1,12 +1,14 @@
 """Turn a checkpoint of torch's distributed checkpointing (DCP) into a step, without a model or other ranks.
 
 Tensors keep their names; optimizer state is filed by parameter and state name, parameter groups by their settings, so
-that a model in any layout can go on from it. What belongs to neither becomes ``extra``. No pickle is trusted: metadata
+that a model in any layout can go on from it. What belongs to neither (schedulers, counters, data position) becomes
+``extra``. No pickle is trusted: metadata
 goes through an allow list, items through torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves
 a file readable is not found.
 """
 
 import io
+import logging
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import write_step
 from titan_ckpt._views import View
 
+_log = logging.getLogger("titan_ckpt")
+
 
 def import_dcp(
     folder: Path | str,
@@ -41,27 +45,36 @@ def import_dcp(
         folder: The DCP checkpoint: a folder with ``.metadata`` and ``.distcp`` files.
         root: The folder of the steps.
         step: The step's number.
-        model: The entry of the saved state dict that is the model; "" if its weights stand at the top. None looks for
-            "model", else takes "".
+        model: The entry of the saved state dict that is the model; "" if its weights stand at the top, beside entries
+            that are dicts (as torchtitan saves them). None looks for "model", else takes "".
         optim: The entry that is the optimizer's state; None looks for "optim", "optimizer".
 
     Returns:
-        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``.
+        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. What is neither model nor optimizer
+        is in ``extra`` under its name in the DCP checkpoint (``extra["train_state.step"]``, say); a log line lists it.
 
     Raises:
-        ValueError: If this is no DCP checkpoint, a file is missing or damaged, or a pickle in it asks for anything but
-            plain data and tensors.
+        ValueError: If this is no DCP checkpoint, it has no such model, a file is missing or damaged, or a pickle in it
+            asks for anything but plain data and tensors.
     """
     source = _Source(Path(folder))
-    names = list(source.metadata.state_dict_metadata)
-    model = _entry(names, ("model",), "") if model is None else model
-    optim = _entry(names, ("optim", "optimizer"), "optim") if optim is None else optim
-    parts = _Parts(f"{model}." if model else "", f"{optim}.")
+    paths = source.paths()
+    model = _entry(paths.values(), ("model",), "") if model is None else model
+    optim = _entry(paths.values(), ("optim", "optimizer"), "optim") if optim is None else optim
+    parts = _Parts(model, optim)
     for name, kind in source.metadata.state_dict_metadata.items():
         if isinstance(kind, TensorStorageMetadata):
-            parts.add_tensor(name, source.view(name, kind))
+            parts.add_tensor(name, paths[name], source.view(name, kind))
         else:
             parts.add_value(name, source.value(name))
+    if parts.views["extra"] and not parts.views["model"]:
+        tops = sorted({path[0] for path in paths.values()})
+        raise ValueError(
+            f"{folder} holds no weights {f'in {model!r}' if model else 'at the top'}; its entries are {tops[:8]}. Say "
+            "which is the model: import_dcp(..., model=...)."
+        )
+    if parts.extra:
+        _log.info("%s: kept as extra, neither model nor optimizer: %s", folder, sorted(parts.extra))
     return write_step(as_path(root), step, parts.views, parts.shared())
 
 
@@ -69,28 +82,32 @@ def import_dcp(
 class _Parts:
     """The entries of a state dict, sorted into what a step holds."""
 
-    model_prefix: str
-    optim_prefix: str
+    model: str
+    """The entry that is the model; "" if weights stand at the top."""
+    optim: str
+    """The entry that is the optimizer's state."""
     views: dict[str, dict[str, View]] = field(default_factory=lambda: {"model": {}, "optim": {}, "extra": {}})
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     hypers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Settings by the group's number, or by parameter where DCP's flattened form was saved."""
 
-    def add_tensor(self, name: str, view: View) -> None:
-        state = self.optim_prefix + "state."
+    def add_tensor(self, name: str, path: tuple[str, ...], view: View) -> None:
+        state = f"{self.optim}.state."
         if name.startswith(state):
             param, _, key = name.removeprefix(state).rpartition(".")
             self.views["optim"][f"{param}/{key}"] = view
-        elif name.startswith(self.model_prefix) and not name.startswith(self.optim_prefix):
-            self.views["model"][name.removeprefix(self.model_prefix)] = view
+        elif path[0] == self.model and len(path) > 1:
+            self.views["model"][name.removeprefix(f"{self.model}.")] = view
+        elif not self.model and len(path) == 1:
+            self.views["model"][name] = view
         else:
             self.views["extra"][f"extra.{name}"] = view
             self.extra[name] = {"$stored": f"extra.{name}"}
 
     def add_value(self, name: str, value: Any) -> None:
         encoded = _encoded(value, name)
-        state, groups = self.optim_prefix + "state.", self.optim_prefix + "param_groups."
+        state, groups = f"{self.optim}.state.", f"{self.optim}.param_groups."
         if name.startswith(state):
             param, _, key = name.removeprefix(state).rpartition(".")
             self.leaves.setdefault(param, {})[key] = encoded
@@ -114,7 +131,7 @@ class _Parts:
             groups.append({"hyper": hyper, "params": list(settings.get("params", [owner]))})
         return {
             "has": ["model", "optim"] if groups else ["model"],
-            "optim": {"groups": groups, "leaves": self.leaves},
+            "optim": {"groups": groups, "leaves": self.leaves, "others": []},
             "extra": self.extra,
         }
 
@@ -127,6 +144,16 @@ class _Source:
         self.metadata: Metadata = read_metadata(folder)
         self._places: Mapping[MetadataIndex, Any] = self.metadata.storage_data
         self._kept: tuple[str, dict[Box, Tensor]] = ("", {})
+
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Each item's name to where it lay in the nested state dict.
+
+        DCP joins such a path with dots, as a module's name is, and keeps the path beside it. Where it did not (its
+        planner was told not to flatten), nothing was nested.
+        """
+        kept: Any = self.metadata.planner_data
+        known: dict[str, Any] = kept if isinstance(kept, dict) else {}
+        return {name: tuple(map(str, known.get(name) or (name,))) for name in self.metadata.state_dict_metadata}
 
     def view(self, name: str, kind: TensorStorageMetadata) -> View:
         """A tensor, read when it is needed."""
@@ -201,8 +228,8 @@ class _DcpView:
             )
 
 
-def _entry(names: Iterable[str], candidates: tuple[str, ...], default: str) -> str:
-    tops = {name.partition(".")[0] for name in names}
+def _entry(paths: Iterable[tuple[str, ...]], candidates: tuple[str, ...], default: str) -> str:
+    tops = {path[0] for path in paths if len(path) > 1}
     return next((candidate for candidate in candidates if candidate in tops), default)
 
 
