@@ -5,12 +5,15 @@ and a manifest. FORMAT.md describes all of it byte by byte; this module is its f
 safetensors header. `titan_ckpt._index` and `titan_ckpt._manifest` are the other half.
 """
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from titan_ckpt._errors import Damage, DamageError
 
 FORMAT_VERSION = 2
 """Highest version of the format this code reads. A step is written in the lowest that can hold it: 2 if anything in it
@@ -40,6 +43,7 @@ ITEM_BYTES: Mapping[str, int] = {
 """Safetensors dtype name to bytes an element."""
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.r(\d+)(?:\.[0-9a-f]{16})?)?")
+_FILE = re.compile(r"(?:(?:optim|state)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def shard_name(section: str, rank: int) -> str:
@@ -67,6 +71,65 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
     """``(step, revision)`` of a folder name, or None where the name is not a step's."""
     match = _STEP.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def check_step(step: int) -> None:
+    """Refuse what cannot be the number of a step.
+
+    Raises:
+        ValueError: If it is negative.
+    """
+    if step < 0:
+        raise ValueError(f"step={step} is negative. Count steps from 0.")
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a manifest or an index may list a file of this name: one in the step's folder, ``optim/`` or ``state/``.
+
+    Anything else (an absolute path, ``..``, a deeper folder) would have a reader open what is not part of the step.
+    """
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None
+
+
+def parse_object(data: bytes | memoryview, name: str) -> dict[str, Any]:
+    """A JSON object from bytes that anyone may have written.
+
+    Args:
+        data: The text.
+        name: What it is, for errors.
+
+    Raises:
+        ValueError: If it is not JSON, nested too deep to be read, or not an object.
+    """
+    try:
+        value = json.loads(bytes(data))
+    except RecursionError as err:
+        raise ValueError(f"{name} is not JSON that can be read: it is nested too deep.") from err
+    except ValueError as err:
+        raise ValueError(f"{name} is not JSON ({err}).") from err
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is not a JSON object, but a {type(value).__name__}.")
+    return value
+
+
+@contextlib.contextmanager
+def malformed_is_damage(folder: object, name: str) -> Generator[None]:
+    """Read contents that anyone may have written: what is raised because they are of the wrong shape is damage.
+
+    Keys that are missing and values of the wrong type must not end a restore that could take an older step.
+
+    Args:
+        folder: The step's folder.
+        name: The file in it that is being read.
+
+    Raises:
+        DamageError: In place of what the block raises on malformed contents.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as err:
+        reason = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
+        raise DamageError(str(folder), [Damage(name, f"does not hold what it should: {reason}")]) from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +192,9 @@ def decode_header(head: bytes | memoryview, file_bytes: int, name: str) -> tuple
     if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise ValueError(f"{name} is not a safetensors file: it gives its header {length} bytes of {file_bytes}.")
     try:
-        header = json.loads(bytes(head[8 : 8 + length]))
+        header = parse_object(head[8 : 8 + length], "its header")
     except ValueError as err:
-        raise ValueError(f"{name} is not a safetensors file: its header is not JSON ({err}).") from err
-    if not isinstance(header, dict):
-        raise ValueError(f"{name} is not a safetensors file: its header is not a JSON object.")
+        raise ValueError(f"{name} is not a safetensors file: {err}") from err
     start = 8 + length
     for key, value in header.items():
         if key != "__metadata__":
@@ -144,13 +205,20 @@ def decode_header(head: bytes | memoryview, file_bytes: int, name: str) -> tuple
 def _check_tensor(key: str, value: Any, data_bytes: int, name: str) -> None:
     try:
         begin, end = value["data_offsets"]
-        entry = Entry(key, value["dtype"], tuple(value["shape"]))
-        known = entry.dtype in ITEM_BYTES
-        fits = 0 <= begin <= end <= data_bytes and (not known or end - begin == entry.nbytes)
+        dtype, shape = value["dtype"], tuple(value["shape"])
     except (KeyError, TypeError, ValueError) as err:
-        raise ValueError(f"{name}: tensor {key!r} has a malformed header entry {value!r}.") from err
-    if not fits:
+        raise ValueError(f"{name}: tensor {key!r} has a malformed header entry {_short(value)}.") from err
+    if not (isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (begin, end, *shape))):
+        raise ValueError(f"{name}: tensor {key!r} has a malformed header entry {_short(value)}.")
+    entry = Entry(key, dtype, shape)
+    known = entry.dtype in ITEM_BYTES
+    if not (begin <= end <= data_bytes and (not known or end - begin == entry.nbytes)):
         raise ValueError(
             f"{name}: tensor {key!r} of dtype {entry.dtype} and shape {list(entry.shape)} cannot lie at bytes "
             f"{begin}:{end} of {data_bytes}. The file is damaged or was not written whole."
         )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,20 +1,35 @@
 """Read a committed step: map its files, check the blocks that are touched, hand out bytes. No torch.
 
 A file is mapped copy-on-write after its size was checked against the manifest (a page past the end of a short file is
-a bus error, not an exception). A block is checked the first time any of its bytes is asked for.
+a bus error, not an exception). A block is checked the first time any of its bytes is asked for. JSON files are read,
+not mapped.
+
+Nothing is opened before the index was found well-formed (`titan_ckpt._wellformed`) and every file of it was seen to lie
+in the step's folder.
 """
 
 import math
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from titan_ckpt._codec import FRAME_BYTES, unpack_frame
 from titan_ckpt._digest import block_digests
 from titan_ckpt._errors import Damage, DamageError
-from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt._format import (
+    BLOCK_BYTES,
+    INDEX_NAME,
+    ITEM_BYTES,
+    STATE_NAME,
+    malformed_is_damage,
+    parse_object,
+    rank_state_name,
+)
 from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor
 from titan_ckpt._manifest import Manifest
 from titan_ckpt._storage import MappedFile, StorePath
+from titan_ckpt._wellformed import check_index, check_shared_state
 
 
 class FolderReader:
@@ -90,12 +105,17 @@ class StepReader(FolderReader):
         path: The step's folder.
 
     Raises:
-        DamageError: If the manifest or index is damaged, or a file is missing or of another size.
+        DamageError: If the manifest or index is damaged or malformed, or a file is missing, of another size, or not in
+            the step's folder.
     """
 
     def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
         self.manifest = Manifest.open(path)
-        super().__init__(self.manifest.path, self.manifest.read_index())
+        with malformed_is_damage(self.manifest.path, INDEX_NAME):
+            index = self.manifest.read_index()
+            check_index(index)
+        _refuse_links_out(self.manifest.path, [record.name for record in index.files])
+        super().__init__(self.manifest.path, index)
         self._checked: dict[int, set[int]] = {}
         self._owners: dict[int, list[tuple[int, int, str]]] | None = None
 
@@ -134,11 +154,42 @@ class StepReader(FolderReader):
         """
         for file, record in enumerate(self.index.files):
             if record.name == name:
-                damages = self.check(file, 0, record.size)
+                data = (self.path / name).read_bytes()
+                found = block_digests(data)
+                damages = [
+                    self._damage(file, record, block)
+                    for block, digest in enumerate(record.blocks)
+                    if found[block : block + 1] != [digest]
+                ]
+                if len(data) != record.size:
+                    damages.append(Damage(name, f"has {len(data)} bytes, {record.size} were written"))
                 if damages:
-                    raise DamageError(str(self.manifest.path), damages)
-                return bytes(self.bytes_of(file))
-        raise ValueError(f"{self.manifest.path} has no {name}.")
+                    raise DamageError(str(self.path), damages)
+                return data
+        raise ValueError(f"{self.path} has no {name}.")
+
+    def shared_state(self) -> dict[str, Any]:
+        """The plain state of the run, still encoded, with all the parts that FORMAT.md lists.
+
+        Raises:
+            DamageError: If it was altered, or is not what FORMAT.md says.
+        """
+        with malformed_is_damage(self.path, STATE_NAME):
+            state = parse_object(self.read_state(STATE_NAME), STATE_NAME)
+            check_shared_state(state)
+        return state
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The plain state of one rank, still encoded; empty if it has none.
+
+        Raises:
+            DamageError: If it was altered, or is not a JSON object.
+        """
+        name = rank_state_name(rank)
+        if self.index.file(name) is None:
+            return {}
+        with malformed_is_damage(self.path, name):
+            return parse_object(self.read_state(name), name)
 
     def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
         at = block * BLOCK_BYTES
@@ -151,3 +202,17 @@ class StepReader(FolderReader):
         names = [key for begin, end, key in self._owners.get(file, []) if begin < at + BLOCK_BYTES and end > at]
         what = "does not match its digest" + (" (file header)" if at < record.data_start and not names else "")
         return Damage(record.name, what, tuple(sorted(set(names))), block, at)
+
+
+def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
+    """The folder may be a link; a file of it that is one must not lead out of it."""
+    if not isinstance(folder, Path):
+        return
+    real = os.path.realpath(folder)
+    damages = [
+        Damage(name, f"is a link to {found}, out of the step's folder; copy what it links to, if you trust it")
+        for name in [INDEX_NAME, *names]
+        if os.path.commonpath([real, found := os.path.realpath(folder / name)]) != real
+    ]
+    if damages:
+        raise DamageError(str(folder), damages)

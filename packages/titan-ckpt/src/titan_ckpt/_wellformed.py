@@ -1,0 +1,121 @@
+"""What JSON of a step must look like before anything is read by it.
+
+Digests tell what an accident changed. They do not tell what somebody wrote into an index with digests that match: files
+outside of the step, boxes outside of a file, a count of boxes that takes all memory. Whoever opens a step checks that
+once here, so that the code behind may rely on it. Plain loops over columns, since an index may list 10^5 boxes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from titan_ckpt._codec import FRAME_BYTES
+from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES, SECTIONS, is_file_name
+from titan_ckpt._index import FileRecord, Index, StoredTensor
+
+
+def check_index(index: Index) -> None:
+    """Check names, types and bounds of a whole index.
+
+    Raises:
+        ValueError: If a file's name leads out of the step, or a tensor's bytes do not lie in its file. Values of the
+            wrong type raise that, `TypeError`, `LookupError` or `AttributeError`.
+    """
+    for record in index.files:
+        _check_file(record)
+    if len({record.name for record in index.files}) != len(index.files):
+        raise ValueError("two files have one name.")
+    missing = [section for section in SECTIONS if section not in index.tensors]
+    if missing:
+        raise ValueError(f"it has no tensors of {missing}.")
+    for section, tensors in index.tensors.items():
+        for key, tensor in tensors.items():
+            try:
+                _check_tensor(tensor, index.files)
+            except ValueError as err:
+                raise ValueError(f"{section} tensor {key!r}: {err}") from err
+    for alias, first in index.tied.items():
+        if first not in index.tensors["model"]:
+            raise ValueError(f"{alias!r} is tied to {first!r}, which it does not list.")
+
+
+def check_shared_state(state: dict[str, Any]) -> None:
+    """Check that the plain state of a run has all its parts.
+
+    Raises:
+        ValueError: If one is missing or of another type. Values of the wrong type raise that, `TypeError`,
+            `LookupError` or `AttributeError`.
+    """
+    kinds = {"dp": list, "has": list, "model": dict, "optim": dict, "sched": list, "extra": dict}
+    for name, kind in kinds.items():
+        if not isinstance(state[name], kind):
+            raise ValueError(f"{name!r} is a {type(state[name]).__name__}, not a {kind.__name__}.")
+    if not state["dp"] or not all(_ints(place) and len(place) == 2 for place in state["dp"]):
+        raise ValueError("'dp' is not [place, size] of each rank.")
+    groups, leaves = state["optim"]["groups"], state["optim"]["leaves"]
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+        raise ValueError("'optim' has groups that are not settings and parameters.")
+    if not isinstance(leaves, dict) or not all(isinstance(values, dict) for values in leaves.values()):
+        raise ValueError("'optim' has leaves that are not values by parameter.")
+
+
+def _is_group(group: Any) -> bool:
+    params = group["params"]
+    return isinstance(group["hyper"], dict) and isinstance(params, list) and set(map(type, params)) <= {str, int}
+
+
+def _check_file(record: FileRecord) -> None:
+    if not is_file_name(record.name):
+        raise ValueError(
+            f"it lists {record.name!r}, which is no file of a step: those lie in its folder, in optim/ or in state/. "
+            "Do not use this step; somebody has written it to have other files read."
+        )
+    if not (_ints([record.size, record.data_start]) and record.data_start <= record.size):
+        raise ValueError(f"{record.name} of {record.size!r} bytes cannot have data from byte {record.data_start!r}.")
+    if len(record.blocks) != -(-record.size // BLOCK_BYTES) or any(len(digest) != 32 for digest in record.blocks):
+        raise ValueError(f"{record.name} of {record.size} bytes has {len(record.blocks)} digests of blocks.")
+
+
+def _check_tensor(tensor: StoredTensor, files: Sequence[FileRecord]) -> None:
+    columns, shape = tensor.columns, tensor.shape
+    item, n = ITEM_BYTES.get(tensor.dtype), columns["count"]
+    if item is None:
+        raise ValueError(f"dtype {tensor.dtype!r} is unknown.")
+    if not _ints(list(shape)):
+        raise ValueError(f"{shape} is no shape.")
+    offsets, sizes = columns["offsets"], columns["sizes"]
+    if len(offsets) != len(shape) or len(sizes) != len(shape):
+        raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, it has {len(shape)}.")
+    every = [columns["file"], columns["start"], *offsets, *sizes]
+    # Columns of one number take no room in the file, so a count alone must not be believed.
+    if not _ints([n]) or (n > 1 and all(type(column) is int for column in every)):
+        raise ValueError(f"it cannot have {n!r} boxes.")
+    whole = [_expanded(column, n) for column in every]
+    for length, at, size in zip(shape, whole[2 : 2 + len(shape)], whole[2 + len(shape) :], strict=True):
+        if any(begin + extent > length for begin, extent in zip(at, size, strict=True)):
+            raise ValueError(f"a box of it lies outside of its shape {list(shape)}.")
+    frames = columns.get("frames") or [None] * n
+    for file, start, lengths, *box in zip(whole[0], whole[1], frames, *whole[2 + len(shape) :], strict=True):
+        nbytes = item * math.prod(box)
+        if lengths is not None:
+            nbytes = _frame_bytes(lengths, nbytes)
+        if file >= len(files) or start + nbytes > files[file].size - files[file].data_start:
+            raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
+
+
+def _frame_bytes(lengths: Any, raw_bytes: int) -> int:
+    if not _ints(lengths) or len(lengths) != -(-raw_bytes // FRAME_BYTES):
+        raise ValueError(f"{raw_bytes} bytes of it are not in frames of {FRAME_BYTES}.")
+    return sum(lengths)
+
+
+def _expanded(column: Any, n: int) -> list[int]:
+    values = [column] * n if type(column) is int else column
+    if not _ints(values) or len(values) != n:
+        raise ValueError(f"a column is not of {n} numbers.")
+    return values
+
+
+def _ints(values: Any) -> bool:
+    """Whether this is a list of integers, none of them negative."""
+    return isinstance(values, list) and set(map(type, values)) <= {int} and (not values or min(values) >= 0)
