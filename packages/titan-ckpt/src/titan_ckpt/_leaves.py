@@ -67,7 +67,10 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
             return flat.view(DTYPES[body[0]]).reshape(body[1])
         if tag in ("$ndarray", "$numpy"):
             data, dtype = base64.b64decode(body[2]), np.dtype(body[0])
-            array = np.frombuffer(data, dtype).reshape(body[1]) if data else np.zeros(body[1], dtype)
+            if not dtype.itemsize:  # empty strings: numpy writes that dtype, but reads no array of it
+                array = np.zeros(body[1], f"{dtype.kind}1")
+            else:
+                array = np.frombuffer(data, dtype).reshape(body[1])
             return array.copy() if tag == "$ndarray" else array[()]
         if tag == "$dtype" and isinstance(found := getattr(torch, body, None), torch.dtype):
             return found

@@ -285,11 +285,14 @@ class _Restore:
         place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
         saved: list[list[int]] = self.shared["dp"]
         # of the ranks that shared a place, those of some pipeline stages may have had no data
+        if saved[0][1] == size:
+            ranks = (i for i, (saved_place, _) in enumerate(saved) if saved_place == place)
+            found = next((i for i in ranks if self._has_data(i)), None)
+            if found is not None:
+                position = self._rank_state(found)["data"]
+                self.apply_steps.append(lambda: data.load_state_dict(position))
+                return
         first = {saved_place: i for i, (saved_place, _) in reversed(list(enumerate(saved))) if self._has_data(i)}
-        if saved[0][1] == size and place in first:
-            position = self._rank_state(first[place])["data"]
-            self.apply_steps.append(lambda: data.load_state_dict(position))
-            return
         states = [self._rank_state(first[p], raw=True)["data"] for p in sorted(first)]
         decoded = [self._decode(value) for value in states]
         if all(value == states[0] for value in states):

@@ -24,6 +24,7 @@ from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt._ranks import Ranks
+from titan_ckpt._replicas import compare_replicas
 from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect, shard_of
 from titan_ckpt._storage import StorePath, as_path, remove_tree
@@ -79,7 +80,11 @@ def plan_step(
         error = error or TypeError(f"metrics={metrics!r} holds something that is no number. Give floats.")
     ranks.agree(error, doing)
     assert collected is not None
-    return Planned(collected, parts, held, _plan(held, ranks, cache, doing), numbers)
+    known = cache.structure
+    pieces = _plan(held, ranks, cache, doing)
+    if cache.structure != known:
+        compare_replicas(parts, held, ranks)
+    return Planned(collected, parts, held, pieces, numbers)
 
 
 def plan_layout(planned: Planned, ranks: Ranks, cache: PlanCache, compress: bool) -> Layout:

@@ -1,0 +1,419 @@
+"""States that are not as simple as parameters and AdamW: what hooks, optimizers, wrappers and users put there."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_testing import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def save(root, step: int = 1, **parts) -> None:
+    Checkpointer(root).save(step, TrainState(rng=False, **parts))
+
+
+def restore(root, strict: bool = True, **parts) -> TrainState:
+    state = TrainState(rng=False, **parts)
+    Checkpointer(root).restore(state, strict=strict)
+    return state
+
+
+def holder(**tensors) -> nn.Module:
+    """A module with these parameters and buffers."""
+    module = nn.Module()
+    for name, value in tensors.items():
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(name, value)
+        else:
+            module.register_buffer(name, value)
+    return module
+
+
+class Counter(nn.Module):
+    """Extra state of a kind of one's choice."""
+
+    def __init__(self, count: int, as_tensor: bool = False) -> None:
+        super().__init__()
+        self.count, self.as_tensor = count, as_tensor
+
+    def get_extra_state(self):
+        return torch.tensor(self.count) if self.as_tensor else {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = int(state if self.as_tensor else state["count"])
+
+
+# --- the model's state dict
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_extra_state_comes_back_as_a_tensor_too(tmp_path, as_tensor):
+    save(tmp_path, model=nn.Sequential(nn.Linear(2, 2), Counter(7, as_tensor)))
+    got = nn.Sequential(nn.Linear(2, 2), Counter(0, as_tensor))
+    restore(tmp_path, model=got)
+    assert got[1].count == 7
+
+
+def test_an_entry_that_a_hook_made_reaches_the_module(tmp_path):
+    def build(value: float) -> nn.Linear:
+        linear = nn.Linear(3, 3)
+        nn.init.constant_(linear.weight, value)
+
+        def transpose(module, state, prefix, _):
+            state[prefix + "weight"] = state[prefix + "weight"].detach().t().clone()
+
+        linear.register_state_dict_post_hook(transpose)
+        return linear
+
+    save(tmp_path, model=build(4.0))
+    got = build(0.0)
+    restore(tmp_path, model=got)
+    assert bool((got.weight == 4.0).all())
+
+
+def test_two_modules_may_not_have_one_extra_state(tmp_path):
+    with pytest.raises(ValueError, match="two modules"):
+        save(tmp_path, model=[Counter(1), Counter(2)])
+
+
+def refuse_fsdp1(root: str) -> str:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    try:
+        save(root, model=model)
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_model_of_flat_parameters_is_refused(tmp_path):
+    for error in run_ranks(refuse_fsdp1, 2, str(tmp_path)):
+        assert "fully_shard" in error
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_tensors_without_values_are_neither_saved_nor_loaded(tmp_path, saving):
+    with torch.device("meta"):
+        meta = nn.Linear(2, 2)
+    if not saving:
+        save(tmp_path, model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="to_empty"):
+        (save if saving else restore)(tmp_path, model=meta)
+
+
+def test_a_view_whose_elements_share_memory_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.p .* expanded"):
+        save(tmp_path, model=holder(p=torch.ones(1).expand(4)))
+    save(tmp_path, model=holder(p=torch.ones(4), q=torch.ones(2)))
+    got = holder(p=torch.zeros(1).expand(4), q=torch.zeros(2))
+    with pytest.raises(ValueError, match="expanded"):
+        restore(tmp_path, model=got)
+    assert not got.q.any()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_lazily_conjugated_tensors_are_saved_conjugated(tmp_path, async_):
+    values = torch.randn(4, dtype=torch.complex64)
+    with Checkpointer(tmp_path, async_=async_) as ck:
+        ck.save(1, TrainState(model=holder(z=values.conj(), n=values.conj().imag), rng=False))
+    got = holder(z=torch.zeros(4, dtype=torch.complex64), n=torch.zeros(4))
+    restore(tmp_path, model=got)
+    assert torch.equal(got.z, values.conj().resolve_conj())
+    assert torch.equal(got.n, values.conj().imag)
+
+
+# --- layouts
+
+
+def save_strided(root: str, placements: str) -> bool:
+    size = dist.get_world_size()
+    line, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
+    whole = torch.arange(48.0).reshape(24, 2)
+    two, three = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)
+    mesh, kinds = {
+        "alone": (line, [two]),
+        "alone, by three": (line, [three]),
+        "over a shard, as FSDP": (square, [two, Shard(0)]),
+        "beside a replica": (square, [two, Replicate()]),
+        "beside another dim": (square, [two, Shard(1)]),
+        "within a shard": (square, [Shard(0), two]),
+    }[placements]
+    save(root, model=holder(x=distribute_tensor(whole, mesh, kinds)))
+    got = holder(x=torch.zeros(24, 2))
+    restore(root, model=got)
+    return torch.equal(got.x, whole)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    ["alone", "alone, by three", "over a shard, as FSDP", "beside a replica", "beside another dim", "within a shard"],
+)
+def test_strided_shards_are_read_as_their_split_factor_says(tmp_path, placements):
+    assert all(run_ranks(save_strided, 4, str(tmp_path), placements))
+
+
+def save_differing(root: str) -> tuple[list[str], float, float]:
+    rank = dist.get_rank()
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("titan_ckpt").addHandler(handler)
+    same, mine = torch.ones(8), torch.full((4,), float(rank))
+    with Checkpointer(root, async_=True) as ck:
+        for step in (1, 2):
+            ck.save(step, TrainState(model=holder(same=same, mine=mine, too=mine.clone()), rng=False))
+    got = holder(same=torch.zeros(8), mine=torch.full((4,), -1.0), too=torch.full((4,), -1.0))
+    restore(root, model=got)
+    return records, float(got.mine[0]), float(got.too[0])
+
+
+def test_replicas_that_differ_are_told_of_once(tmp_path):
+    results = run_ranks(save_differing, 2, str(tmp_path))
+    (warning,) = results[0][0]
+    assert "2 tensors differ" in warning
+    assert "model.mine, model.too" in warning
+    assert results[1][0] == []
+    assert results[0][1:] == results[1][1:]
+
+
+# --- the optimizer
+
+
+def momentum(model: nn.Module, steps: int = 1, **options) -> torch.optim.SGD:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 2.0)
+        optim.step()
+    return optim
+
+
+def keep_local_state(root: str) -> bool:
+    """A custom optimizer that works on ``param.to_local()`` and keeps plain state beside it."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)]))
+    model, optim = holder(p=param), torch.optim.SGD([param], lr=0.1)
+    own = torch.full_like(param.to_local().detach(), float(rank + 1))
+    optim.state[param]["m"] = own.clone()
+    save(root, model=model, optim=optim)
+    optim.state[param]["m"].zero_()
+    restore(root, model=model, optim=optim)
+    kept = optim.state[param]["m"]
+    fresh = torch.optim.SGD([param], lr=0.1)
+    restore(root, model=model, optim=fresh)
+    made = fresh.state[param]["m"]
+    return not isinstance(kept, DTensor) and torch.equal(kept, own) and torch.equal(made.to_local(), own)
+
+
+def test_plain_state_beside_a_shard_is_a_shard(tmp_path):
+    assert all(run_ranks(keep_local_state, 2, str(tmp_path)))
+
+
+def test_state_that_belongs_to_no_parameter_comes_back(tmp_path):
+    model = nn.Linear(2, 2)
+    optim = momentum(model)
+    optim.state["global"] = {"k": 3, "history": torch.arange(4)}
+    save(tmp_path, model=model, optim=optim)
+    got = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    restore(tmp_path, model=model, optim=got)
+    assert got.state["global"]["k"] == 3
+    assert torch.equal(got.state["global"]["history"], torch.arange(4))
+
+
+def test_two_optimizers_of_one_parameter_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'weight' belongs to two optimizers"):
+        save(tmp_path, model=model, optim=[momentum(model), momentum(model)])
+
+
+def test_a_new_parameter_is_an_error_and_starts_anew_where_that_is_asked_for(tmp_path):
+    small = nn.Sequential(nn.Linear(2, 2))
+    save(tmp_path, model=small, optim=momentum(small, steps=2))
+    grown = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optim = torch.optim.SGD(grown.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"'1\.weight'"):
+        restore(tmp_path, model=grown, optim=optim)
+    restore(tmp_path, strict=False, model=grown, optim=optim)
+    assert "momentum_buffer" in optim.state[grown[0].weight]
+    assert grown[1].weight not in optim.state
+
+
+def test_an_optimizer_that_lacks_saved_parameters_is_an_error_unless_that_is_asked_for(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save(tmp_path, model=model, optim=momentum(model))
+    fewer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"2 parameters that the optimizer does not have: \['0\.weight', '0\.bias'\]"):
+        restore(tmp_path, model=model, optim=fewer)
+    restore(tmp_path, strict=False, model=model, optim=fewer)
+    assert "momentum_buffer" in fewer.state[model[1].weight]
+
+
+def test_moments_follow_the_parameters_to_another_dtype(tmp_path):
+    half = nn.Linear(2, 2, dtype=torch.bfloat16)
+    save(tmp_path, model=half, optim=momentum(half))
+    full = nn.Linear(2, 2)
+    optim = torch.optim.SGD(full.parameters(), lr=0.1, momentum=0.9)
+    restore(tmp_path, strict=False, model=full, optim=optim)
+    buffer = optim.state[full.weight]["momentum_buffer"]
+    assert buffer.dtype is torch.float32
+    assert bool((buffer == 2.0).all())
+    full.weight.grad = torch.ones_like(full.weight)
+    optim.step()
+
+
+def test_groups_that_were_equal_do_not_share_their_learning_rate(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    save(tmp_path, model=model, optim=torch.optim.SGD(groups, lr=torch.tensor(0.25)))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    got = torch.optim.SGD(groups, lr=0.1)
+    restore(tmp_path, model=model, optim=got)
+    first, second = (group["lr"] for group in got.param_groups)
+    assert float(first) == float(second) == 0.25
+    assert first is not second
+
+
+def test_step_counters_lie_where_the_restored_settings_want_them(tmp_path):
+    model = nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    save(tmp_path, model=model, optim=optim)
+    got = torch.optim.Adam(model.parameters())
+    restore(tmp_path, model=model, optim=got)
+    assert got.param_groups[0]["fused"]
+    assert got.state[model.weight]["step"].device == model.weight.device
+    got.step()
+
+
+def stage_without(root: str, part: str) -> tuple[int, int]:
+    """Two pipeline stages; the first has no optimizer, or no data."""
+    rank = dist.get_rank()
+    model = holder(**{f"layer{rank}": nn.Parameter(torch.full((2,), float(rank)))})
+
+    class Data:
+        def __init__(self, at):
+            self.at = at
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    first = rank == 0
+    optim = None if first and part == "optim" else momentum(model)
+    save(root, model=model, optim=optim, data=None if first and part == "data" else Data(5), dp=(0, 1))
+    optim = None if first and part == "optim" else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = None if first and part == "data" else Data(0)
+    restore(root, model=model, optim=optim, data=data, dp=(0, 1))
+    return -1 if optim is None else len(optim.state), -1 if data is None else data.at
+
+
+@pytest.mark.parametrize("part", ["optim", "data"])
+def test_a_stage_may_lack_a_part_that_the_others_have(tmp_path, part):
+    first, second = run_ranks(stage_without, 2, str(tmp_path), part)
+    assert second == (1, 5)
+    assert first == ((-1, 5) if part == "optim" else (1, -1))
+
+
+# --- extra values, and errors
+
+
+def test_keys_that_look_like_paths_stay_apart(tmp_path):
+    extra = {"a.b": torch.zeros(5000), "a": {"b": torch.ones(5000)}, "c": [torch.full((5000,), 2.0)]}
+    extra["c[0]"] = torch.full((5000,), 3.0)
+    save(tmp_path, extra=extra)
+    got = restore(tmp_path, extra={}).extra
+    assert [float(t[0]) for t in (got["a.b"], got["a"]["b"], got["c"][0], got["c[0]"])] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_extra_tensors_of_another_shape_or_dtype_are_refused_before_the_weights_change(tmp_path):
+    save(tmp_path, model=nn.Linear(2, 2), extra={"seen": torch.tensor(3.5)})
+    got = nn.Linear(2, 2)
+    before = got.weight.detach().clone()
+    for wrong in (torch.zeros(4), torch.zeros((), dtype=torch.int64)):
+        with pytest.raises(ValueError, match="extra 'seen'"):
+            restore(tmp_path, model=got, extra={"seen": wrong})
+        assert torch.equal(got.weight, before)
+    assert restore(tmp_path, model=got, extra={"seen": torch.zeros(())}).extra["seen"] == 3.5
+
+
+def keep_average(root: str, as_module: bool) -> bool:
+    """A sharded moving average beside the model, in the layout of either two ranks or any other number."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def build(value: float):
+        model = nn.Linear(6, 6)
+        nn.init.constant_(model.weight, value)
+        fully_shard(model, mesh=mesh)
+        return model if as_module else {"weight": model.weight.detach()}
+
+    if dist.get_world_size() == 2:
+        save(root, extra={"ema": build(3.0)})
+    got = restore(root, extra={"ema": build(0.0)}).extra["ema"]
+    weight = got.weight if as_module else got["weight"]
+    return isinstance(weight, DTensor) and bool((weight.to_local() == 3.0).all())
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_sharded_moving_average_is_an_extra_of_any_layout(tmp_path, as_module):
+    assert all(run_ranks(keep_average, 2, str(tmp_path), as_module))
+    assert all(run_ranks(keep_average, 3, str(tmp_path), as_module))
+
+
+def test_empty_strings_and_arrays_of_numpy_come_back(tmp_path):
+    extra = {"text": np.str_(""), "none": np.zeros((0, 3)), "flag": np.bool_(True), "texts": np.array(["", "a"])}
+    save(tmp_path, extra=extra)
+    got = restore(tmp_path, extra={}).extra
+    assert got["text"] == ""
+    assert got["none"].shape == (0, 3)
+    assert bool(got["flag"])
+    assert got["texts"].tolist() == ["", "a"]
+
+
+def test_sparse_extra_values_are_refused_with_their_path(tmp_path):
+    for size in (3, 300):
+        with pytest.raises(TypeError, match=r"extra\.s is a torch\.sparse_coo"):
+            save(tmp_path, extra={"s": torch.eye(size).to_sparse()})
+
+
+def fail_alone(root: str, how: str) -> str:
+    rank = dist.get_rank()
+
+    class Data:
+        def state_dict(self):
+            if rank == 1 and how == "state":
+                raise RuntimeError("worker died")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    metrics = {"loss": "low"} if rank == 0 and how == "metric" else {"loss": np.float32(1.5)}
+    ck = Checkpointer(root)
+    try:
+        ck.save(1, TrainState(model=nn.Linear(2, 2), data=Data(), rng=False), metrics=metrics)
+    except (RuntimeError, TypeError) as err:
+        return f"{type(err).__name__}: {err}"
+    return "saved"
+
+
+def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
+    first, second = run_ranks(fail_alone, 2, str(tmp_path / "a"), "state")
+    assert first.startswith(CheckpointError.__name__)
+    assert "rank 1 failed" in first
+    assert "worker died" in first
+    assert second == "RuntimeError: worker died"
+    first, second = run_ranks(fail_alone, 2, str(tmp_path / "b"), "metric")
+    assert first.startswith("TypeError")
+    assert "no number" in second
+    assert run_ranks(fail_alone, 2, str(tmp_path / "c"), "") == ["saved", "saved"]
