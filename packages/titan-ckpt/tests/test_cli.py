@@ -61,7 +61,7 @@ def test_diff_compares_across_layouts(tmp_path, capsys):
 def test_gc_deletes_leftovers_and_surplus_only_when_told(tmp_path, capsys):
     for step in (1, 2, 3):
         save(str(tmp_path), step)
-    (tmp_path / ".trash-old").mkdir()
+    (tmp_path / ".trash-step-00000000-0123abcd").mkdir()
     folder, _ = _commit.begin_save(tmp_path, 4, _commit.Process("elsewhere", 1, "1"))
     assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
     assert len(list(tmp_path.iterdir())) == 5

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,16 @@ def make_state(fill: float = 1.0) -> TrainState:
     model = nn.Linear(16, 16)
     nn.init.constant_(model.weight, fill)
     return TrainState(model=model, rng=False)
+
+
+def dead_process() -> _commit.Process:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return replace(_commit.Process.of(os.getpid()), pid=int(done.stdout), started="1")
+
+
+def names(root) -> list[str]:
+    """What lies in a folder of steps, but for the trainer's claim."""
+    return sorted(path.name for path in root.iterdir() if path.name != _commit.LOCK_NAME)
 
 
 def value(root) -> tuple[int, float]:
@@ -49,15 +60,13 @@ def test_retention_keeps_last_every_and_best():
 def test_an_unfinished_save_is_neither_counted_nor_kept_nor_committed_later(tmp_path):
     ck = Checkpointer(tmp_path, keep_last=1)
     ck.save(1, make_state(1))
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    gone = _commit.Process(_commit.Process.of(os.getpid()).host, int(dead.stdout), "1")
-    folder, _ = _commit.begin_save(tmp_path, 2, gone)
+    folder, _ = _commit.begin_save(tmp_path, 2, dead_process())
     (folder / "model-r00007.safetensors").write_bytes(b"of another world size")
     assert ck.latest() == 1
     ck.save(2, make_state(2))
     assert not (tmp_path / "step-00000002" / "model-r00007.safetensors").exists()
     Checkpointer(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_the_unfinished_save_of_a_living_process_is_left_alone(tmp_path):
@@ -75,7 +84,7 @@ def test_saving_a_step_again_replaces_it_without_a_moment_without_it(tmp_path, m
     assert value(tmp_path) == (1, 2.0)
     ck.save(1, make_state(3))
     assert value(tmp_path) == (1, 3.0)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(names(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["no-space", "io-error", "read-only"])
@@ -99,7 +108,7 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
         ):
             ck.save(2, make_state(2))
     assert ck.steps() == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000001"]
     assert value(tmp_path) == (1, 1.0)
     ck.save(2, make_state(2))
     assert value(tmp_path) == (2, 2.0)

@@ -8,74 +8,119 @@ moment without a valid copy. Deleting renames to ``.trash-*`` first: a half dele
 
 In a store that cannot rename folders (`titan_ckpt._storage`), a save writes to ``step-<step>.r<revision>.<save id>`` at
 once, and the manifest, its last object, is the commit; deleting takes the manifest first.
+
+Steps are old or new by the order of their commits, which their manifests count (`Manifest.serial`), not by their
+numbers: a run that goes back to step 50 of 200 and saves 60 goes on from 60.
+
+Whatever is deleted here was proven to be ours and to be dead: its name is one that this module gives, and where the
+storage fails to answer, nothing is.
 """
 
 import contextlib
 import datetime as dt
 import json
+import logging
+import os
+import re
 import secrets
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_ckpt._errors import DamageError
 from titan_ckpt._format import INDEX_NAME, MANIFEST_NAME, parse_step_name, remote_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
 from titan_ckpt._manifest import Manifest, encode_manifest
+from titan_ckpt._process import Process
 from titan_ckpt._retention import Retention
 from titan_ckpt._storage import StorePath, remove_tree, renames
 from titan_ckpt._write import fsync_folder, write_plain
 
+_log = logging.getLogger("titan_ckpt")
+
 OWNER_NAME = ".owner.json"
 """Says who makes an unfinished save; gone once it is committed or given up."""
+LOCK_NAME = ".lock"
+"""Says, below the folder of the steps, which trainer saves there."""
 
 # Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
 _FOREIGN_AGE_S = 86_400
 # Longer than a folder stays without a named owner while it is made.
 _NAMELESS_AGE_S = 60
+# How often a listing that other processes change meanwhile is taken again.
+_LISTINGS = 20
 
-
-def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
-    """Committed steps, oldest first; of a step saved more than once, the newest revision."""
-    newest: dict[int, tuple[int, StorePath]] = {}
-    for path in _children(root):
-        if not renames(root) and is_unfinished(path):
-            continue
-        parsed = parse_step_name(path.name)
-        if parsed and (parsed[0] not in newest or newest[parsed[0]][0] < parsed[1]):
-            newest[parsed[0]] = (parsed[1], path)
-    return [(step, newest[step][1]) for step in sorted(newest)]
+_UNFINISHED = re.compile(r"\.tmp-\d{8,}-[0-9a-f]{16}")
+_TRASH = re.compile(r"\.trash-(?:step-\d{8,}(?:\.r\d+(?:\.[0-9a-f]{16})?)?|tmp-\d{8,}-[0-9a-f]{16})-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A process of some machine, told apart from a later one that gets the same number."""
+class _Revision:
+    """One committed folder."""
 
-    host: str
-    pid: int
-    started: str | None
-    """In the kernel's ticks."""
+    step: int
+    revision: int
+    path: StorePath
+    manifest: Manifest | None
+    """None if it is damaged, or of a newer format."""
 
-    @classmethod
-    def of(cls, pid: int) -> "Process":
-        """A process of this machine."""
-        return cls(socket.gethostname(), pid, _process_start(pid))
 
-    @property
-    def local(self) -> bool:
-        """Whether it is of this machine, so that `alive` can tell."""
-        return self.host == socket.gethostname()
+def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
+    """Committed steps in the order of their commits, oldest first; of one saved more than once, the newest revision.
 
-    @property
-    def alive(self) -> bool:
-        """Whether it runs; of another machine, True."""
-        return not self.local or (self.started is not None and _process_start(self.pid) == self.started)
+    A step whose manifest cannot be read is listed too, so that whoever opens it learns why. It stands right after the
+    last step with a smaller number: where steps were committed in the order of their numbers, that is its place.
+
+    Raises:
+        OSError: If the storage fails to answer; names the file.
+    """
+    return [(found.step, found.path) for found in _newest(_settled(root))]
+
+
+def open_steps(
+    root: StorePath, invalid: Callable[[StorePath, Exception], None], most: int | None = None
+) -> list[Manifest]:
+    """The valid steps in the order of their commits, oldest first, while another process may save and delete.
+
+    Args:
+        root: The folder of the steps.
+        invalid: Called with the folder and the reason for each step that is not valid.
+        most: Only so many of the newest; older ones are not opened.
+
+    Raises:
+        OSError: If the storage fails to answer.
+    """
+    for _ in range(_LISTINGS):
+        opened = _open(reversed(step_folders(root)), most)
+        if opened is None:
+            continue
+        for path, err in opened[1]:
+            invalid(path, err)
+        return opened[0][::-1]
+    raise TimeoutError(
+        f"the steps below {root} are deleted faster than they can be read. Have the run keep more: keep_last=2 or more."
+    )
+
+
+def is_gone(path: StorePath) -> bool:
+    """Whether a folder that was listed as a step is none any more: deleted, or replaced by its next revision.
+
+    What seems to be damage is none then; list the steps again.
+    """
+    return not (path if renames(path) else path / MANIFEST_NAME).exists()
 
 
 def begin_save(root: StorePath, step: int, owner: Process) -> tuple[StorePath, str]:
-    """Make the folder of an unfinished save, kept while ``owner`` lives; return it with its save id."""
+    """Make the folder of an unfinished save, kept while ``owner`` lives; return it with its save id.
+
+    Raises:
+        ValueError: If the step is negative.
+        OSError: If the folder cannot be made.
+    """
+    if step < 0:
+        raise ValueError(f"step={step} is negative. Count steps from 0.")
     save_id = secrets.token_hex(8)
     if renames(root):
         folder = root / f".tmp-{step:08d}-{save_id}"
@@ -97,7 +142,7 @@ def commit_save(
     versions: Mapping[str, str],
     metrics: Mapping[str, float],
 ) -> StorePath:
-    """Turn an unfinished save whose files are on disk into a step.
+    """Turn an unfinished save whose files are on disk into a step, newer than all that are there.
 
     Returns:
         The step's folder.
@@ -113,6 +158,7 @@ def commit_save(
         step=step,
         save_id=save_id,
         world_size=world_size,
+        serial=1 + max((found.manifest.serial for found in _committed(root) if found.manifest), default=0),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         versions=dict(versions),
         metrics=dict(metrics),
@@ -124,7 +170,7 @@ def commit_save(
             note.unlink()
     if not isinstance(folder, Path):
         write_plain(folder / MANIFEST_NAME, manifest)  # one object, whole or not at all: the commit
-        (folder / OWNER_NAME).unlink(missing_ok=True)
+        _disown(folder)
         return folder
     assert isinstance(root, Path)
     write_plain(folder / (MANIFEST_NAME + ".part"), manifest)
@@ -134,7 +180,7 @@ def commit_save(
     final = root / step_name(step, _next_revision(root, step))
     folder.rename(final)
     # Only now: a trainer that starts in this moment waits for a save whose owner lives.
-    (final / OWNER_NAME).unlink(missing_ok=True)
+    _disown(final)
     fsync_folder(root)
     return final
 
@@ -145,13 +191,16 @@ def retire(path: StorePath) -> StorePath | None:
     Returns:
         What is left to delete with `remove_tree`; None if it was gone already. A crash before that is swept.
     """
-    if not path.exists():
-        return None
     if not isinstance(path, Path):
         (path / MANIFEST_NAME).unlink(missing_ok=True)
         return path
+    if _TRASH.fullmatch(path.name):
+        return path
     trash = path.parent / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
-    path.rename(trash)
+    try:
+        path.rename(trash)
+    except FileNotFoundError:
+        return None
     return trash
 
 
@@ -165,27 +214,40 @@ def discard(path: StorePath) -> None:
         remove_tree(left)
 
 
-def purge(newest: StorePath, step: int, retention: Retention) -> list[StorePath]:
+def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
     """Retire older revisions of ``step``, and the steps that ``retention`` no longer keeps.
 
-    The new step is committed already; only valid steps are counted. A step that cannot be retired is left.
+    The new step is committed already, so nothing that goes wrong here is an error of the save: what cannot be retired
+    is left, with a warning.
+
+    Args:
+        newest: The folder of the step just committed; it stays.
+        step: Its number.
+        retention: The rules.
+        distrusted: Numbers of steps that a restore found damaged although they seem valid; they count as damaged.
 
     Returns:
         What is left to delete with `remove_tree`. That takes as long as writing a good part of a step, so it is not
         done before the save is reported.
     """
-    root = newest.parent
-    older = [p for p in _children(root) if p != newest and (parse_step_name(p.name) or (-1,))[0] == step]
-    folders = dict(step_folders(root))
-    valid: dict[int, dict[str, float]] = {}
-    for number, path in folders.items():
-        with contextlib.suppress(DamageError, ValueError):
-            valid[number] = Manifest.open(path).metrics
     left: list[StorePath] = []
-    for gone in [*older, *(folders[number] for number in retention.surplus(valid))]:
-        with contextlib.suppress(OSError):
-            left += [trash] if (trash := retire(gone)) else []
+    try:
+        found = _committed(newest.parent)
+        older = [other.path for other in found if other.step == step and other.path.name != newest.name]
+        for gone in [*older, *_surplus(found, retention, [number for number in distrusted if number != step])]:
+            if gone.name != newest.name:
+                left += [trash] if (trash := retire(gone)) else []
+    except Exception as err:  # whatever a store raises
+        _log.warning("older steps than %s were left, the next save tries again: %s", newest, err)
     return left
+
+
+def surplus(root: StorePath, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
+    """What ``retention`` would delete: steps in the order of their commits, each with all its revisions, oldest first.
+
+    Only valid steps count, and only they are deleted: damaged ones are left for someone to look at.
+    """
+    return _surplus(_settled(root), retention, distrusted)
 
 
 def sweep(root: StorePath) -> list[StorePath]:
@@ -193,30 +255,204 @@ def sweep(root: StorePath) -> list[StorePath]:
 
     An unfinished save is left alone while the process that makes it may be alive: on this machine that is looked up,
     on another it is assumed for a day.
+
+    Raises:
+        OSError: If the storage fails to answer.
     """
-    removed: list[StorePath] = []
-    for path in _children(root):
-        if is_leftover(path):
-            remove_tree(path)
-            removed.append(path)
+    removed = leftovers(root)
+    for path in removed:
+        discard(path)
+    with contextlib.suppress(OSError):
+        if (owner := _lock_owner(root)) is not None and not owner.alive:
+            (root / LOCK_NAME).unlink(missing_ok=True)
     return removed
 
 
+def leftovers(root: StorePath) -> list[StorePath]:
+    """What `sweep` would delete: unfinished saves of the dead, half deleted steps, and replaced revisions.
+
+    A revision of a step is replaced if there is a newer one that is valid.
+    """
+    return [path for path in _children(root) if is_leftover(path)] + _superseded(root)
+
+
 def is_leftover(path: StorePath) -> bool:
-    """Whether a folder is what a crashed save or deletion left."""
-    return path.name.startswith(".trash-") or (is_unfinished(path) and not _owner_alive(path))
+    """Whether a folder is what a crashed save or deletion left, by its own look: not a replaced revision."""
+    if renames(path) and _TRASH.fullmatch(path.name):
+        return path.is_dir()
+    return is_unfinished(path) and not _owner_alive(path)
 
 
 def is_unfinished(path: StorePath) -> bool:
-    """Whether a folder is of a save that is not committed."""
+    """Whether a folder is of a save that is not committed.
+
+    Raises:
+        OSError: If the storage fails to answer.
+    """
     if renames(path):
-        return path.name.startswith(".tmp-")
-    return parse_step_name(path.name) is not None and not (path / MANIFEST_NAME).exists()
+        return _UNFINISHED.fullmatch(path.name) is not None and path.is_dir()
+    return parse_step_name(path.name) is not None and path.is_dir() and not (path / MANIFEST_NAME).exists()
 
 
 def unfinished(root: StorePath) -> list[StorePath]:
     """Folders of saves that are not committed, of living and dead processes."""
     return [path for path in _children(root) if is_unfinished(path)]
+
+
+def take_root(root: StorePath, owner: Process) -> None:
+    """Claim the folder of the steps for the trainer that is about to save there. Readers need not.
+
+    Two trainers that save below one folder delete each other's steps. A claim of a process that is dead is taken over,
+    and so, with a warning, is one of another machine, which cannot be asked. May be called again.
+
+    Raises:
+        ValueError: If another process of this machine has claimed it and lives.
+        OSError: If the claim cannot be written.
+    """
+    held = _lock_owner(root)
+    if held == owner:
+        return
+    _refuse_rival(root, held, owner)
+    if held is not None and not held.local:
+        _log.warning("%s was saved to by %s; if that still runs, each will delete the other's steps", root, held)
+    claim = json.dumps(asdict(owner)).encode()
+    if isinstance(root, Path):
+        _write_lock(root, claim, held)
+    else:
+        (root / LOCK_NAME).write_bytes(claim)
+    _refuse_rival(root, _lock_owner(root), owner)  # one that claimed it in the same moment
+
+
+def release_root(root: StorePath, owner: Process) -> None:
+    """Give up a claim of `take_root`; does nothing if it is another's. What cannot be removed is taken over later."""
+    with contextlib.suppress(OSError):
+        if _lock_owner(root) == owner:
+            (root / LOCK_NAME).unlink(missing_ok=True)
+
+
+def owner_of(folder: StorePath) -> Process | None:
+    """Who makes an unfinished save; None in the moment before it is named."""
+    try:
+        return _owner(folder)[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _refuse_rival(root: StorePath, held: Process | None, owner: Process) -> None:
+    if held is not None and held != owner and held.local and held.alive:
+        raise ValueError(
+            f"{root} is being saved to by {held}, so {owner} cannot save there: each would delete the other's steps. "
+            "Close that one's Checkpointer or end it, or give this run a folder of its own."
+        )
+
+
+def _write_lock(root: Path, claim: bytes, held: Process | None) -> None:
+    """Write a claim whole, over a dead one but not over one that came in between."""
+    lock, part = root / LOCK_NAME, root / f"{LOCK_NAME}.{secrets.token_hex(4)}"
+    part.write_bytes(claim)
+    try:
+        if held is None and not lock.exists():
+            os.link(part, lock)
+        else:
+            part.replace(lock)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        part.replace(lock)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _lock_owner(root: StorePath) -> Process | None:
+    """Who claimed the folder; None if nobody did, or the claim is no claim."""
+    try:
+        return _process(json.loads((root / LOCK_NAME).read_bytes()))
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _settled(root: StorePath) -> list[_Revision]:
+    """As `_committed`, of a moment in which no step was deleted while it was looked at."""
+    found = _committed(root)
+    for _ in range(_LISTINGS):
+        if not any(other.manifest is None and is_gone(other.path) for other in found):
+            break
+        found = _committed(root)
+    return found
+
+
+def _committed(root: StorePath) -> list[_Revision]:
+    """Every revision of every committed step, in no order.
+
+    Raises:
+        OSError: If the storage fails to answer: no order can be told then, and nothing be deleted.
+    """
+    found: list[_Revision] = []
+    for path in _children(root):
+        parsed = parse_step_name(path.name)
+        if parsed is None or is_unfinished(path):
+            continue
+        manifest = None
+        with contextlib.suppress(DamageError, ValueError):  # whoever opens the step gets the reason
+            manifest = Manifest.read(path)
+        found.append(_Revision(*parsed, path, manifest))
+    return found
+
+
+def _newest(found: Sequence[_Revision]) -> list[_Revision]:
+    """The newest revision of each step, in the order of `step_folders`."""
+    newest: dict[int, _Revision] = {}
+    for other in found:
+        if other.step not in newest or newest[other.step].revision < other.revision:
+            newest[other.step] = other
+    ordered = [other for other in newest.values() if other.manifest]
+    ordered.sort(key=lambda other: (other.manifest.serial if other.manifest else 0, other.step))
+    for other in sorted((other for other in newest.values() if not other.manifest), key=lambda other: other.step):
+        smaller = [i for i, known in enumerate(ordered) if known.step < other.step]
+        ordered.insert(smaller[-1] + 1 if smaller else 0, other)
+    return ordered
+
+
+def _surplus(found: Sequence[_Revision], retention: Retention, distrusted: Sequence[int]) -> list[StorePath]:
+    valid: dict[int, Mapping[str, float]] = {}
+    for newest in _newest(found):
+        if newest.manifest is None or newest.step in distrusted:
+            continue
+        with contextlib.suppress(DamageError, ValueError):  # neither counted nor deleted
+            valid[newest.step] = Manifest.open(newest.path).metrics
+    # The newest revision goes last: were it to go first, a crash would leave the one before it as the step.
+    revisions = sorted(found, key=lambda other: other.revision)
+    return [other.path for step in retention.surplus(valid) for other in revisions if other.step == step]
+
+
+def _superseded(root: StorePath) -> list[StorePath]:
+    """Revisions of a step that has a newer one which is valid."""
+    found = _committed(root)
+    replaced: list[StorePath] = []
+    for newest in _newest(found):
+        older = [other.path for other in found if other.step == newest.step and other.path != newest.path]
+        with contextlib.suppress(DamageError, ValueError):
+            if older and Manifest.open(newest.path):
+                replaced += older
+    return replaced
+
+
+def _open(
+    folders: Iterable[tuple[int, StorePath]], most: int | None
+) -> tuple[list[Manifest], list[tuple[StorePath, Exception]]] | None:
+    """The first ``most`` valid ones, and what is wrong with those before; None if one was deleted meanwhile."""
+    valid: list[Manifest] = []
+    refused: list[tuple[StorePath, Exception]] = []
+    for _, path in folders:
+        if most is not None and len(valid) == most:
+            break
+        try:
+            valid.append(Manifest.open(path))
+        except (DamageError, ValueError) as err:
+            if is_gone(path):
+                return None
+            refused.append((path, err))
+    return valid, refused
 
 
 def _next_revision(root: StorePath, step: int) -> int:
@@ -228,39 +464,38 @@ def _children(root: StorePath) -> list[StorePath]:
     return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
 
-def owner_of(folder: StorePath) -> Process | None:
-    """Who makes an unfinished save; None in the moment before it is named."""
-    try:
-        return _owner(folder)[0]
-    except (OSError, ValueError):
-        return None
+def _disown(folder: StorePath) -> None:
+    """Take the owner's name off a step. It is committed: that it stays is no reason to call the save failed."""
+    with contextlib.suppress(OSError):
+        (folder / OWNER_NAME).unlink(missing_ok=True)
 
 
 def _owner(folder: StorePath) -> tuple[Process, float]:
     """Who makes a save, and since when."""
     told = json.loads((folder / OWNER_NAME).read_bytes())
-    return Process(told["host"], told["pid"], told["started"]), told["began"]
+    return _process(told), told["began"]
+
+
+def _process(told: dict[str, Any]) -> Process:
+    return Process(told["host"], told["pid"], told["started"], told["boot"], told["namespace"])
 
 
 def _owner_alive(folder: StorePath) -> bool:
-    owner = owner_of(folder)
-    if owner is None:
-        return _age_s(folder) < _NAMELESS_AGE_S
-    return owner.alive and (owner.local or _age_s(folder) < _FOREIGN_AGE_S)
-
-
-def _age_s(folder: StorePath) -> float:
+    """Whether the process that makes a save may be alive; True unless it is proven not to be."""
     try:
-        return time.time() - (folder.stat().st_mtime if isinstance(folder, Path) else _owner(folder)[1])
-    except (OSError, ValueError):
-        return 0.0 if renames(folder) else _FOREIGN_AGE_S  # of objects, a nameless save is half deleted
-
-
-def _process_start(pid: int) -> str | None:
-    """When a local process started, in the kernel's ticks; None if it is not there. Tells reused ids apart."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        owner, began = _owner(folder)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        # On a file system it is named in a moment, or never. Of objects, the name is the first to be written and, but
+        # for a commit, goes with the rest: this is half deleted.
+        return renames(folder) and _age_s(folder, 0.0) < _NAMELESS_AGE_S
     except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else fields[19]
+        return True
+    return owner.alive and (owner.local or _age_s(folder, began) < _FOREIGN_AGE_S)
+
+
+def _age_s(folder: StorePath, began: float) -> float:
+    """How long a save was not written to; of objects, how long ago it began."""
+    try:
+        return time.time() - (folder.stat().st_mtime if isinstance(folder, Path) else began)
+    except FileNotFoundError:
+        return 0.0

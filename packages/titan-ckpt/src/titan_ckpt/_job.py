@@ -14,7 +14,7 @@ from titan_ckpt._digest import Buffer
 from titan_ckpt._format import Entry
 from titan_ckpt._index import FileRecord, Index, StoredTensor, move_boxes
 from titan_ckpt._retention import Retention
-from titan_ckpt._storage import StorePath, as_path
+from titan_ckpt._storage import StorePath, decode_path, encode_path
 from titan_ckpt._write import write_bytes, write_packed_safetensors, write_safetensors
 
 
@@ -80,6 +80,8 @@ class Lead:
     versions: dict[str, str]
     metrics: dict[str, float]
     retention: Retention
+    distrusted: tuple[int, ...] = ()
+    """Steps that a restore found damaged: they do not count for retention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Job:
     def encode(self) -> bytes:
         """All but the layout as JSON, for the saver process."""
         value = {
-            "folder": str(self.folder),
+            "folder": encode_path(self.folder),
             "step": self.step,
             "save_id": self.save_id,
             "rank": self.rank,
@@ -118,10 +120,11 @@ class Job:
         told = value["lead"]
         lead = None
         if told is not None:
-            lead = Lead(told["tied"], told["versions"], told["metrics"], Retention(**told["retention"]))
+            retention, distrusted = Retention(**told["retention"]), tuple(told["distrusted"])
+            lead = Lead(told["tied"], told["versions"], told["metrics"], retention, distrusted)
         texts = tuple((name, text) for name, text in value["texts"])
         rest = {key: value[key] for key in ("step", "save_id", "rank", "world_size")}
-        return cls(folder=as_path(value["folder"]), layout=layout, texts=texts, lead=lead, **rest)
+        return cls(folder=decode_path(value["folder"]), layout=layout, texts=texts, lead=lead, **rest)
 
 
 def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
@@ -169,4 +172,4 @@ def commit_job(job: Job, records: Iterable[FileRecord]) -> tuple[StorePath, list
         versions=lead.versions,
         metrics=lead.metrics,
     )
-    return path, _commit.purge(path, job.step, lead.retention)
+    return path, _commit.purge(path, job.step, lead.retention, lead.distrusted)

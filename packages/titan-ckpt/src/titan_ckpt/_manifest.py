@@ -7,6 +7,7 @@ the process.
 """
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ from typing import Any
 
 from titan_ckpt._digest import digest, root_digest
 from titan_ckpt._errors import Damage, DamageError
-from titan_ckpt._format import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME
+from titan_ckpt._format import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
 from titan_ckpt._storage import StorePath, as_path
+
+# The errors that prove that a file is not there, or is something else. Any other may be gone at the next try.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,11 @@ class Manifest:
     """Unique to this save, also of the same step saved twice."""
     world_size: int
     """Ranks that saved."""
+    serial: int
+    """Place in the order of the commits below one folder, from 1: larger than those of all steps there at the time.
+
+    Steps need not be committed in the order of their numbers: a run may go back to an older step and save from there.
+    """
     saved_at: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
@@ -46,10 +55,13 @@ class Manifest:
         """Read the manifest of a step's folder and check it: its own digest, and every file's presence and size.
 
         Raises:
-            DamageError: If the manifest or a file is missing, short, long or altered. The error lists all of them.
+            DamageError: If the manifest or a file is missing, short, long or altered, or the folder has another step's
+                name. The error lists all of it.
+            ValueError: If the format is newer than this code.
+            OSError: If the storage fails to answer, which says nothing of the step; names the file.
         """
         folder = as_path(path)
-        manifest = cls._parse(folder)
+        manifest = cls.read(folder)
         damages = [
             damage
             for name, size in [*((n, s) for n, s, _ in manifest.files), (INDEX_NAME, manifest.index[0])]
@@ -60,39 +72,56 @@ class Manifest:
         return manifest
 
     @classmethod
-    def _parse(cls, folder: StorePath) -> "Manifest":
+    def read(cls, folder: StorePath) -> "Manifest":
+        """Read the manifest of a step's folder without a look at the other files.
+
+        Raises:
+            DamageError, ValueError, OSError: As `open`, of the manifest and the folder's name.
+        """
+        data = _read(folder, MANIFEST_NAME)
         try:
-            value = json.loads((folder / MANIFEST_NAME).read_bytes())
-        except OSError as err:
-            raise DamageError(str(folder), [Damage(MANIFEST_NAME, f"cannot be read ({err.strerror})")]) from err
-        except ValueError as err:
-            raise DamageError(str(folder), [Damage(MANIFEST_NAME, f"is not JSON ({err})")]) from err
+            value = json.loads(data)
+        except (ValueError, RecursionError) as err:
+            raise _damaged(folder, f"is not JSON ({err})") from err
         told = value.pop("digest", None) if isinstance(value, dict) else None
         if told != _self_digest(value):
-            raise DamageError(str(folder), [Damage(MANIFEST_NAME, "does not match its own digest")])
+            raise _damaged(folder, "does not match its own digest")
         if value["format"] > FORMAT_VERSION:
             raise ValueError(
                 f"{folder} has format {value['format']}; this titan-ckpt reads up to {FORMAT_VERSION}. Update it."
             )
-        return cls(
-            path=folder,
-            step=value["step"],
-            save_id=value["save_id"],
-            world_size=value["world_size"],
-            saved_at=value["saved_at"],
-            versions=value["versions"],
-            metrics=value["metrics"],
-            files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
-            index=(value["index"]["size"], value["index"]["digest"]),
-        )
+        try:
+            manifest = cls(
+                path=folder,
+                step=value["step"],
+                save_id=value["save_id"],
+                world_size=value["world_size"],
+                serial=value["serial"],
+                saved_at=value["saved_at"],
+                versions=value["versions"],
+                metrics={name: _decode_number(number) for name, number in value["metrics"].items()},
+                files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
+                index=(value["index"]["size"], value["index"]["digest"]),
+            )
+        except KeyError as err:
+            raise _damaged(folder, f"lacks {err}") from err
+        named = parse_step_name(folder.name)
+        if named is not None and named[0] != manifest.step:
+            raise _damaged(
+                folder,
+                f"is of step {manifest.step}, but the folder is called {folder.name}: it was copied or renamed. Give it "
+                f"the name {step_name(manifest.step)}",
+            )
+        return manifest
 
     def read_index(self) -> Index:
         """The index, checked against this manifest's digest and file list.
 
         Raises:
-            DamageError: If it was altered.
+            DamageError: If it is missing or was altered.
+            OSError: If the storage fails to answer; names the file.
         """
-        data = (self.path / INDEX_NAME).read_bytes()
+        data = _read(self.path, INDEX_NAME)
         if len(data) != self.index[0] or digest(data) != self.index[1]:
             raise DamageError(str(self.path), [Damage(INDEX_NAME, "does not match its digest", (), 0, 0)])
         index = Index.decode(data)
@@ -112,6 +141,7 @@ def encode_manifest(
     step: int,
     save_id: str,
     world_size: int,
+    serial: int,
     saved_at: str,
     versions: dict[str, str],
     metrics: dict[str, float],
@@ -124,13 +154,43 @@ def encode_manifest(
         "step": step,
         "save_id": save_id,
         "world_size": world_size,
+        "serial": serial,
         "saved_at": saved_at,
         "versions": versions,
-        "metrics": metrics,
+        "metrics": {name: _encode_number(number) for name, number in metrics.items()},
         "files": [{"name": f.name, "size": f.size, "digest": root_digest(f.blocks)} for f in files],
         "index": {"size": len(index), "digest": digest(index)},
     }
-    return json.dumps({**value, "digest": _self_digest(value)}, indent=1).encode()
+    return json.dumps({**value, "digest": _self_digest(value)}, indent=1, allow_nan=False).encode()
+
+
+def _encode_number(number: float) -> float | dict[str, str]:
+    """JSON has no numbers that are not finite; they are written as plain state writes them."""
+    return number if math.isfinite(number) else {"$float": repr(float(number))}
+
+
+def _decode_number(told: float | dict[str, str]) -> float:
+    return float(told["$float"]) if isinstance(told, dict) else told
+
+
+def _read(folder: StorePath, name: str) -> bytes:
+    """A whole file of a step. That it is not there is damage; that it cannot be read just now is not."""
+    try:
+        return (folder / name).read_bytes()
+    except _ABSENT as err:
+        raise DamageError(str(folder), [Damage(name, "is missing")]) from err
+    except OSError as err:
+        raise _unanswered(folder, name, err) from err
+
+
+def _damaged(folder: StorePath, what: str) -> DamageError:
+    return DamageError(str(folder), [Damage(MANIFEST_NAME, what)])
+
+
+def _unanswered(folder: StorePath, name: str, err: OSError) -> OSError:
+    """The same kind of error with the file's name, which stores behind fsspec leave out."""
+    text = f"{folder / name} cannot be read: {err.strerror or err}"
+    return OSError(text) if err.errno is None else OSError(err.errno, text)
 
 
 def _self_digest(value: Any) -> str:
@@ -141,6 +201,8 @@ def _self_digest(value: Any) -> str:
 def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
     try:
         found = (folder / name).stat().st_size
+    except _ABSENT:
+        return Damage(name, "is missing")
     except OSError as err:
-        return Damage(name, f"is missing ({err.strerror})")
+        raise _unanswered(folder, name, err) from err
     return None if found == size else Damage(name, f"has {found} bytes, {size} were written")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Retention:
     """What survives the commit of a newer step; a step is kept if any rule keeps it.
 
-    With no rule everything is kept. The newest step is always kept, and only valid, committed steps are counted.
+    With no rule everything is kept. New and old are meant in the order of the commits: after going back to step 50 of
+    200, the new step 60 is newer than 200. The newest is always kept, and only valid, committed steps are counted.
     """
 
     last: int | None = None
@@ -24,16 +25,18 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("last", "every"):
             value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ValueError(f"keep_{name}={value!r} is no whole number. Give a number of steps, or None.")
             if value is not None and value < 1:
                 raise ValueError(f"keep_{name}={value} would keep nothing. Use 1 or more, or None for no such rule.")
         if self.best_is not in ("min", "max"):
             raise ValueError(f"best_is={self.best_is!r} is neither 'min' nor 'max'.")
 
     def surplus(self, steps: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps to delete, given every valid step with its metrics."""
+        """The steps to delete, given every valid step with its metrics in the order of their commits, oldest first."""
         if not steps or (self.last is None and self.every is None and self.best is None):
             return []
-        ordered = sorted(steps)
+        ordered = list(steps)
         keep = {ordered[-1], *ordered[-(self.last or 1) :]}
         keep.update(step for step in ordered if self.every and step % self.every == 0)
         keep.update(self._best(ordered, steps))

@@ -15,6 +15,7 @@ import ctypes
 import fnmatch
 import importlib
 import io
+import json
 import mmap
 import os
 import posixpath
@@ -122,20 +123,20 @@ class RemotePath:
     def __truediv__(self, name: str, /) -> "RemotePath":
         return RemotePath(self.fs, posixpath.join(self.path, name))
 
+    # fsspec's own exists() and isdir() take every failed request for an absence. Here whoever gets "no" may delete.
     def exists(self) -> bool:
-        self._forget()
-        return bool(self.fs.exists(self.path))
+        return self._info() is not None
 
     def is_dir(self) -> bool:
-        self._forget()
-        return bool(self.fs.isdir(self.path))
+        info = self._info()
+        return info is not None and info["type"] == "directory"
 
     def iterdir(self) -> Iterator["RemotePath"]:
         self._forget()
         for found in self.fs.ls(self.path, detail=False):
-            child = RemotePath(self.fs, str(found).rstrip("/"))
-            if child.path != self.path:
-                yield child
+            path = str(found).rstrip("/")
+            if path != self.path:
+                yield self / posixpath.basename(path)  # spelled as this one: stores list paths in their own spelling
 
     def glob(self, pattern: str, /) -> Iterator["RemotePath"]:
         return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
@@ -165,6 +166,14 @@ class RemotePath:
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         self.fs.makedirs(self.path, exist_ok=True)
 
+    def _info(self) -> dict[str, Any] | None:
+        """What the store tells of it; None only if the store says that there is no such thing."""
+        self._forget()
+        try:
+            return self.fs.info(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def _forget(self) -> None:
         """Other processes write too: listings are not kept."""
         self.fs.invalidate_cache()
@@ -187,6 +196,76 @@ def as_path(path: "StorePath | os.PathLike[str] | str") -> StorePath:
             f"{path} needs {err.name or 'a package'}: install titan-ckpt[fsspec] and the store's own."
         ) from err
     return RemotePath(fs, str(inner).rstrip("/"))
+
+
+def encode_path(path: StorePath) -> Any:
+    """A path as JSON data for another process of the same job. A URL would lose the options of the store.
+
+    Raises:
+        ValueError: If the store cannot be told: it was made with options that are no plain data.
+    """
+    if isinstance(path, Path):
+        return str(path)
+    assert isinstance(path, RemotePath)
+    try:
+        return {"store": json.loads(json.dumps(path.fs, default=_told_store)), "path": path.path}
+    except (TypeError, ValueError) as err:
+        raise ValueError(
+            f"the file system of {path} cannot be told to another process: {err}. Make it with options that are plain "
+            "data, or save with async_=False in one process."
+        ) from err
+
+
+def decode_path(told: Any) -> StorePath:
+    """Undo `encode_path`. The store's class is looked up in fsspec's registry; nothing else is imported.
+
+    Raises:
+        ValueError: If fsspec does not know the store.
+    """
+    return Path(told) if isinstance(told, str) else RemotePath(_store(told["store"]), told["path"])
+
+
+def shared_between_processes(path: StorePath) -> bool:
+    """Whether another process on this machine can reach the same files, as saver processes and other ranks must.
+
+    False of a store in memory, of one made with options that are no plain data, and of one whose class was registered
+    with fsspec in this process only.
+    """
+    if isinstance(path, Path):
+        return True
+    assert isinstance(path, RemotePath)
+    memory = importlib.import_module("fsspec.implementations.memory").MemoryFileSystem
+    known = importlib.import_module("fsspec").available_protocols()
+    store = path.fs
+    while store is not None:  # some stores lie in another one
+        if isinstance(store, memory) or _protocol(store) not in known:
+            return False
+        store = getattr(store, "fs", None)
+    try:
+        encode_path(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _protocol(fs: Any) -> str:
+    return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+
+
+def _told_store(fs: Any) -> dict[str, Any]:
+    """A file system as plain data; one among its options too."""
+    if not hasattr(fs, "storage_options"):
+        raise TypeError(f"{fs!r} is no plain data")
+    return {"protocol": _protocol(fs), "args": fs.storage_args, "options": fs.storage_options}
+
+
+def _store(told: dict[str, Any]) -> Any:
+    """Undo `_told_store`."""
+    options = {
+        key: _store(value) if isinstance(value, dict) and set(value) == {"protocol", "args", "options"} else value
+        for key, value in told["options"].items()
+    }
+    return importlib.import_module("fsspec").get_filesystem_class(told["protocol"])(*told["args"], **options)
 
 
 def renames(path: StorePath) -> bool:
