@@ -280,7 +280,7 @@ def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
         "optim": {
             "groups": _optim.merge_groups(shared["optim"]["groups"] for shared in told),
             "leaves": {key: value for shared in told for key, value in shared["optim"]["leaves"].items()},
-            "others": told[0]["optim"]["others"],
+            "others": told[0]["optim"].get("others", []),
         },
         "sched": told[0]["sched"],
         "extra": told[0]["extra"],
