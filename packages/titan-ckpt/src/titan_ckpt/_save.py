@@ -6,7 +6,7 @@ saver process (`titan_ckpt._async`). Every failure, of whatever rank, is raised 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,12 +104,14 @@ def begin_job(
     retention: Retention,
     compress: bool,
     owner: _commit.Process,
+    distrusted: Collection[int] = (),
 ) -> Job:
     """Make the unfinished step's folder and this rank's job. Collective.
 
     Args:
         compress: Whether optimizer state is compressed where that is worth it.
         owner: The process of rank 0 that will commit: while it lives, the folder is not swept.
+        distrusted: Steps that a restore found damaged: they do not count for ``retention``.
 
     Raises:
         CheckpointError: If the folder cannot be made.
@@ -134,7 +136,7 @@ def begin_job(
         texts.append((STATE_NAME, _tree.dump_json(merge_shared(step, shared)).decode()))
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
-        lead = Lead(tied, versions, planned.metrics, retention)
+        lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
     return Job(as_path(name), step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
 
 
