@@ -23,6 +23,7 @@ from titan_ckpt._job import Job, Layout, Lead, Shard, commit_job, write_job
 from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
+from titan_ckpt._process import Process
 from titan_ckpt._ranks import Ranks
 from titan_ckpt._replicas import compare_replicas
 from titan_ckpt._retention import Retention
@@ -103,7 +104,7 @@ def begin_job(
     *,
     retention: Retention,
     compress: bool,
-    owner: _commit.Process,
+    owner: Process,
     distrusted: Collection[int] = (),
 ) -> Job:
     """Make the unfinished step's folder and this rank's job. Collective.
