@@ -110,15 +110,28 @@ class StoredTensor:
 
 def pack_tensor(dtype: str, shape: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredTensor:
     """Store a tensor's boxes by column."""
-    columns: dict[str, Any] = {
-        "count": len(chunks),
-        "file": _pack([c.file for c in chunks]),
-        "start": _pack([c.start for c in chunks]),
-        "offsets": [_pack([c.offsets[d] for c in chunks]) for d in range(len(shape))],
-        "sizes": [_pack([c.sizes[d] for c in chunks]) for d in range(len(shape))],
-    }
+    boxes = [(c.offsets, c.sizes) for c in chunks]
+    tensor = pack_columns(dtype, shape, [c.file for c in chunks], [c.start for c in chunks], boxes)
     if any(c.frames is not None for c in chunks):
-        columns["frames"] = [c.frames for c in chunks]
+        tensor.columns["frames"] = [c.frames for c in chunks]
+    return tensor
+
+
+def pack_columns(
+    dtype: str,
+    shape: Sequence[int],
+    files: list[int],
+    starts: list[int],
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> StoredTensor:
+    """Store a tensor's boxes (offsets and sizes), given where each lies: its file and its first byte there."""
+    columns: dict[str, Any] = {
+        "count": len(boxes),
+        "file": _pack(files),
+        "start": _pack(starts),
+        "offsets": [_pack([offsets[d] for offsets, _ in boxes]) for d in range(len(shape))],
+        "sizes": [_pack([sizes[d] for _, sizes in boxes]) for d in range(len(shape))],
+    }
     return StoredTensor(dtype, tuple(shape), columns)
 
 
@@ -205,7 +218,7 @@ class Index:
 
 
 def _pack(column: list[int]) -> int | list[int]:
-    return column[0] if column and all(n == column[0] for n in column) else column
+    return column[0] if column and column.count(column[0]) == len(column) else column
 
 
 def _unpack(column: int | list[int], count: int) -> list[int]:
