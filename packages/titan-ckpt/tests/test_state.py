@@ -417,3 +417,20 @@ def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
     assert first.startswith("TypeError")
     assert "no number" in second
     assert run_ranks(fail_alone, 2, str(tmp_path / "c"), "") == ["saved", "saved"]
+
+
+def test_weights_saved_apart_load_into_a_model_that_ties_them(tmp_path):
+    """As two pipeline stages hold a tied embedding and head: equal, under two names."""
+
+    def build(tied: bool) -> nn.Module:
+        model = holder(embed=nn.Parameter(torch.ones(3, 2)), head=nn.Parameter(torch.ones(3, 2)))
+        if tied:
+            model.head = model.embed
+        return model
+
+    apart, together = build(tied=False), build(tied=True)
+    save(tmp_path, model=apart, optim=momentum(apart))
+    optim = torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9)
+    restore(tmp_path, model=together, optim=optim)
+    assert torch.equal(together.embed, apart.embed)
+    assert torch.equal(optim.state[together.embed]["momentum_buffer"], torch.full((3, 2), 2.0))

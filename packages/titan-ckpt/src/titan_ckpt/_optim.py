@@ -111,6 +111,8 @@ class OptimRestore:
         """Key in the ``optim`` section to the tensor to fill."""
         self.used: set[str] = set()
         """Saved parameters that were found here."""
+        self.names: set[str] = set()
+        """Parameters here."""
         self.unknown: list[str] = []
         """Parameters here that have no saved state."""
         self._finish: list[Callable[[], None]] = []
@@ -124,6 +126,7 @@ class OptimRestore:
             self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
         for group, params in _groups(optims, owners):
             names = {name: _stored_name(name, hypers, index) for name, _, _ in params}
+            self.names.update(names)
             unknown = [name for name, old in names.items() if old not in hypers]
             if strict:
                 _check_known(unknown)

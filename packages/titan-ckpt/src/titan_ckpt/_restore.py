@@ -209,7 +209,8 @@ class _Restore:
             stored_dtypes={name: DTYPES[kind.dtype] for name, kind in self.reader.index.tensors["model"].items()},
             strict=self.strict,
         )
-        self.optim_used = restore.used
+        # a weight that is tied here may have been saved as several
+        self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
         for key, target in restore.targets.items():
             stored = self.reader.index.tensors["optim"][key]
             self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=not self.strict)
