@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from titan_ckpt import Checkpointer, CheckpointError, Retention, TrainState, _commit, _write
+from titan_ckpt import Checkpointer, CheckpointError, Manifest, TrainState, _commit, _write
+from titan_ckpt._claim import LOCK_NAME, release_root, take_root
+from titan_ckpt._process import Process
 from torch import nn
 
 
@@ -19,14 +21,14 @@ def make_state(fill: float = 1.0) -> TrainState:
     return TrainState(model=model, rng=False)
 
 
-def dead_process() -> _commit.Process:
+def dead_process() -> Process:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    return replace(_commit.Process.of(os.getpid()), pid=int(done.stdout), started="1")
+    return replace(Process.of(os.getpid()), pid=int(done.stdout), started="1")
 
 
 def names(root) -> list[str]:
     """What lies in a folder of steps, but for the trainer's claim."""
-    return sorted(path.name for path in root.iterdir() if path.name != _commit.LOCK_NAME)
+    return sorted(path.name for path in root.iterdir() if path.name != LOCK_NAME)
 
 
 def value(root) -> tuple[int, float]:
@@ -45,18 +47,6 @@ def test_keep_last_one_keeps_exactly_the_newest(tmp_path):
     assert value(tmp_path) == (3, 3.0)
 
 
-def test_retention_keeps_last_every_and_best():
-    steps = {step: {"loss": abs(step - 7) + 0.5} for step in range(1, 13)}
-    assert Retention(last=2).surplus(steps) == list(range(1, 11))
-    assert [s for s in steps if s not in Retention(last=1, every=5).surplus(steps)] == [5, 10, 12]
-    assert [s for s in steps if s not in Retention(last=1, best="loss").surplus(steps)] == [7, 12]
-    assert [s for s in steps if s not in Retention(last=1, best="loss", best_is="max").surplus(steps)] == [1, 12]
-    assert Retention().surplus(steps) == []
-    assert Retention(last=1, best="loss").surplus({1: {"loss": float("nan")}, 2: {}}) == [1]
-    with pytest.raises(ValueError, match="keep_last=0 would keep nothing"):
-        Retention(last=0)
-
-
 def test_an_unfinished_save_is_neither_counted_nor_kept_nor_committed_later(tmp_path):
     ck = Checkpointer(tmp_path, keep_last=1)
     ck.save(1, make_state(1))
@@ -70,9 +60,143 @@ def test_an_unfinished_save_is_neither_counted_nor_kept_nor_committed_later(tmp_
 
 
 def test_the_unfinished_save_of_a_living_process_is_left_alone(tmp_path):
-    folder, _ = _commit.begin_save(tmp_path, 2, _commit.Process.of(os.getpid()))
+    folder, _ = _commit.begin_save(tmp_path, 2, Process.of(os.getpid()))
     assert _commit.sweep(tmp_path) == []
     assert folder.exists()
+
+
+@pytest.mark.parametrize("apart", [{"boot": "another"}, {"namespace": 1}, {"host": "elsewhere"}], ids=str)
+def test_a_process_of_another_host_boot_or_namespace_is_never_called_dead(tmp_path, apart):
+    stranger = replace(dead_process(), **apart)
+    assert not stranger.local
+    assert stranger.alive
+    folder, _ = _commit.begin_save(tmp_path, 2, stranger)
+    assert _commit.owner_of(folder) == stranger
+    assert _commit.sweep(tmp_path) == []
+    os.utime(folder, (time.time() - 90_000,) * 2)
+    assert _commit.sweep(tmp_path) == [folder], "a day without a word from there"
+
+
+def test_only_folders_with_names_of_ours_are_swept(tmp_path):
+    Checkpointer(tmp_path).save(1, make_state(1))
+    theirs = [
+        ".tmp-mine",
+        ".tmp-cache",
+        ".trash-1000",
+        ".tmp-00000002",
+        ".trash-step-00000001",
+        ".tmp-1-0123456789abcdef",
+    ]
+    for name in theirs:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    file = ".tmp-00000003-0123456789abcdef"
+    (tmp_path / file).write_text("not a folder")
+    ours = [".tmp-00000002-0123456789abcdef", ".trash-step-00000001.r1-01234567"]
+    ours += [".trash-tmp-00000002-0123456789abcdef-01234567"]
+    for name in ours:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    assert sorted(path.name for path in _commit.sweep(tmp_path)) == sorted(ours)
+    assert names(tmp_path) == sorted([*theirs, file, "step-00000001"])
+
+
+def test_what_a_killed_deletion_of_a_leftover_left_is_swept(tmp_path):
+    folder, _ = _commit.begin_save(tmp_path, 2, dead_process())
+    left = _commit.retire(folder)
+    assert left.exists()
+    assert not folder.exists()
+    assert _commit.retire(folder) is None
+    assert _commit.retire(left) == left
+    assert _commit.sweep(tmp_path) == [left]
+    assert names(tmp_path) == []
+
+
+def test_a_negative_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"step=-1 is negative\. Count steps from 0"):
+        _commit.begin_save(tmp_path, -1, Process.of(os.getpid()))
+    assert names(tmp_path) == []
+
+
+def test_a_committed_step_is_not_called_failed_for_what_comes_after(tmp_path, monkeypatch):
+    ck = Checkpointer(tmp_path, keep_last=1)
+    ck.save(1, make_state(1))
+    real = Manifest.read
+
+    def failing(path):
+        if (tmp_path / "step-00000002").exists() and path.name == "step-00000001":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", failing)
+        assert ck.save(2, make_state(2)).path == tmp_path / "step-00000002"
+    assert names(tmp_path) == ["step-00000001", "step-00000002"], "nothing is deleted where an answer failed"
+    ck.save(3, make_state(3))
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_a_folder_claimed_by_a_living_trainer_is_refused_to_another(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        first, second = Process.of(other.pid), Process.of(os.getpid())
+        take_root(tmp_path, first)
+        take_root(tmp_path, first)
+        with pytest.raises(
+            ValueError, match=rf"is being saved to by process {other.pid} on .*, so process {os.getpid()}"
+        ):
+            take_root(tmp_path, second)
+        release_root(tmp_path, second)
+        assert (tmp_path / LOCK_NAME).exists(), "only its owner gives up a claim"
+        assert _commit.sweep(tmp_path) == []
+        assert (tmp_path / LOCK_NAME).exists()
+        other.communicate(b"\n")
+    take_root(tmp_path, second)  # the first is dead
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    release_root(tmp_path, second)
+    release_root(tmp_path, second)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_of_another_machine_is_taken_over_with_a_warning(tmp_path, caplog):
+    take_root(tmp_path, Process("elsewhere", 7, "1"))
+    mine = Process.of(os.getpid())
+    take_root(tmp_path, mine)
+    assert "was saved to by process 7 on elsewhere" in caplog.text
+    caplog.clear()
+    take_root(tmp_path, mine)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_trainers_that_claim_a_folder_at_once_one_is_refused(tmp_path, monkeypatch, links):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        rival, real = Process.of(other.pid), Path.write_bytes
+
+        def write(path, data):  # the other one comes between the look and the write
+            monkeypatch.setattr(Path, "write_bytes", real)
+            take_root(tmp_path, rival)
+            return path.write_bytes(data)
+
+        monkeypatch.setattr(Path, "write_bytes", write)
+        if not links:
+            monkeypatch.setattr(os, "link", _no_links)
+        with pytest.raises(ValueError, match=f"saved to by process {other.pid}"):
+            take_root(tmp_path, Process.of(os.getpid()))
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+        other.communicate(b"\n")
+
+
+def _no_links(*_):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_claim_of_the_dead_and_one_that_is_none_are_dropped(tmp_path):
+    take_root(tmp_path, dead_process())
+    assert _commit.sweep(tmp_path) == []
+    assert names(tmp_path) == [path.name for path in tmp_path.iterdir()]
+    (tmp_path / LOCK_NAME).write_text('["no claim"]')
+    take_root(tmp_path, Process.of(os.getpid()))
+    assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
 
 
 def test_saving_a_step_again_replaces_it_without_a_moment_without_it(tmp_path, monkeypatch):

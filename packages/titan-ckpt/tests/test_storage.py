@@ -10,7 +10,8 @@ from ckpt_layouts import assert_equal
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, _commit, export_hf
 from titan_ckpt._cli import main
-from titan_ckpt._storage import MappedFile, RemotePath, as_path
+from titan_ckpt._job import Job, Layout
+from titan_ckpt._storage import MappedFile, RemotePath, as_path, shared_between_processes
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +29,7 @@ class Objects(MemoryFileSystem):
     pseudo_dirs = [""]  # noqa: RUF012
     cachable = False
     writes_left = 10**9
+    failing = ""
     written: list = []  # noqa: RUF012
 
     def _strip(self, path):
@@ -49,6 +51,18 @@ class Objects(MemoryFileSystem):
         Objects.writes_left -= 1
         Objects.written.append(str(path))
 
+    def _answer(self, path):
+        if Objects.failing and Objects.failing in str(path):
+            raise TimeoutError("503 slow down")
+
+    def info(self, path, **kwargs):
+        self._answer(path)
+        return super().info(path, **kwargs)
+
+    def cat_file(self, path, **kwargs):
+        self._answer(path)
+        return super().cat_file(path, **kwargs)
+
     def pipe_file(self, path, value, **kwargs):
         self._count(path)
         super().pipe_file(path, value, **kwargs)
@@ -62,7 +76,7 @@ class Objects(MemoryFileSystem):
 @pytest.fixture
 def bucket():
     fsspec.register_implementation("objects", Objects, clobber=True)
-    Objects.store, Objects.pseudo_dirs, Objects.writes_left, Objects.written = {}, [""], 10**9, []
+    Objects.store, Objects.pseudo_dirs, Objects.writes_left, Objects.written, Objects.failing = {}, [""], 10**9, [], ""
     return f"objects://bucket-{uuid.uuid4().hex[:6]}/run"
 
 
@@ -132,6 +146,121 @@ def test_an_unfinished_save_is_no_step_and_swept_when_its_owner_is_dead(bucket):
     assert not gone.exists()
     assert alive.exists()
     assert abroad.exists()
+
+
+def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket):
+    ck = Checkpointer(bucket)
+    for step in (1, 2, 3):
+        ck.save(step, state_of(float(step)))
+    before = sorted(Objects.store)
+    for failing in ("MANIFEST", "step-00000002", "run"):
+        Objects.failing = failing
+        with pytest.raises(CheckpointError, match=r"cannot be read: 503 slow down"):
+            Checkpointer(bucket)
+        with pytest.raises(OSError, match=r"cannot be read: 503 slow down"):
+            ck.latest()
+        with pytest.raises(CheckpointError, match="Earlier steps are intact"):
+            ck.save(4, state_of(4.0))
+        Objects.failing = ""
+        assert {name for name in Objects.store if "step-00000004" not in name} >= set(before)
+        Checkpointer(bucket)
+        assert sorted(Objects.store) == before, "and what was begun is swept once the store answers"
+    assert ck.steps() == [1, 2, 3]
+
+
+def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_next_save(bucket, monkeypatch):
+    ck = Checkpointer(bucket, keep_last=1)
+    ck.save(1, state_of(1.0))
+    real = _commit.purge
+
+    def purge(*args):
+        Objects.failing = "step-00000001"
+        try:
+            return real(*args)
+        finally:
+            Objects.failing = ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_commit, "purge", purge)
+        ck.save(2, state_of(2.0))
+    assert ck.steps() == [1, 2]
+    ck.save(3, state_of(3.0))
+    assert ck.steps() == [3]
+
+
+def test_a_file_of_the_users_in_a_store_is_no_step(bucket):
+    ck = Checkpointer(bucket)
+    ck.save(1, state_of(1.0))
+    for name in ("notes.txt", ".tmp-mine/x", "step-00000002-best/x", "step-00000007.r0.0123456789abcdef"):
+        (as_path(bucket) / name).write_bytes(b"mine")
+    assert Checkpointer(bucket).steps() == [1]
+    assert len([name for name in Objects.store if Objects.store[name].getvalue() == b"mine"]) == 4
+
+
+def test_a_path_spelled_unlike_the_store_spells_it_keeps_the_step_just_saved(bucket):
+    fs = fsspec.filesystem("objects")
+    ck = Checkpointer(RemotePath(fs, bucket), keep_last=1)
+    for step in (1, 2):
+        path = ck.save(step, state_of(float(step))).path
+    assert ck.steps() == [2]
+    assert (path / "MANIFEST.json").exists()
+
+
+class Endpoint(Objects):
+    """A store with an option that tells where it is."""
+
+    protocol = "endpoint"
+
+    def __init__(self, endpoint: str = "default", **options) -> None:
+        super().__init__(**options)
+        self.endpoint = endpoint
+
+
+def job_in(folder) -> Job:
+    return Job(folder, 1, "0" * 16, 0, 1, Layout(()), (), None)
+
+
+def test_a_job_keeps_the_options_of_its_store(bucket):
+    fsspec.register_implementation("endpoint", Endpoint, clobber=True)
+    path = RemotePath(Endpoint(endpoint="http://minio:9000"), "/opt/run")
+    told = Job.decode(job_in(path).encode(), Layout(()))
+    assert told.folder == path
+    assert told.folder.fs.endpoint == "http://minio:9000"
+
+
+def test_a_store_below_a_folder_of_another_is_saved_to_and_told(tmp_path):
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    (tmp_path / "deep").mkdir()
+    for fs in (DirFileSystem(str(tmp_path / "deep")), DirFileSystem(path=str(tmp_path / "deep"), fs=LocalFileSystem())):
+        path = RemotePath(fs, "bk")
+        told = Job.decode(job_in(path).encode(), Layout(())).folder
+        assert shared_between_processes(path)
+        (told / "x").mkdir()
+        (told / "x" / "y").write_bytes(b"1")
+        assert [child.path for child in path.iterdir()] == ["bk/x"]
+        assert (tmp_path / "deep" / "bk" / "x" / "y").read_bytes() == b"1"
+
+
+def test_a_store_with_options_that_are_no_plain_data_is_refused(tmp_path):
+    from fsspec.implementations.local import LocalFileSystem
+
+    path = RemotePath(LocalFileSystem(auto_mkdir=True, hook=object()), str(tmp_path))
+    assert not shared_between_processes(path)
+    with pytest.raises(ValueError, match="Make it with options that are plain data"):
+        job_in(path).encode()
+
+
+def test_stores_of_one_process_are_told_from_those_that_all_reach(bucket, tmp_path):
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    assert shared_between_processes(tmp_path)
+    assert shared_between_processes(as_path(f"file://{tmp_path}"))
+    assert shared_between_processes(RemotePath(fsspec.filesystem("file", auto_mkdir=True), str(tmp_path)))
+    assert not shared_between_processes(as_path("memory://run"))
+    assert not shared_between_processes(RemotePath(DirFileSystem("run", fs=fsspec.filesystem("memory")), "a"))
+    assert not shared_between_processes(as_path(bucket)), "registered in this process only"
 
 
 def test_a_step_saved_again_replaces_the_one_before(bucket):

@@ -20,30 +20,29 @@ import contextlib
 import datetime as dt
 import json
 import logging
-import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from titan_ckpt._claim import drop_dead_claim
+from titan_ckpt._claim import release_root as release_root
+from titan_ckpt._claim import take_root as take_root
 from titan_ckpt._errors import DamageError
 from titan_ckpt._format import INDEX_NAME, MANIFEST_NAME, parse_step_name, remote_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
 from titan_ckpt._manifest import Manifest, encode_manifest
 from titan_ckpt._process import Process
 from titan_ckpt._retention import Retention
-from titan_ckpt._storage import StorePath, remove_tree, renames
+from titan_ckpt._storage import ABSENT, StorePath, remove_tree, renames
 from titan_ckpt._write import fsync_folder, write_plain
 
 _log = logging.getLogger("titan_ckpt")
 
 OWNER_NAME = ".owner.json"
 """Says who makes an unfinished save; gone once it is committed or given up."""
-LOCK_NAME = ".lock"
-"""Says, below the folder of the steps, which trainer saves there."""
 
 # Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
 _FOREIGN_AGE_S = 86_400
@@ -262,9 +261,7 @@ def sweep(root: StorePath) -> list[StorePath]:
     removed = leftovers(root)
     for path in removed:
         discard(path)
-    with contextlib.suppress(OSError):
-        if (owner := _lock_owner(root)) is not None and not owner.alive:
-            (root / LOCK_NAME).unlink(missing_ok=True)
+    drop_dead_claim(root)
     return removed
 
 
@@ -299,75 +296,11 @@ def unfinished(root: StorePath) -> list[StorePath]:
     return [path for path in _children(root) if is_unfinished(path)]
 
 
-def take_root(root: StorePath, owner: Process) -> None:
-    """Claim the folder of the steps for the trainer that is about to save there. Readers need not.
-
-    Two trainers that save below one folder delete each other's steps. A claim of a process that is dead is taken over,
-    and so, with a warning, is one of another machine, which cannot be asked. May be called again.
-
-    Raises:
-        ValueError: If another process of this machine has claimed it and lives.
-        OSError: If the claim cannot be written.
-    """
-    held = _lock_owner(root)
-    if held == owner:
-        return
-    _refuse_rival(root, held, owner)
-    if held is not None and not held.local:
-        _log.warning("%s was saved to by %s; if that still runs, each will delete the other's steps", root, held)
-    claim = json.dumps(asdict(owner)).encode()
-    if isinstance(root, Path):
-        _write_lock(root, claim, held)
-    else:
-        (root / LOCK_NAME).write_bytes(claim)
-    _refuse_rival(root, _lock_owner(root), owner)  # one that claimed it in the same moment
-
-
-def release_root(root: StorePath, owner: Process) -> None:
-    """Give up a claim of `take_root`; does nothing if it is another's. What cannot be removed is taken over later."""
-    with contextlib.suppress(OSError):
-        if _lock_owner(root) == owner:
-            (root / LOCK_NAME).unlink(missing_ok=True)
-
-
 def owner_of(folder: StorePath) -> Process | None:
     """Who makes an unfinished save; None in the moment before it is named."""
     try:
         return _owner(folder)[0]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _refuse_rival(root: StorePath, held: Process | None, owner: Process) -> None:
-    if held is not None and held != owner and held.local and held.alive:
-        raise ValueError(
-            f"{root} is being saved to by {held}, so {owner} cannot save there: each would delete the other's steps. "
-            "Close that one's Checkpointer or end it, or give this run a folder of its own."
-        )
-
-
-def _write_lock(root: Path, claim: bytes, held: Process | None) -> None:
-    """Write a claim whole, over a dead one but not over one that came in between."""
-    lock, part = root / LOCK_NAME, root / f"{LOCK_NAME}.{secrets.token_hex(4)}"
-    part.write_bytes(claim)
-    try:
-        if held is None and not lock.exists():
-            os.link(part, lock)
-        else:
-            part.replace(lock)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        part.replace(lock)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _lock_owner(root: StorePath) -> Process | None:
-    """Who claimed the folder; None if nobody did, or the claim is no claim."""
-    try:
-        return _process(json.loads((root / LOCK_NAME).read_bytes()))
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -473,18 +406,14 @@ def _disown(folder: StorePath) -> None:
 def _owner(folder: StorePath) -> tuple[Process, float]:
     """Who makes a save, and since when."""
     told = json.loads((folder / OWNER_NAME).read_bytes())
-    return _process(told), told["began"]
-
-
-def _process(told: dict[str, Any]) -> Process:
-    return Process(told["host"], told["pid"], told["started"], told["boot"], told["namespace"])
+    return Process.decode(told), told["began"]
 
 
 def _owner_alive(folder: StorePath) -> bool:
     """Whether the process that makes a save may be alive; True unless it is proven not to be."""
     try:
         owner, began = _owner(folder)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (*ABSENT, ValueError, KeyError, TypeError):
         # On a file system it is named in a moment, or never. Of objects, the name is the first to be written and, but
         # for a commit, goes with the rest: this is half deleted.
         return renames(folder) and _age_s(folder, 0.0) < _NAMELESS_AGE_S

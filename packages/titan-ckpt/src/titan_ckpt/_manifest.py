@@ -17,10 +17,7 @@ from titan_ckpt._digest import digest, root_digest
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
-from titan_ckpt._storage import StorePath, as_path
-
-# The errors that prove that a file is not there, or is something else. Any other may be gone at the next try.
-_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+from titan_ckpt._storage import ABSENT, StorePath, as_path, unanswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +174,14 @@ def _read(folder: StorePath, name: str) -> bytes:
     """A whole file of a step. That it is not there is damage; that it cannot be read just now is not."""
     try:
         return (folder / name).read_bytes()
-    except _ABSENT as err:
+    except ABSENT as err:
         raise DamageError(str(folder), [Damage(name, "is missing")]) from err
     except OSError as err:
-        raise _unanswered(folder, name, err) from err
+        raise unanswered(folder / name, err) from err
 
 
 def _damaged(folder: StorePath, what: str) -> DamageError:
     return DamageError(str(folder), [Damage(MANIFEST_NAME, what)])
-
-
-def _unanswered(folder: StorePath, name: str, err: OSError) -> OSError:
-    """The same kind of error with the file's name, which stores behind fsspec leave out."""
-    text = f"{folder / name} cannot be read: {err.strerror or err}"
-    return OSError(text) if err.errno is None else OSError(err.errno, text)
 
 
 def _self_digest(value: Any) -> str:
@@ -201,8 +192,8 @@ def _self_digest(value: Any) -> str:
 def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
     try:
         found = (folder / name).stat().st_size
-    except _ABSENT:
+    except ABSENT:
         return Damage(name, "is missing")
     except OSError as err:
-        raise _unanswered(folder, name, err) from err
+        raise unanswered(folder / name, err) from err
     return None if found == size else Damage(name, f"has {found} bytes, {size} were written")

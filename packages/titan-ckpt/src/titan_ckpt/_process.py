@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class Process:
     def of(cls, pid: int) -> "Process":
         """A process of this machine and namespace."""
         return cls(socket.gethostname(), pid, _started(pid), _boot(), _namespace())
+
+    @classmethod
+    def decode(cls, told: dict[str, Any]) -> "Process":
+        """Undo ``dataclasses.asdict``; other keys are passed over.
+
+        Raises:
+            KeyError: If a field is missing.
+        """
+        return cls(told["host"], told["pid"], told["started"], told["boot"], told["namespace"])
 
     @property
     def local(self) -> bool:

@@ -95,6 +95,16 @@ class StorePath(Protocol):
         ...
 
 
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""The errors that prove that a file is not there. Any other proves nothing, and may be gone at the next try."""
+
+
+def unanswered(path: object, err: OSError) -> OSError:
+    """The same kind of error as ``err`` with the file's name, which stores behind fsspec leave out, and the way out."""
+    text = f"{path} cannot be read: {err.strerror or err}. Try again; if it stays so, move that folder away."
+    return OSError(text) if err.errno is None else OSError(err.errno, text)
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     st_size: int
@@ -171,8 +181,10 @@ class RemotePath:
         self._forget()
         try:
             return self.fs.info(self.path)
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             return None
+        except OSError as err:
+            raise unanswered(self, err) from err
 
     def _forget(self) -> None:
         """Other processes write too: listings are not kept."""

@@ -1,0 +1,239 @@
+"""Steps in the order of their commits: what is newest, what is kept, what a reader sees meanwhile."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from titan_ckpt import Checkpointer, DamageError, Manifest, Retention, TrainState, _commit
+from titan_ckpt._job import Job, Layout, Lead
+from torch import nn
+
+
+def make_state(fill: float = 0.0) -> TrainState:
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, fill)
+    return TrainState(model=model, rng=False)
+
+
+def save(root, *steps: int, **keep) -> Checkpointer:
+    ck = Checkpointer(root, **keep)
+    for step in steps:
+        ck.save(step, make_state(float(step)))
+    return ck
+
+
+def listed(root) -> list[int]:
+    return [step for step, _ in _commit.step_folders(root)]
+
+
+def folders(root) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def test_retention_keeps_last_every_and_best():
+    steps = {step: {"loss": abs(step - 7) + 0.5} for step in range(1, 13)}
+    assert Retention(last=2).surplus(steps) == list(range(1, 11))
+    assert [s for s in steps if s not in Retention(last=1, every=5).surplus(steps)] == [5, 10, 12]
+    assert [s for s in steps if s not in Retention(last=1, best="loss").surplus(steps)] == [7, 12]
+    assert [s for s in steps if s not in Retention(last=1, best="loss", best_is="max").surplus(steps)] == [1, 12]
+    assert Retention().surplus(steps) == []
+    assert Retention(last=2).surplus({50: {}, 200: {}, 60: {}}) == [50], "in the order given, that of the commits"
+    assert Retention(last=1, best="loss").surplus({1: {"loss": float("nan")}, 2: {}}) == [1]
+    with pytest.raises(ValueError, match="keep_last=0 would keep nothing"):
+        Retention(last=0)
+    for value in (True, 2.0, "2"):
+        with pytest.raises(ValueError, match=r"keep_every=.* is no whole number"):
+            Retention(every=value)
+
+
+def test_a_run_that_goes_back_to_an_older_step_goes_on_from_what_it_saves_there(tmp_path):
+    save(tmp_path, 50, 100, 200)
+    ck = Checkpointer(tmp_path, keep_last=2)
+    assert ck.restore(make_state(), step=50) == 50
+    assert ck.save(60, make_state(60.0)).path.exists()
+    assert ck.steps() == listed(tmp_path) == [200, 60]
+    ck.save(70, make_state(70.0))
+    assert ck.steps() == [60, 70]
+    assert ck.latest() == ck.restore(make_state()) == 70
+    assert [Manifest.open(path).serial for _, path in _commit.step_folders(tmp_path)] == [4, 5]
+
+
+def test_the_step_after_a_damaged_one_is_kept_though_its_number_is_smaller(tmp_path):
+    save(tmp_path, 100, 200)
+    path = tmp_path / "step-00000150"
+    save(tmp_path, 150)
+    assert _commit.purge(path, 150, Retention(last=1), distrusted=(200,)) != []
+    assert listed(tmp_path) == [200, 150], "the damaged one is neither counted nor deleted"
+    shutil.rmtree(tmp_path / "step-00000150")
+    save(tmp_path, 200, keep_last=1)
+    newest = dict(_commit.step_folders(tmp_path))[200]
+    assert _commit.purge(newest, 200, Retention(last=1), distrusted=(200,)) == [], "saved again, it is trusted"
+
+
+def test_a_distrusted_step_still_counts_for_nothing_with_keep_last_two(tmp_path):
+    ck = save(tmp_path, 100, 200, 150)
+    _commit.purge(ck.path(150), 150, Retention(last=2), distrusted=[200])
+    assert listed(tmp_path) == [100, 200, 150]
+
+
+def test_jobs_take_the_distrusted_steps_to_the_saver(tmp_path):
+    lead = Lead({}, {"torch": "2"}, {"loss": float("nan")}, Retention(last=1, best="loss"), (200, 300))
+    job = Job(tmp_path, 5, "0" * 16, 0, 1, Layout(()), (), lead)
+    told = Job.decode(job.encode(), job.layout)
+    assert repr(told) == repr(job)
+    assert replace(job, lead=None) == Job.decode(replace(job, lead=None).encode(), job.layout)
+
+
+def test_a_step_whose_manifest_is_damaged_is_listed_after_the_last_smaller_number(tmp_path):
+    save(tmp_path, 100, 200, 300, 60, 70)
+    for step, order in ((70, [100, 200, 300, 60, 70]), (200, [100, 300, 60, 70, 200]), (60, [60, 100, 200, 300, 70])):
+        file = tmp_path / f"step-{step:08d}" / "MANIFEST.json"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        assert listed(tmp_path) == order
+        file.write_bytes(whole)
+    assert listed(tmp_path) == [100, 200, 300, 60, 70]
+
+
+def test_a_copied_or_renamed_folder_is_damage_that_says_so(tmp_path):
+    ck = save(tmp_path, 100, 200)
+    shutil.copytree(tmp_path / "step-00000100", tmp_path / "step-00000900")
+    assert listed(tmp_path) == [100, 200, 900]
+    with pytest.raises(DamageError, match="is of step 100, but the folder is called step-00000900"):
+        ck.restore(make_state())
+    assert ck.steps() == [100, 200]
+    assert ck.latest() == 200
+    shutil.rmtree(tmp_path / "step-00000900")
+    (tmp_path / "step-00000100").rename(tmp_path / "x")
+    (tmp_path / "step-00000200").rename(tmp_path / "step-00000100")
+    (tmp_path / "x").rename(tmp_path / "step-00000200")
+    assert ck.steps() == []
+    (tmp_path / "step-00000200").rename(tmp_path / "best")
+    assert Manifest.open(tmp_path / "best").step == 100, "any other name says nothing of a step"
+
+
+def stale_revision(root, step: int) -> None:
+    """Save a step twice, as if killed between the second commit and the deletion of the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_commit, "purge", lambda *_: [])
+        save(root, step, step)
+
+
+def test_a_replaced_revision_is_swept_and_never_comes_back(tmp_path):
+    stale_revision(tmp_path, 1)
+    assert folders(tmp_path) == ["step-00000001", "step-00000001.r1"]
+    assert _commit.leftovers(tmp_path) == [tmp_path / "step-00000001"]
+    assert _commit.sweep(tmp_path) == [tmp_path / "step-00000001"]
+    assert folders(tmp_path) == ["step-00000001.r1"]
+    assert listed(tmp_path) == [1]
+
+
+def test_the_revision_before_a_damaged_one_is_not_swept(tmp_path):
+    stale_revision(tmp_path, 1)
+    (tmp_path / "step-00000001.r1" / "MANIFEST.json").unlink()
+    assert _commit.sweep(tmp_path) == []
+    assert len(folders(tmp_path)) == 2
+
+
+def test_a_retired_step_goes_with_all_its_revisions_oldest_first(tmp_path, monkeypatch):
+    stale_revision(tmp_path, 1)
+    gone, real = [], _commit.retire
+    monkeypatch.setattr(_commit, "retire", lambda path: gone.append(path.name) or real(path))
+    assert _commit.surplus(tmp_path, Retention(last=1)) == []
+    ck = Checkpointer.__new__(Checkpointer)  # without the sweep
+    monkeypatch.setattr(_commit, "sweep", lambda *_: [])
+    ck.__init__(tmp_path, keep_last=1)
+    ck.save(2, make_state())
+    assert gone == ["step-00000001", "step-00000001.r1"]
+    assert folders(tmp_path) == ["step-00000002"]
+
+
+def test_surplus_lists_whole_steps_in_the_order_of_commits(tmp_path):
+    stale_revision(tmp_path, 9)
+    save(tmp_path, 3, 5)
+    assert [path.name for path in _commit.surplus(tmp_path, Retention(last=1))] == ["step-00000009.r1", "step-00000003"]
+    assert [path.name for path in _commit.surplus(tmp_path, Retention(last=1), [5])] == ["step-00000009.r1"]
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "INDEX.json.zst"])
+def test_a_file_that_cannot_be_read_just_now_is_an_error_with_its_name_and_no_damage(tmp_path, monkeypatch, name):
+    ck = save(tmp_path, 1, 2)
+    kind, real = type(tmp_path), type(tmp_path).read_bytes
+
+    def failing(path):
+        if path.name == name and path.parent.name == "step-00000002":
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    def unanswered() -> str:
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            Manifest.open(tmp_path / "step-00000002").read_index()
+        assert caught.value.errno == 5
+        return str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "read_bytes", failing)
+        assert f"step-00000002/{name} cannot be read" in unanswered()
+        with pytest.raises(Exception, match=f"step-00000002/{name} cannot be read") as caught:
+            ck.restore(make_state(), fallback=True)
+        assert not isinstance(caught.value, DamageError)
+    (tmp_path / "step-00000002" / name).unlink()
+    assert ck.restore(make_state(), fallback=True) == 1
+
+
+def test_a_listing_while_steps_are_deleted_is_taken_again(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    real, left = Manifest.open, [2, 3]
+
+    def opened(path):  # the trainer saves the next step and deletes this one just before it is opened
+        if left:
+            save(tmp_path, left.pop(0), keep_last=1)
+        return real(path)
+
+    told = []
+    for most in (None, 1):
+        left[:] = [max(listed(tmp_path)) + 1, max(listed(tmp_path)) + 2]
+        with monkeypatch.context() as patch:
+            patch.setattr(_commit.Manifest, "open", opened)
+            found = _commit.open_steps(tmp_path, lambda *why: told.append(why), most)
+        assert [manifest.step for manifest in found] == listed(tmp_path)
+    assert told == [], "what was deleted meanwhile is not damage"
+    assert _commit.is_gone(tmp_path / "step-00000001")
+
+
+def test_valid_steps_are_opened_newest_first_and_the_others_told(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000003" / "MANIFEST.json").unlink()
+    told = []
+    assert [m.step for m in _commit.open_steps(tmp_path, lambda path, why: told.append((path.name, str(why))))] == [
+        1,
+        2,
+    ]
+    assert [m.step for m in _commit.open_steps(tmp_path, lambda path, why: None, 1)] == [2]
+    ((name, why),) = told
+    assert name == "step-00000003"
+    assert "MANIFEST.json: is missing" in why
+
+
+def test_metrics_that_are_no_finite_numbers_are_valid_json_and_come_back(tmp_path):
+    metrics = {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.5}
+    path = Checkpointer(tmp_path).save(1, make_state(), metrics=metrics).path
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    told = json.loads((path / "MANIFEST.json").read_text(), parse_constant=refuse)
+    assert told["metrics"] == {"a": {"$float": "nan"}, "b": {"$float": "inf"}, "c": {"$float": "-inf"}, "d": 0.5}
+    assert repr(Manifest.open(path).metrics) == repr(metrics)
+
+
+def test_a_manifest_without_a_field_is_damage(tmp_path):
+    from titan_ckpt._manifest import _self_digest
+
+    path = Checkpointer(tmp_path).save(1, make_state()).path
+    value = json.loads((path / "MANIFEST.json").read_text())
+    del value["digest"], value["serial"]
+    (path / "MANIFEST.json").write_text(json.dumps({**value, "digest": _self_digest(value)}))
+    with pytest.raises(DamageError, match="lacks 'serial'"):
+        Manifest.open(path)
