@@ -1,23 +1,34 @@
+import io
+import json
+import os
+import resource
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from titan_ckpt import Checkpointer, TrainState, _commit
 from titan_ckpt._cli import main
+from titan_ckpt._compare import unequal_elements
+from titan_ckpt._manifest import _self_digest
 from titan_ckpt._progress import Progress
+from titan_ckpt._read import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
-def save(root: str, step: int = 3, fill: float = 1.0, sharded: bool = False) -> None:
+def save(root: str, step: int = 3, fill: float = 1.0, sharded: bool = False, loss: float = 1.5) -> None:
     model = nn.Linear(6, 5)
     nn.init.constant_(model.weight, fill)
     nn.init.zeros_(model.bias)
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    Checkpointer(root).save(step, TrainState(model=model, rng=False, extra={"tokens": 9}), metrics={"loss": 1.5})
+    Checkpointer(root).save(step, TrainState(model=model, rng=False, extra={"tokens": 9}), metrics={"loss": loss})
 
 
 def test_ls_and_show_say_what_is_there(tmp_path, capsys):
@@ -68,30 +79,240 @@ def test_gc_deletes_leftovers_and_surplus_only_when_told(tmp_path, capsys):
     assert main(["gc", str(tmp_path), "--keep-last", "1"]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, "step-00000003"]
     assert main(["gc", str(tmp_path), "--keep-last", "0"]) == 2
-    assert "would delete every step" in capsys.readouterr().err
+    assert "would keep nothing" in capsys.readouterr().err
+
+
+def test_gc_keeps_the_best_step_and_deletes_nothing_by_a_metric_that_no_step_has(tmp_path, capsys):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+        save(str(tmp_path), step, loss=loss)
+    assert main(["gc", str(tmp_path), "--keep-last", "1", "--keep-best", "los"]) == 2
+    assert "no step has a metric 'los' to keep the best by; they have ['loss']" in capsys.readouterr().err
+    assert Checkpointer(tmp_path).steps() == [1, 2, 3, 4]
+    assert main(["gc", str(tmp_path), "--keep-last", "1", "--keep-best", "loss"]) == 0
+    assert Checkpointer(tmp_path).steps() == [2, 4]
+    assert main(["gc", str(tmp_path), "--keep-every", "3"]) == 0
+    assert Checkpointer(tmp_path).steps() == [4]
+
+
+def test_gc_says_deleted_only_of_what_is_gone(tmp_path, capsys, monkeypatch):
+    for step in (1, 2):
+        save(str(tmp_path), step)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(_commit, "discard", refuse)
+    assert main(["gc", str(tmp_path), "--keep-last", "1"]) == 2
+    printed = capsys.readouterr()
+    assert "deleted" not in printed.out
+    assert "Permission denied" in printed.err
 
 
 def test_wrong_paths_are_named(tmp_path, capsys):
     assert main(["ls", str(tmp_path / "no")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "no does not exist" in capsys.readouterr().err
+    save(str(tmp_path))
+    assert main(["verify", str(tmp_path / "step-00000009")]) == 2
+    assert f"The steps in {tmp_path} are step-00000003." in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "step-00000003" / "MANIFEST.json")]) == 2
+    assert "is a file. Give the folder." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_a_step_in_place_of_its_root_is_told_from_a_root_without_steps(tmp_path, capsys, command):
+    save(str(tmp_path))
+    assert main([command, str(tmp_path / "step-00000003")]) == 2
+    assert f"step-00000003 is a step; the folder of the steps is {tmp_path}." in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["ls", str(tmp_path / "empty")]) == 0
+    assert f"no steps in {tmp_path / 'empty'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["show", "export-hf", "diff"])
+def test_a_root_in_place_of_a_step_is_an_error_that_lists_the_steps(tmp_path, capsys, command):
+    for step in range(1, 7):
+        save(str(tmp_path), step)
+    rest = {"show": [], "export-hf": [str(tmp_path / "out")], "diff": [str(tmp_path / "step-00000001")]}[command]
+    assert main([command, str(tmp_path), *rest]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path} is a folder of steps. Give one of them: step-00000003, " in told
+    assert "step-00000006 are its newest" in told
+    assert "damaged" not in told
+
+
+def test_a_folder_that_is_neither_step_nor_root_is_not_called_damaged(tmp_path, capsys):
+    for command in ("show", "verify"):
+        assert main([command, str(tmp_path)]) == 2
+        told = capsys.readouterr().err
+        assert "it has no MANIFEST.json" in told
+        assert "damaged" not in told
+    (tmp_path / "step-00000001").mkdir()  # a step that has lost its manifest is
+    assert main(["verify", str(tmp_path / "step-00000001")]) == 1
+    assert main(["verify", str(tmp_path)]) == 1
+
+
+def test_metrics_that_are_not_numbers_are_listed_as_they_are(tmp_path, capsys):
+    save(str(tmp_path))
+    file = tmp_path / "step-00000003" / "MANIFEST.json"
+    value = json.loads(file.read_bytes())
+    value["metrics"] = {"loss": 0.25, "note": "best", "none": None, "list": [1, 2]}
+    del value["digest"]
+    file.write_text(json.dumps({**value, "digest": _self_digest(value)}))
+    main(["ls", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert 'loss=0.25 note="best" none=null list=[1, 2]' in out
+
+
+def exported(tmp_path):
+    save(str(tmp_path / "run"))
+    assert main(["export-hf", str(tmp_path / "run" / "step-00000003"), str(tmp_path / "hf")]) == 0
+    return str(tmp_path / "hf")
+
+
+def test_an_import_replaces_a_step_only_when_told(tmp_path, capsys):
+    folder, root = exported(tmp_path), tmp_path / "root"
+    assert main(["import-hf", folder, str(root)]) == 0
+    first = StepReader(root / "step-00000000").manifest.save_id
+    capsys.readouterr()
+    assert main(["import-hf", folder, str(root)]) == 2
+    told = capsys.readouterr().err
+    assert "step 0 exists" in told
+    assert "--force" in told
+    assert StepReader(root / "step-00000000").manifest.save_id == first
+    assert main(["import-hf", folder, str(root), "--step", "1"]) == 0
+    assert main(["import-hf", folder, str(root), "--force"]) == 0
+    assert sorted(Checkpointer(root).steps()) == [0, 1]
+    assert StepReader(Checkpointer(root).path(0)).manifest.save_id != first
+
+
+@pytest.mark.parametrize("command", ["import-hf", "import-dcp"])
+@pytest.mark.parametrize("step", ["-1", "x"])
+def test_a_negative_step_is_refused_before_anything_is_read(tmp_path, capsys, command, step):
+    with pytest.raises(SystemExit) as caught:
+        main([command, str(tmp_path / "none"), str(tmp_path), "--step", step])
+    assert caught.value.code == 2
+    assert f"{step} is no step's number. Use 0 or more." in capsys.readouterr().err
+
+
+def test_a_store_whose_package_is_missing_says_which(capsys, monkeypatch):
+    fsspec = pytest.importorskip("fsspec", reason="the extra titan-ckpt[fsspec]")
+
+    def missing(path):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(SystemExit):
+        main(["ls", "s3://bucket/run"])
+    assert "Install s3fs to access S3" in capsys.readouterr().err
+
+
+def test_tensors_larger_than_a_piece_are_compared_whole(tmp_path):
+    """Rows are compared a few at a time; the last pieces, the columns of another layout and 0-d tensors count too."""
+    rows = 70_000
+    for step in (1, 2):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.zeros(rows, 64))
+        model.register_buffer("calls", torch.tensor(step))
+        if step == 2:
+            with torch.no_grad():
+                model.weight[0, 0] = model.weight[rows // 2, 5:9] = model.weight[-1, -1] = 1.0
+        Checkpointer(tmp_path).save(step, TrainState(model=model, rng=False))
+    a, b = (StepReader(tmp_path / f"step-0000000{step}") for step in (1, 2))
+    compared: list[int] = []
+    weights = (reader.index.tensors["model"]["weight"] for reader in (a, b))
+    ours, theirs = weights
+    assert unequal_elements(a, ours, b, theirs, compared.append) == 6
+    assert sum(compared) == rows * 64 * 4
+    assert len(compared) > 1
+    ours, theirs = (reader.index.tensors["model"]["calls"] for reader in (a, b))
+    assert unequal_elements(a, ours, b, theirs) == 1
 
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None
+sys.modules["torch"] = sys.modules["numpy"] = None
 from titan_ckpt._cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_ls_and_verify_run_without_torch(tmp_path, command):
+def test_ls_and_verify_run_without_torch_and_numpy(tmp_path, command):
     save(str(tmp_path))
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, command, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_and_ls_take_a_fraction_of_a_second(tmp_path):
+    save(str(tmp_path))
+    for arguments in (["--help"], ["ls", str(tmp_path)]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "titan_ckpt", *arguments], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # of the processor, which other work on the machine does not add to
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_progress_counts_bytes():
     progress = Progress("verify", 1000)
     progress.advance(250)
     assert " 25% " in progress.text(1.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_follows_work_that_does_not_tell_how_far_it_is(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    done = [0]
+    with Progress("import", 1000) as progress, progress.measured(lambda: done[0]):
+        done[0] = 500
+        while " 50% " not in terminal.getvalue():
+            time.sleep(0.01)
+    assert progress.done == 500
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own, of dcp.save without ranks
+@pytest.mark.parametrize("command", ["import-hf", "import-dcp", "diff", "verify", "export-hf"])
+def test_every_long_command_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys, command):
+    run, root = tmp_path / "run", str(tmp_path / "root")
+    folder = exported(tmp_path)
+    if command == "import-dcp":
+        folder = str(tmp_path / "dcp")
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=folder, no_dist=True)
+    step = str(run / "step-00000003")
+    rest = {"diff": [step, step], "verify": [step], "export-hf": [step, root]}.get(command, [folder, root])
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("titan_ckpt._progress._EVERY_S", 0.0)
+    assert main([command, *rest]) == 0
+    assert "% " in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\033[K"), "the bar is gone when the result is printed"
+
+
+def test_nothing_but_results_is_printed_where_there_is_no_terminal(tmp_path):
+    save(str(tmp_path))
+    step = str(tmp_path / "step-00000003")
+    environment = {**os.environ, "COLUMNS": "120"}
+    for arguments in (["verify", step], ["diff", step, step]):
+        done = subprocess.run(
+            [sys.executable, "-m", "titan_ckpt", *arguments], capture_output=True, text=True, env=environment
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len(done.stdout.splitlines()) == 1
+
+
+def test_an_invalid_step_hides_no_other(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save(str(tmp_path), step)
+    (tmp_path / "step-00000002" / "MANIFEST.json").write_text("[" * 100_000)
+    shutil.rmtree(tmp_path / "step-00000001" / "state")
+    assert main(["ls", str(tmp_path)]) == 1
+    assert "1 valid steps, 2 invalid" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "step-00000003: intact" in out
+    assert "step-00000002/MANIFEST.json" in out

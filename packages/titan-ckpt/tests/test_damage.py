@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ckpt_loop import Data
-from titan_ckpt import Checkpointer, DamageError, Manifest, TrainState
+from titan_ckpt import Checkpointer, DamageError, Manifest, TitanStorageReader, TitanStorageWriter, TrainState
 from titan_ckpt._read import StepReader
+from titan_testing import run_ranks
 from torch import nn
 
 
@@ -179,3 +181,55 @@ def test_a_step_of_a_newer_format_is_refused_with_the_way_out(saved, tmp_path):
     file.write_text(json.dumps({**value, "digest": _self_digest(value)}))
     with pytest.raises(ValueError, match="has format 99"):
         Checkpointer(root).restore(make_state(0.0))
+
+
+NO_DIST = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's own
+
+
+class Opaque:
+    """An object of the state that no checkpoint can hold."""
+
+
+@NO_DIST
+def test_a_failed_dcp_save_leaves_nothing_and_the_step_before(tmp_path):
+    dcp.save({"w": torch.ones(4)}, storage_writer=TitanStorageWriter(tmp_path, 1), no_dist=True)
+    for value in (Opaque(), torch.ones(2, dtype=torch.complex128)):
+        with pytest.raises(dcp.CheckpointException, match="x"):
+            dcp.save({"w": torch.zeros(4), "x": value}, storage_writer=TitanStorageWriter(tmp_path, 1), no_dist=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    loaded = {"w": torch.zeros(4)}
+    dcp.load(loaded, storage_reader=TitanStorageReader(tmp_path / "step-00000001"), no_dist=True)
+    assert loaded["w"].tolist() == [1.0] * 4
+
+
+def fail_on_one_rank(root: str) -> str:
+    rank = torch.distributed.get_rank()
+    try:
+        dcp.save(
+            {f"w{rank}": torch.ones(4), f"x{rank}": Opaque() if rank else 5}, storage_writer=TitanStorageWriter(root, 1)
+        )
+    except dcp.CheckpointException as err:  # of torch, and no Exception
+        return str(err)
+    return ""
+
+
+@NO_DIST
+def test_a_dcp_save_that_fails_on_one_rank_leaves_nothing(tmp_path):
+    errors = run_ranks(fail_on_one_rank, 2, str(tmp_path))
+    assert all("x1 is an object" in error for error in errors), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@NO_DIST
+def test_a_step_saved_again_through_dcp_replaces_the_old_one(tmp_path):
+    for fill in (1.0, 2.0):
+        dcp.save({"w": torch.full((4,), fill)}, storage_writer=TitanStorageWriter(tmp_path, 1), no_dist=True)
+    (path,) = tmp_path.iterdir()
+    loaded = {"w": torch.zeros(4)}
+    dcp.load(loaded, storage_reader=TitanStorageReader(path), no_dist=True)
+    assert loaded["w"].tolist() == [2.0] * 4
+
+
+def test_a_negative_step_is_refused_by_the_writer_for_dcp(tmp_path):
+    with pytest.raises(ValueError, match="step=-2 is negative"):
+        TitanStorageWriter(tmp_path, -2)

@@ -83,11 +83,12 @@ def rewrite_index(root, edit) -> None:
 
 
 def replace_state(root, text: str, name: str = "state/state.json") -> None:
-    (root / STEP / name).write_text(text)
+    data = text.encode()
+    (root / STEP / name).write_bytes(data)
 
     def record(index):
         (entry,) = [file for file in index["files"] if file["name"] == name]
-        entry |= {"size": len(text), "blocks": "".join(block_digests(text.encode()))}
+        entry |= {"size": len(data), "blocks": "".join(block_digests(data))}
 
     rewrite_index(root, record)
 
@@ -257,7 +258,7 @@ def without(*path):
 
 
 WRONG_INDEX = {
-    "a list": lambda index: [],
+    "a list": lambda index: [1],
     "a number": lambda index: 5,
     "no tensors": without("tensors"),
     "no format": without("format"),

@@ -6,19 +6,21 @@ login node is listed in a fraction of a second.
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan_ckpt import _commit
-from titan_ckpt._compare import unequal_elements
 from titan_ckpt._errors import Damage, DamageError
-from titan_ckpt._format import SECTIONS, STATE_NAME
+from titan_ckpt._format import MANIFEST_NAME, SECTIONS, check_step, malformed_is_damage, parse_object, parse_step_name
 from titan_ckpt._index import StoredTensor
 from titan_ckpt._manifest import Manifest
 from titan_ckpt._names import KEY_MAPS
 from titan_ckpt._progress import Progress
 from titan_ckpt._read import StepReader
+from titan_ckpt._retention import Retention
 from titan_ckpt._storage import StorePath, as_path
 
 
@@ -39,23 +41,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titan-ckpt", description="Look at, check, compare and convert checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("ls", help="list the steps below a folder, and what is wrong with the invalid ones")
-    listing.add_argument("root", type=as_path, help="folder of the steps")
+    listing.add_argument("root", type=_path, help="folder of the steps")
     listing.set_defaults(run=_ls)
     show = commands.add_parser("show", help="what a step holds: files, tensors, plain state")
-    show.add_argument("step", type=as_path, help="a step's folder")
+    show.add_argument("step", type=_path, help="a step's folder")
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     show.set_defaults(run=_show)
     verify = commands.add_parser("verify", help="check every block of a step, or of every step below a folder")
-    verify.add_argument("path", type=as_path, help="a step's folder, or the folder of the steps")
+    verify.add_argument("path", type=_path, help="a step's folder, or the folder of the steps")
     verify.set_defaults(run=_verify)
     diff = commands.add_parser("diff", help="which tensors differ between two steps, bit by bit")
-    diff.add_argument("a", type=as_path, help="a step's folder")
-    diff.add_argument("b", type=as_path, help="another")
+    diff.add_argument("a", type=_path, help="a step's folder")
+    diff.add_argument("b", type=_path, help="another")
     diff.set_defaults(run=_diff)
     _add_conversions(commands)
     gc = commands.add_parser("gc", help="delete what crashed saves left, and older steps if asked")
-    gc.add_argument("root", type=as_path, help="folder of the steps")
-    gc.add_argument("--keep-last", type=int, help="also delete all but this many newest valid steps")
+    gc.add_argument("root", type=_path, help="folder of the steps")
+    gc.add_argument("--keep-last", type=int, metavar="N", help="also delete all but this many newest valid steps")
+    gc.add_argument("--keep-every", type=int, metavar="N", help="also delete steps, but none divisible by this number")
+    gc.add_argument("--keep-best", metavar="METRIC", help="also delete steps, but not the best by this metric")
+    gc.add_argument("--best-is", choices=["min", "max"], default="min", help="which metric is best (default min)")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     gc.set_defaults(run=_gc)
     return parser
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     out = commands.add_parser("export-hf", help="write a step's weights as a Hugging Face folder")
-    out.add_argument("step", type=as_path, help="a step's folder")
+    out.add_argument("step", type=_path, help="a step's folder")
     out.add_argument("out", type=Path, help="folder to make")
     out.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="convert floating-point tensors; default: keep")
@@ -72,17 +77,34 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     out.set_defaults(run=_export_hf)
     into = commands.add_parser("import-hf", help="make a step that holds the weights of a Hugging Face folder")
     into.add_argument("folder", type=Path, help="folder of safetensors files")
-    into.add_argument("root", type=as_path, help="folder of the steps")
-    into.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
     into.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
     into.set_defaults(run=_import_hf)
     dcp = commands.add_parser("import-dcp", help="make a step of a checkpoint of torch.distributed.checkpoint")
     dcp.add_argument("folder", type=Path, help="folder with .metadata and .distcp files")
-    dcp.add_argument("root", type=as_path, help="folder of the steps")
-    dcp.add_argument("--step", type=int, default=0, help="number of the step to make (default 0)")
     dcp.add_argument("--model", help="entry that is the model, '' if its weights stand at the top (default: look)")
     dcp.add_argument("--optim", help="entry that is the optimizer's state (default: look for optim, optimizer)")
     dcp.set_defaults(run=_import_dcp)
+    for command in (into, dcp):
+        command.add_argument("root", type=_path, help="folder of the steps")
+        command.add_argument("--step", type=_step_number, default=0, help="number of the step to make (default 0)")
+        command.add_argument("--force", action="store_true", help="replace the step if it exists")
+
+
+def _path(text: str) -> StorePath:
+    """A path or URL; of other errors than ArgumentTypeError argparse does not show the text."""
+    try:
+        return as_path(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{err}" + (f" ({err.__cause__})" if err.__cause__ else "")) from err
+
+
+def _step_number(text: str) -> int:
+    try:
+        step = int(text)
+        check_step(step)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{text} is no step's number. Use 0 or more.") from err
+    return step
 
 
 def _export_hf(args: argparse.Namespace) -> int:
@@ -91,7 +113,10 @@ def _export_hf(args: argparse.Namespace) -> int:
     from titan_ckpt._hf import export_hf
 
     dtypes = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    total = sum(tensor.nbytes for tensor in StepReader(args.step).index.tensors["model"].values())
+    if args.max_shard_gb <= 0:
+        raise ValueError(f"--max-shard-gb {args.max_shard_gb:g} leaves no room for a tensor. Use more than 0.")
+    config = parse_object(args.config.read_bytes(), str(args.config)) if args.config else None
+    total = sum(tensor.nbytes for tensor in _open_step(args.step).index.tensors["model"].values())
     with Progress("export", total) as progress:
         files = export_hf(
             args.step,
@@ -99,74 +124,116 @@ def _export_hf(args: argparse.Namespace) -> int:
             names=KEY_MAPS.get(args.names),
             dtype=dtypes[args.dtype],
             max_shard_bytes=int(args.max_shard_gb * 1e9),
-            config=json.loads(args.config.read_bytes()) if args.config else None,
+            config=config,
             progress=progress.advance,
         )
-    print(f"{args.out}: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:,.1f} MiB")
+    nbytes = sum(file.stat().st_size for file in files)
+    print(f"{args.out}: {len(files)} file{'s' if len(files) != 1 else ''}, {_mebibytes(nbytes)}")
     return 0
 
 
 def _import_hf(args: argparse.Namespace) -> int:
     from titan_ckpt._hf import import_hf_step
 
-    print(import_hf_step(args.folder, args.root, step=args.step, names=KEY_MAPS.get(args.names)))
-    return 0
+    return _import(
+        args,
+        "*.safetensors",
+        lambda: import_hf_step(args.folder, args.root, step=args.step, names=KEY_MAPS.get(args.names)),
+    )
 
 
 def _import_dcp(args: argparse.Namespace) -> int:
     from titan_ckpt._dcp_import import import_dcp
 
-    print(import_dcp(args.folder, args.root, step=args.step, model=args.model, optim=args.optim))
+    return _import(
+        args,
+        "*.distcp",
+        lambda: import_dcp(args.folder, args.root, step=args.step, model=args.model, optim=args.optim),
+    )
+
+
+def _import(args: argparse.Namespace, pattern: str, run: Callable[[], StorePath]) -> int:
+    """Make a step of a folder of files; its bar follows the files of the step, as they grow."""
+    root: StorePath = args.root
+    _existing(args.folder)
+    present = dict(_commit.step_folders(root)) if root.is_dir() else {}
+    if args.step in present and not args.force:
+        raise ValueError(
+            f"step {args.step} exists: {present[args.step]}. Choose another number with --step, or pass --force to "
+            "replace it."
+        )
+    before = {path.name for path in _commit.unfinished(root)}
+
+    def written() -> int:
+        return sum(_nbytes(folder) for folder in _commit.unfinished(root) if folder.name not in before)
+
+    total = sum(file.stat().st_size for file in args.folder.glob(pattern))
+    with Progress(args.command, total) as progress, progress.measured(written):
+        path = run()
+    print(path)
     return 0
 
 
+def _nbytes(folder: StorePath) -> int:
+    return sum(_nbytes(path) if path.is_dir() else path.stat().st_size for path in folder.iterdir())
+
+
 def _ls(args: argparse.Namespace) -> int:
-    folders = _commit.step_folders(_existing(args.root))
+    folders = _steps_below(args.root)
     bad = 0
     for step, path in folders:
         try:
-            manifest = Manifest.open(path)
+            print(_line(step, path))
         except (DamageError, ValueError) as err:
             bad += 1
             print(f"{step:>10}  INVALID  {err}")
-            continue
-        metrics = " ".join(f"{key}={value:g}" for key, value in manifest.metrics.items())
-        size = f"{manifest.nbytes / 2**20:,.1f} MiB"
-        print(f"{step:>10}  {manifest.saved_at}  {manifest.world_size:>4} ranks  {size:>14}  {metrics}".rstrip())
     unfinished = _commit.unfinished(args.root)
+    if not folders:
+        print(f"no steps in {args.root}" + (f", {len(unfinished)} unfinished" if unfinished else ""))
+        return 0
     print(f"{len(folders) - bad} valid steps, {bad} invalid, {len(unfinished)} unfinished")
     return 1 if bad else 0
 
 
+def _line(step: int, path: StorePath) -> str:
+    with malformed_is_damage(path, MANIFEST_NAME):
+        manifest = Manifest.open(path)
+        metrics = " ".join(f"{key}={_number(value)}" for key, value in manifest.metrics.items())
+        size, ranks = _mebibytes(manifest.nbytes), f"{manifest.world_size} ranks"
+        return f"{step:>10}  {manifest.saved_at}  {ranks:>10}  {size:>14}  {metrics}".rstrip()
+
+
 def _show(args: argparse.Namespace) -> int:
-    reader = StepReader(args.step)
+    reader = _open_step(args.step)
+    state = reader.shared_state()
     manifest = reader.manifest
     print(f"step {manifest.step}, saved {manifest.saved_at} by {manifest.world_size} ranks, save id {manifest.save_id}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     for section in SECTIONS:
         tensors = reader.index.tensors.get(section, {})
         if tensors:
-            nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            print(f"{section}: {len(tensors)} tensors, {nbytes / 2**20:,.1f} MiB")
+            print(f"{section}: {len(tensors)} tensors, {_mebibytes(sum(tensor.nbytes for tensor in tensors.values()))}")
         for key, tensor in tensors.items() if args.tensors else ():
             print(f"  {key}  {tensor.dtype} {list(tensor.shape)} in {tensor.columns['count']} parts")
     for alias, first in reader.index.tied.items() if args.tensors else ():
         print(f"  {alias} is {first}")
-    state = json.loads(reader.read_state(STATE_NAME))
-    print(f"state: {', '.join(state['has'])}; extra: {json.dumps(state['extra'])[:2000]}")
+    extra = json.dumps(state["extra"])
+    print(f"state: {', '.join(map(str, state['has']))}; extra: {extra[:2000]}{' ...' if len(extra) > 2000 else ''}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    path = _existing(args.path)
-    folders = [folder for _, folder in _commit.step_folders(path)] or [path]
     found = 0
+    folders = [args.path] if _looks_like_a_step(args.path) else [folder for _, folder in _steps_below(args.path)]
+    if not folders:
+        raise ValueError(f"{args.path} is neither a step (it has no {MANIFEST_NAME}) nor a folder with steps in it.")
     for folder in folders:
         damages = _damages(folder)
         found += len(damages)
         for damage in damages:
             print(f"{folder.name}/{damage}")
-        print(f"{folder.name}: {'intact' if not damages else f'{len(damages)} damaged places'}")
+        count = f"{len(damages)} damaged place{'s' if len(damages) != 1 else ''}"
+        print(f"{folder.name}: {count if damages else 'intact'}")
     return 1 if found else 0
 
 
@@ -175,59 +242,121 @@ def _damages(folder: StorePath) -> list[Damage]:
         reader = StepReader(folder)
     except DamageError as err:
         return list(err.damages)
+    except ValueError as err:  # of a newer format
+        return [Damage(MANIFEST_NAME, str(err))]
     damages: list[Damage] = []
     with Progress(f"verify {folder.name}", sum(record.size for record in reader.index.files)) as progress:
         for nbytes, found in reader.check_all():
             damages += found
             progress.advance(nbytes)
+    if not damages:
+        try:
+            reader.shared_state()
+        except DamageError as err:
+            return list(err.damages)
     return damages
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = StepReader(args.a), StepReader(args.b)
+    a, b = _open_step(args.a), _open_step(args.b)
     differences = 0
-    for section in SECTIONS:
-        ours, theirs = a.index.tensors.get(section, {}), b.index.tensors.get(section, {})
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
-            text = _difference(a, ours.get(key), b, theirs.get(key))
-            if text:
-                differences += 1
-                print(f"{section} {key}: {text}")
+    total = sum(tensor.nbytes for section in SECTIONS for tensor in a.index.tensors.get(section, {}).values())
+    with Progress("diff", total) as progress:
+        for section in SECTIONS:
+            ours, theirs = a.index.tensors.get(section, {}), b.index.tensors.get(section, {})
+            for key in [*ours, *(key for key in theirs if key not in ours)]:
+                text = _difference(a, ours.get(key), b, theirs.get(key), progress)
+                if text:
+                    differences += 1
+                    progress.print(f"{section} {key}: {text}")
     print(f"{differences} tensors differ" if differences else "all tensors are equal")
     return 1 if differences else 0
 
 
-def _difference(a: StepReader, ours: StoredTensor | None, b: StepReader, theirs: StoredTensor | None) -> str:
+def _difference(
+    a: StepReader, ours: StoredTensor | None, b: StepReader, theirs: StoredTensor | None, progress: Progress
+) -> str:
     if ours is None or theirs is None:
         return f"only in {(a if theirs is None else b).manifest.path}"
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return f"{ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
-    count = unequal_elements(a, ours, b, theirs)
+    from titan_ckpt._compare import unequal_elements  # needs numpy, which ls and verify start without
+
+    count = unequal_elements(a, ours, b, theirs, progress.advance)
     return f"{count} of {ours.numel} elements" if count else ""
 
 
 def _gc(args: argparse.Namespace) -> int:
-    root = _existing(args.root)
-    if args.keep_last is not None and args.keep_last < 1:
-        raise ValueError(f"--keep-last {args.keep_last} would delete every step. Use 1 or more.")
-    leftovers = [path for path in root.iterdir() if _commit.is_leftover(path)]
-    steps: list[StorePath] = []
-    for _, path in reversed(_commit.step_folders(root) if args.keep_last else []):
-        try:
-            Manifest.open(path)
-            steps.append(path)
-        except (DamageError, ValueError) as err:
-            print(f"left alone, invalid: {err}")
-    surplus = list(reversed(steps[args.keep_last :])) if args.keep_last else []
+    root: StorePath = args.root
+    retention = Retention(args.keep_last, args.keep_every, args.keep_best, args.best_is)
+    _steps_below(root)  # refuses what is no folder of steps
+    surplus: list[StorePath] = []
+    if retention != Retention(best_is=args.best_is):
+        valid = _commit.open_steps(root, lambda path, err: print(f"left alone, invalid: {err}"))
+        _require_metric(args.keep_best, valid)
+        surplus = _commit.surplus(root, retention)
+    leftovers = _commit.leftovers(root)
+    surplus = [path for path in surplus if path not in leftovers]
     for path in leftovers + surplus:
-        print(f"{'would delete' if args.dry_run else 'deleted'} {path.name}")
-        if not args.dry_run:
+        if args.dry_run:
+            print(f"would delete {path.name}")
+        else:
             _commit.discard(path)
+            print(f"deleted {path.name}")
     print(f"{len(leftovers)} leftovers, {len(surplus)} steps")
     return 0
 
 
-def _existing(path: StorePath) -> StorePath:
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder.")
-    return path
+def _require_metric(name: str | None, steps: Sequence[Manifest]) -> None:
+    """Retention keeps no step for a metric that none has, which in a metric that is misspelt deletes the best one."""
+    if name is None or any(math.isfinite(step.metrics.get(name, math.nan)) for step in steps):
+        return
+    known = sorted({metric for step in steps for metric in step.metrics})
+    raise ValueError(
+        f"no step has a metric {name!r} to keep the best by; {f'they have {known}' if known else 'they have none'}. "
+        "Nothing was deleted."
+    )
+
+
+def _open_step(path: StorePath) -> StepReader:
+    """A step to read; an error that tells which steps there are if this is none."""
+    if not _looks_like_a_step(path):
+        below = [folder.name for _, folder in _commit.step_folders(path)]
+        listed = f"{', '.join(below[-4:])}{' are its newest' if len(below) > 4 else ''}"
+        hint = f"a folder of steps. Give one of them: {listed}" if below else f"no step: it has no {MANIFEST_NAME}"
+        raise ValueError(f"{path} is {hint}.")
+    return StepReader(path)
+
+
+def _steps_below(root: StorePath) -> list[tuple[int, StorePath]]:
+    """The steps of a folder that is meant to hold them."""
+    if _looks_like_a_step(root):
+        raise ValueError(f"{root} is a step; the folder of the steps is {root.parent}. Give that one.")
+    return _commit.step_folders(root)
+
+
+def _looks_like_a_step(path: StorePath) -> bool:
+    """Also one that has lost its manifest, which is damage and no wrong call."""
+    _existing(path)
+    return (path / MANIFEST_NAME).exists() or parse_step_name(path.name) is not None
+
+
+def _existing(path: StorePath) -> None:
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ValueError(f"{path} is a file. Give the folder.")
+    raise ValueError(f"{path} does not exist." + _neighbours(path.parent))
+
+
+def _neighbours(parent: StorePath) -> str:
+    steps = [folder.name for _, folder in _commit.step_folders(parent)] if parent.is_dir() else []
+    return f" The steps in {parent} are {', '.join(steps[-6:])}." if steps else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if type(value) in (int, float) else json.dumps(value)
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

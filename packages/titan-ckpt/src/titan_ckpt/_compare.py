@@ -1,6 +1,7 @@
 """Compare two stored tensors bit by bit, whatever cuts they were saved in. numpy, no torch."""
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,30 +12,62 @@ from titan_ckpt._index import StoredChunk, StoredTensor
 from titan_ckpt._plan import Box, intersect
 from titan_ckpt._read import StepReader
 
+_PIECE_BYTES = 16 << 20
 
-def unequal_elements(a: StepReader, ours: StoredTensor, b: StepReader, theirs: StoredTensor) -> int:
-    """How many elements of two tensors of one dtype and shape differ in any bit.
+
+def unequal_elements(
+    a: StepReader,
+    ours: StoredTensor,
+    b: StepReader,
+    theirs: StoredTensor,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """How many elements of two tensors of one dtype and shape differ in any bit. Takes tens of megabytes.
+
+    Args:
+        a: The step of ``ours``.
+        ours: A tensor.
+        b: The step of ``theirs``.
+        theirs: Another.
+        progress: Called with the bytes just compared.
 
     Raises:
         DamageError: If the bytes of either are not what was written.
     """
-    count = 0
+    count, item = 0, ITEM_BYTES[ours.dtype]
     for mine in ours.chunks:
         for other in theirs.chunks:
             common = intersect((mine.offsets, mine.sizes), (other.offsets, other.sizes))
-            if common is not None:
-                differs = _part(a, ours, mine, common) != _part(b, theirs, other, common)
+            for box in () if common is None else _pieces(common, item):
+                differs = _part(a, ours, mine, box) != _part(b, theirs, other, box)
                 count += int(np.count_nonzero(differs.any(axis=-1)))
+                progress(math.prod(box[1]) * item)
     return count
 
 
+def _pieces(box: Box, item_bytes: int) -> Iterator[Box]:
+    """A box cut along its first dimension into ones of a few megabytes."""
+    offsets, sizes = box
+    if not sizes:
+        yield box
+        return
+    rows = max(_PIECE_BYTES // max(math.prod(sizes[1:]) * item_bytes, 1), 1)
+    for at in range(0, sizes[0], rows):
+        yield (offsets[0] + at, *offsets[1:]), (min(rows, sizes[0] - at), *sizes[1:])
+
+
 def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box) -> NDArray[np.uint8]:
-    """Part of a chunk as bytes, the last dimension being an element's."""
-    begin, end = reader.span(tensor, chunk)
-    damages = reader.check(chunk.file, begin, end)
+    """Part of a chunk as bytes, the last dimension being an element's. Reads the chunk's rows that hold it."""
+    item = ITEM_BYTES[tensor.dtype]
+    sizes, (offsets, wanted) = chunk.sizes, box
+    row_bytes = math.prod(sizes[1:]) * item
+    first, rows = (offsets[0] - chunk.offsets[0], wanted[0]) if sizes else (0, 1)
+    begin, end = first * row_bytes, (first + rows) * row_bytes
+    damages = reader.check(chunk.file, *reader.stored_range(tensor, chunk, begin, end))
     if damages:
         raise DamageError(str(reader.manifest.path), damages)
-    item = ITEM_BYTES[tensor.dtype]
-    data = np.frombuffer(reader.data(tensor, chunk, 0, math.prod(chunk.sizes) * item), np.uint8)
-    slices = tuple(slice(at - o, at - o + n) for at, n, o in zip(*box, chunk.offsets, strict=True))
-    return data.reshape((*chunk.sizes, item))[slices]
+    data = np.frombuffer(reader.data(tensor, chunk, begin, end), np.uint8)
+    slices = tuple(
+        slice(at - o, at - o + n) for at, n, o in zip(offsets[1:], wanted[1:], chunk.offsets[1:], strict=True)
+    )
+    return data.reshape((rows, *sizes[1:], item) if sizes else (item,))[(slice(None), *slices) if sizes else ()]

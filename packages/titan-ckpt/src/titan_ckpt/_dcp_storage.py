@@ -6,7 +6,6 @@ with `Checkpointer`, and a step that `Checkpointer` saved gives its weights to `
 """
 
 import io
-import json
 import os
 import pickle
 from dataclasses import dataclass, replace
@@ -37,16 +36,26 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from titan_ckpt import _leaves
-from titan_ckpt._commit import Process, begin_save, commit_save
+from titan_ckpt._commit import begin_save, commit_save, discard, purge
 from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import DamageError
-from titan_ckpt._format import ITEM_BYTES, SECTIONS, STATE_NAME, Entry, shard_name
+from titan_ckpt._format import (
+    ITEM_BYTES,
+    SECTIONS,
+    STATE_NAME,
+    Entry,
+    check_step,
+    malformed_is_damage,
+    shard_name,
+)
 from titan_ckpt._index import FileRecord, Index, StoredChunk, pack_tensor
 from titan_ckpt._leaves import TensorSink, tensor_bytes
 from titan_ckpt._load import box_copies, check_copies, read_tensor, run_copies
+from titan_ckpt._process import Process
 from titan_ckpt._read import StepReader
+from titan_ckpt._retention import Retention
 from titan_ckpt._save import merge_shared
-from titan_ckpt._storage import StorePath, as_path
+from titan_ckpt._storage import StorePath, as_path, remove_tree
 from titan_ckpt._tree import dump_json
 from titan_ckpt._version import VERSION
 from titan_ckpt._write import write_bytes, write_safetensors
@@ -78,21 +87,30 @@ class _Written:
 class TitanStorageWriter(StorageWriter):
     """``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``.
 
+    Saving a step again replaces it. A save that fails on any rank leaves nothing behind.
+
     Args:
         root: The folder of the steps, on a file system all ranks see.
-        step: The step's number.
+        step: The step's number, from 0.
+
+    Raises:
+        ValueError: If the step is negative.
     """
 
     def __init__(self, root: StorePath | os.PathLike[str] | str, step: int) -> None:
         super().__init__()
+        check_step(step)
         self.root, self.step = as_path(root), step
         self.path: StorePath | None = None
         """The committed step's folder, on the coordinator, once it is saved."""
-        self._save_id, self._folder, self._world = "", self.root, 1
+        self._save_id, self._world = "", 1
+        self._folder: StorePath | None = None
+        """The unfinished step's, on the coordinator, while there is one."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a save; a ``checkpoint_id`` is taken as the root."""
         self.path = None
+        self._give_up()
         if checkpoint_id is not None:
             self.root = as_path(str(checkpoint_id))
 
@@ -111,7 +129,16 @@ class TitanStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by DCP on every rank: write this rank's file and bring it to disk."""
+        done: Future[list[WriteResult]] = Future()
         place: _Place = plan.storage_data
+        try:
+            done.set_result(self._write(place, plan, planner))
+        except BaseException:  # DCP tells storage nothing of a save that failed
+            discard(as_path(place.folder))
+            raise
+        return done
+
+    def _write(self, place: _Place, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         tensors.sort(key=lambda item: -ITEM_BYTES[_dtype(item)])  # keeps every tensor aligned
         results = [
@@ -130,12 +157,27 @@ class TitanStorageWriter(StorageWriter):
             written = _Written(place.rank, start, entry.shape, record=None if start else record)
             results.append(WriteResult(item.index, entry.nbytes, written))
             start += entry.nbytes
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called by DCP on the coordinator when every rank has written: commit the step."""
+        try:
+            self.path = self._commit(metadata, results)
+        except BaseException:
+            self._give_up()
+            raise
+        self._folder = None
+        for replaced in purge(self.path, self.step, Retention()):
+            remove_tree(replaced)
+
+    def _give_up(self) -> None:
+        """Delete what this writer began and did not commit; known to the coordinator only."""
+        if self._folder is not None:
+            discard(self._folder)
+        self._folder = None
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> StorePath:
+        assert self._folder is not None
         listed = [result for rank in results for result in rank]
         records = {r.storage_data.rank: r.storage_data.record for r in listed if r.storage_data.record}
         files = [FileRecord.from_json(records[rank]) for rank in sorted(records)]
@@ -160,7 +202,7 @@ class TitanStorageWriter(StorageWriter):
         told = {"dp": [0, 1], "has": ["model"], "model": {}, "optim": {"groups": [], "leaves": {}}, "sched": []}
         state = merge_shared(self.step, [{**told, "extra": extra}])
         files.append(write_bytes(self._folder, STATE_NAME, dump_json(state)))
-        self.path = commit_save(
+        return commit_save(
             self._folder,
             step=self.step,
             save_id=self._save_id,
@@ -261,8 +303,9 @@ class TitanStorageReader(StorageReader):
         return box_copies(stored, (offsets, tuple(item.lengths)), into)
 
     def _extra(self) -> dict[str, Any]:
-        shared = json.loads(self._reader.read_state(STATE_NAME))
-        return _leaves.decode(shared["extra"], lambda key: read_tensor(self._reader, "extra", key))
+        encoded = self._reader.shared_state()["extra"]
+        with malformed_is_damage(self._reader.path, STATE_NAME):
+            return _leaves.decode(encoded, lambda key: read_tensor(self._reader, "extra", key))
 
 
 def _dtype(item: WriteItem) -> str:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from titan_ckpt._format import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES
-
-_MAX_INDEX_BYTES = 4 << 30  # a decompression bomb stops here
+from titan_ckpt._codec import unpack_json
+from titan_ckpt._format import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES, parse_object
 
 
 class Moved(NamedTuple):
@@ -200,13 +199,15 @@ class Index:
     def decode(cls, data: bytes) -> "Index":
         """Undo `encode`. The bytes must have been checked against the manifest's digest.
 
+        What comes out may still name anything; `titan_ckpt._wellformed` checks it before it is used.
+
         Raises:
-            ValueError: If they are not an index, or of a newer format.
+            ValueError: If they are not an index, or of a newer format. Where keys are missing or values are of the wrong
+                type, also `LookupError`, `TypeError` or `AttributeError`.
         """
         try:
-            text = zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_INDEX_BYTES)
-            value = json.loads(text)
-        except (zstandard.ZstdError, ValueError) as err:
+            value = parse_object(unpack_json(data), "its text")
+        except ValueError as err:
             raise ValueError(f"the index is not zstd-compressed JSON: {err}") from err
         if value["format"] > FORMAT_VERSION:
             raise ValueError(f"format {value['format']} is newer than {FORMAT_VERSION}: update titan-ckpt to read it.")

@@ -1,7 +1,10 @@
 """A progress bar for work measured in bytes: on a terminal only, on standard error, standard library only."""
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Callable, Generator
 from types import TracebackType
 
 _WIDTH = 30
@@ -31,19 +34,47 @@ class Progress:
             sys.stderr.write("\r" + self.text(now - self._began))
             sys.stderr.flush()
 
+    def print(self, line: str) -> None:
+        """Print a result on standard output, above the bar."""
+        self._clear()
+        print(line, flush=self._live)
+
     def text(self, elapsed_s: float) -> str:
         """The bar as one line."""
         part = min(self.done / self.total, 1.0)
         filled = int(part * _WIDTH)
         speed = self.done / max(elapsed_s, 1e-9)
-        left_s = (self.total - self.done) / speed if speed else 0.0
+        left_s = max(self.total - self.done, 0) / speed if speed else 0.0
         bar = "█" * filled + "·" * (_WIDTH - filled)
         return f"{self.title} {bar} {part:4.0%} {speed / 1e9:.2f} GB/s {left_s:.0f} s left "
+
+    @contextlib.contextmanager
+    def measured(self, done: Callable[[], int]) -> Generator[None]:
+        """Show work that does not tell how far it is: ``done`` says, in bytes, and is asked a few times a second."""
+        ended = threading.Event()
+
+        def follow() -> None:
+            while not ended.wait(_EVERY_S):
+                with contextlib.suppress(OSError):
+                    self.advance(max(done() - self.done, 0))
+
+        asking = threading.Thread(target=follow, daemon=True)
+        if self._live:
+            asking.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self._live:
+                asking.join()
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         if self._live:
-            sys.stderr.write("\r" + " " * len(self.text(1.0)) + "\r")
+            sys.stderr.write("\r\033[K")  # the whole line, however long it was
             sys.stderr.flush()
