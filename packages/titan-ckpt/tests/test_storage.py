@@ -143,6 +143,7 @@ def test_an_unfinished_save_is_no_step_and_swept_when_its_owner_is_dead(bucket):
     abroad, _ = _commit.begin_save(root, 2, _commit.Process("elsewhere", 1, "1"))
     assert len({alive.name, gone.name, abroad.name}) == 3
     assert Checkpointer(bucket).steps() == [1]
+    assert [path.name for path in _commit.sweep(root)] == [gone.name]
     assert not gone.exists()
     assert alive.exists()
     assert abroad.exists()
@@ -156,14 +157,14 @@ def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket)
     for failing in ("MANIFEST", "step-00000002", "run"):
         Objects.failing = failing
         with pytest.raises(CheckpointError, match=r"cannot be read: 503 slow down"):
-            Checkpointer(bucket)
+            Checkpointer(bucket).restore(state_of(0.0))
         with pytest.raises(OSError, match=r"cannot be read: 503 slow down"):
             ck.latest()
         with pytest.raises(CheckpointError, match="Earlier steps are intact"):
             ck.save(4, state_of(4.0))
         Objects.failing = ""
         assert {name for name in Objects.store if "step-00000004" not in name} >= set(before)
-        Checkpointer(bucket)
+        _commit.sweep(as_path(bucket))
         assert sorted(Objects.store) == before, "and what was begun is swept once the store answers"
     assert ck.steps() == [1, 2, 3]
 
@@ -186,6 +187,22 @@ def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_
     assert ck.steps() == [1, 2]
     ck.save(3, state_of(3.0))
     assert ck.steps() == [3]
+
+
+def test_a_look_at_a_store_that_meets_a_deleted_step_finds_the_one_that_replaced_it(bucket, monkeypatch):
+    ck = Checkpointer(bucket, keep_last=1)
+    ck.save(1, state_of(1.0))
+    real, left = _commit._look, [2, 3]
+
+    def look(path):
+        if left:
+            ck.save(left.pop(0), state_of(0.0))
+        return real(path)
+
+    monkeypatch.setattr(_commit, "_look", look)
+    assert [step for step, _ in _commit.step_folders(as_path(bucket))] == [3]
+    assert _commit.step_folder(as_path(bucket), 3).name.startswith("step-00000003.r0.")
+    assert _commit.step_folder(as_path(bucket), 1) is None
 
 
 def test_a_file_of_the_users_in_a_store_is_no_step(bucket):

@@ -61,13 +61,13 @@ class Arena:
         ]
 
     @torch.no_grad()
-    def stage(self, targets: Sequence[Tensor], views: Sequence[Tensor], ready: Any = None) -> None:
+    def stage(self, targets: Sequence[Tensor], views: Sequence[Tensor], ready: Sequence[Any] = ()) -> None:
         """Copy tensors into the arena; when this returns, they may change.
 
         Args:
             targets: Where to, as `targets` gave them.
             views: The tensors, on any device.
-            ready: A CUDA event to wait for before reading CUDA tensors; see `staging_point`.
+            ready: CUDA events to wait for before reading CUDA tensors, and before returning; see `staging_point`.
         """
         streams: set[Any] = set()
         for into, view in zip(targets, views, strict=True):
@@ -77,12 +77,29 @@ class Arena:
             stream = self._stream(view.device)
             if stream not in streams:
                 streams.add(stream)
-                if ready is not None:
-                    stream.wait_event(ready)
+                for event in ready:
+                    stream.wait_event(event)
             with torch.cuda.stream(stream):
                 into.copy_(view, non_blocking=True)
         for stream in streams:
             stream.synchronize()
+        for event in ready:
+            event.synchronize()
+
+    @torch.no_grad()
+    def stage_in_order(self, targets: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+        """Copy tensors into the arena before whatever is done to them next, without waiting for CUDA.
+
+        Copies from CUDA tensors are queued on the current stream: record a `staging_point` after them, and have
+        `stage` wait for it.
+        """
+        self.lock_pages({view.device for view in views if view.is_cuda})
+        for into, view in zip(targets, views, strict=True):
+            if not view.is_cuda:
+                into.copy_(view)
+                continue
+            with torch.cuda.device(view.device):
+                into.copy_(view, non_blocking=self.pinned)
 
     def lock_pages(self, devices: Iterable[torch.device]) -> None:
         """Do now what the first copy from these CUDA devices would do: lock the pages, make the streams."""
@@ -111,7 +128,7 @@ class Arena:
         return self._streams[device]
 
 
-def staging_point(views: Sequence[Tensor]) -> Any:
-    """An event behind all CUDA work queued so far on this thread's stream; None if no tensor is on CUDA."""
-    device = next((view.device for view in views if view.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device).record_event()
+def staging_point(views: Sequence[Tensor]) -> list[Any]:
+    """Events behind all CUDA work queued so far on this thread's streams of the tensors' devices."""
+    devices = dict.fromkeys(view.device for view in views if view.is_cuda)
+    return [torch.cuda.current_stream(device).record_event() for device in devices]

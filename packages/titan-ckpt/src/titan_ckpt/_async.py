@@ -5,10 +5,11 @@ The saver process maps the same arena (`titan_ckpt._arena`). One save is in flig
 
 import contextlib
 import json
+import logging
+import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -18,94 +19,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_ckpt._arena import Arena
-from titan_ckpt._commit import Process
+from titan_ckpt._arena import Arena, staging_point
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._job import Job, Layout
-from titan_ckpt._saver import arena_starts, pack, receive, send
-from titan_ckpt._storage import StorePath, as_path
+from titan_ckpt._meeting import give_up
+from titan_ckpt._process import Process
+from titan_ckpt._ranks import Ranks
+from titan_ckpt._save import Planned
+from titan_ckpt._save_job import SaveJob
+from titan_ckpt._saver import arena_starts, command, pack, receive, send
+from titan_ckpt._storage import as_path
 from titan_ckpt._tree import dump_json
 
+_log = logging.getLogger("titan_ckpt")
 
-class SaveJob:
-    """A save that was begun. With synchronous saves it is done when you get it."""
-
-    def __init__(self, step: int, path: StorePath | None = None, *, skipped: bool = False) -> None:
-        self.step = step
-        self.skipped = skipped
-        """True if nothing is saved, since the last save was still in flight and ``on_busy="skip"``."""
-        self._path = path
-        self._error: str | None = None
-        self._done = threading.Event()
-        self._staged = threading.Event()
-        if path is not None or skipped:
-            self._staged.set()
-            self._done.set()
-
-    @property
-    def path(self) -> StorePath | None:
-        """The step's folder once it is committed; None before, or if it failed or was skipped."""
-        return self._path
-
-    @property
-    def staged(self) -> bool:
-        """Whether the state may change: its bytes are copied."""
-        return self._staged.is_set()
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended, committed or failed."""
-        return self._done.is_set()
-
-    @property
-    def error(self) -> str | None:
-        """Why it failed; None while it runs or if it is committed."""
-        return self._error
-
-    def wait(self, timeout_s: float | None = None) -> StorePath:
-        """Wait until the step is committed and return its folder.
-
-        Raises:
-            TimeoutError: If it is not within ``timeout_s`` seconds.
-            CheckpointError: If it failed, or was skipped.
-        """
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"step {self.step} is not committed after {timeout_s} s; it goes on in the background.")
-        if self._path is None:
-            why = self._error or "it was skipped: the save before it was still in flight"
-            raise CheckpointError(f"step {self.step} was not saved: {why}")
-        return self._path
-
-    def finish(self, path: StorePath | None, error: str | None) -> None:
-        """Called by the machinery when the save has ended."""
-        self._path, self._error = path, error
-        self._staged.set()
-        self._done.set()
-
-    def mark_staged(self) -> None:
-        """Called by the machinery when the state's bytes are copied."""
-        self._staged.set()
+# How long savers wait for each other within a step.
+_MEETING_S = 3600.0
+# How long `Saver.close` waits for a process that has nothing left to do but to delete old steps.
+_ENDING_S = 60.0
 
 
 class Saver:
-    """One rank's saver process and arena."""
+    """One rank's saver process and arena.
+
+    Raises:
+        CheckpointError: If the process cannot be started.
+    """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._control = ours
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "titan_ckpt._saver", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # It may outlive the trainer; a pipe of the launcher must not be held open by it.
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    # Memory: neither holds it a launcher's pipe open, nor does a full disk lose the last words.
+                    errors = os.memfd_create("titan-ckpt-saver-errors", os.MFD_CLOEXEC)
+                    undo.callback(os.close, errors)
+                    self._child = subprocess.Popen(
+                        command(theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                        start_new_session=True,  # it may outlive the trainer
+                    )
+            except OSError as err:
+                raise CheckpointError(f"the saver process could not be started: {err}") from err
+            undo.pop_all()
+        self._link = _Link(ours, self._child, errors)
         self.process = Process.of(self._child.pid)
         self._arena = Arena()
         self._arena_sent = True
+        self._arena_used = threading.Lock()
         self._layout: Layout | None = None
         """The layout that the arena's targets, and after `submit` the process, are made for."""
         self._layout_sent = True
@@ -113,21 +78,21 @@ class Saver:
         self._preparing: threading.Thread | None = None
         self._submitted: queue.SimpleQueue[tuple[Job, SaveJob] | None] = queue.SimpleQueue()
         # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
-        arguments = (self._control, self._submitted, self.process.pid)
+        arguments = (self._link, self._submitted)
         threading.Thread(target=_answers, args=arguments, daemon=True, name="titan-ckpt").start()
         # One that is dropped unclosed must leave neither thread, process nor arena.
         weakref.finalize(self, _drop, self._submitted, self._arena).atexit = False
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._child.poll() is None
+        """Whether the process runs and takes further saves."""
+        return not self._link.ending and self._child.poll() is None
 
     def prepare(self, layout: Layout, devices: Iterable[torch.device]) -> None:
         """Take the memory for jobs of this layout, with tensors on these CUDA devices, in a thread."""
 
         def run() -> None:
-            with contextlib.suppress(OSError):  # the save tries again, and says what is wrong
+            with contextlib.suppress(Exception):  # the save tries again, and says what is wrong
                 self._adopt(layout)
                 self._arena.lock_pages(devices)
 
@@ -135,18 +100,66 @@ class Saver:
         self._preparing = threading.Thread(target=run, name="titan-ckpt")
         self._preparing.start()
 
-    def stage(self, job: Job, views: Sequence[Tensor], ready: Any = None) -> None:
-        """Copy the tensors of a job into the arena; ``ready`` as for `Arena.stage`."""
-        self._await_prepared()
-        self._adopt(job.layout)
-        self._arena.stage(self._targets, views, ready)
+    def take(self, job: Job, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
+        """Copy the state's bytes and hand the job over; a failure is the result's, and told to the other ranks.
+
+        Args:
+            job: What to write.
+            planned: The state it is made of.
+            result: Finished from a thread when the process answers.
+            savers: Every rank's saver process.
+            overlap: Copy parameters and optimizer state in a thread; all else is copied when this returns.
+        """
+
+        def carry(views: Sequence[Tensor], ready: Sequence[Any], copied: frozenset[int]) -> None:
+            try:
+                self.stage(job, views, ready, copied)
+                result.mark_staged()
+                self.submit(job, result, savers, _MEETING_S)
+            except BaseException as err:
+                self._fail(job, result, err)
+                if not isinstance(err, Exception):
+                    raise
+
+        try:
+            views = list(planned.views())
+            copied = self._stage_changing(job, planned, views) if overlap else frozenset[int]()
+            ready = staging_point(views)
+            if overlap:
+                threading.Thread(target=carry, args=(views, ready, copied), name="titan-ckpt").start()
+                return
+        except BaseException as err:
+            self._fail(job, result, err)
+            if not isinstance(err, Exception):
+                raise
+            return
+        carry(views, ready, copied)
+
+    def stage(
+        self, job: Job, views: Sequence[Tensor], ready: Sequence[Any] = (), copied: frozenset[int] = frozenset()
+    ) -> None:
+        """Copy the tensors of a job into the arena, but those ``copied`` already; ``ready`` as for `Arena.stage`."""
+        with self._arena_used:
+            self._await_prepared()
+            self._adopt(job.layout)
+            left = [i for i in range(len(views)) if i not in copied]
+            self._arena.stage([self._targets[i] for i in left], [views[i] for i in left], ready)
+
+    def _stage_changing(self, job: Job, planned: Planned, views: Sequence[Tensor]) -> frozenset[int]:
+        """Copy now what may change before the next optimizer step: buffers and extra tensors; which those are."""
+        changing = [i for i, piece in enumerate(planned.pieces) if not _waits(planned, piece.held)]
+        if changing:
+            self._await_prepared()
+            self._adopt(job.layout)
+            self._arena.stage_in_order([self._targets[i] for i in changing], [views[i] for i in changing])
+        return frozenset(changing)
 
     def _adopt(self, layout: Layout) -> None:
         """Have the arena hold this layout."""
         if layout is self._layout:
             return
         places, total = arena_starts(layout)
-        self._targets = []  # views of the old memory keep it alive
+        self._layout, self._targets = None, []  # views of the old memory keep it alive
         if self._arena.reserve(total):
             self._arena_sent = False
         self._targets = self._arena.targets(places, [e for shard in layout.shards for e in shard.entries])
@@ -166,37 +179,108 @@ class Saver:
         meeting = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
         parts = [meeting, job.encode(), b"" if self._layout_sent else job.layout.encode()]
         try:
-            send(self._control, pack(parts), None if self._arena_sent else self._arena.fd)
+            send(self._link.control, pack(parts), None if self._arena_sent else self._arena.fd)
         except OSError as err:
-            raise CheckpointError(
-                f"the saver process {self.process.pid} is gone ({err}); step {job.step} is not saved."
-            ) from err
+            raise CheckpointError(f"{self._link.last_words()}; step {job.step} is not saved ({err}).") from err
         self._arena_sent = self._layout_sent = True
         self._submitted.put((job, result))
 
-    def close(self) -> None:
-        """Let the process end; it finishes what it was given."""
+    def _fail(self, job: Job, result: SaveJob, err: BaseException) -> None:
+        text = str(err) or type(err).__name__
+        if not give_up(job, f"rank {job.rank}: {text}"):
+            self._child.kill()  # that, the other savers see
+        result.finish(None, text)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the process end; it finishes what it was given, unobserved if that takes longer than ``timeout_s``."""
         self._await_prepared()
-        self._control.close()
-        self._child.wait()
         self._submitted.put(None)
-        self._targets = []
-        self._arena.close()
+        try:
+            self._child.wait(_ENDING_S if timeout_s is None else timeout_s)
+        except subprocess.TimeoutExpired:
+            _log.warning("the saver process %d is still at work; it ends by itself", self.process.pid)
+        if self._arena_used.acquire(blocking=False):  # else a copy is being made: it goes with the last user
+            self._targets = []
+            self._arena.close()
+            self._arena_used.release()
 
 
-def _answers(control: socket.socket, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", pid: int) -> None:
+class _Link:
+    """What connects a trainer with its saver process."""
+
+    def __init__(self, control: socket.socket, child: "subprocess.Popen[bytes]", errors: int) -> None:
+        self.control, self.child = control, child
+        self.ending = False
+        """Whether the process said that it ends."""
+        self._errors = errors
+
+    def last_words(self) -> str:
+        """How the process ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(5)
+        code = self.child.returncode
+        how = "" if code is None else f" (killed by signal {-code})" if code < 0 else f" (exit status {code})"
+        size = os.fstat(self._errors).st_size
+        lines = os.pread(self._errors, 2048, max(0, size - 2048)).decode(errors="replace").split("\n")
+        said = " | ".join(line.strip() for line in lines[-4:] if line.strip())
+        return f"the saver process {self.child.pid} is gone{how}" + (f", its last words: {said}" if said else "")
+
+    def close(self) -> None:
+        """Have the process end, wait for that, and free what is held for it."""
+        with contextlib.suppress(OSError):
+            # Not only closed: forked children of this process (data loaders) hold this end too.
+            self.control.shutdown(socket.SHUT_WR)
+        self.child.wait()
+        self.control.close()
+        os.close(self._errors)
+
+
+def _waits(planned: Planned, held: int) -> bool:
+    """Whether a tensor is changed by the optimizer's step only: a trainable parameter, or optimizer state."""
+    section, _, tensor = planned.collected.tensors[held]
+    return section == "optim" or (section == "model" and tensor.requires_grad)
+
+
+def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]") -> None:
     """Finish each submitted save as the saver process answers, until None is submitted."""
-    with control:
-        while (sent := submitted.get()) is not None:
-            job, result = sent
-            answer = receive(control)
-            if answer is None:
-                result.finish(None, f"the saver process {pid} ended while it wrote step {job.step}")
-                continue
-            told: dict[str, str] = json.loads(answer[0])
-            result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))
+    while (sent := submitted.get()) is not None:
+        job, result = sent
+        answer = receive(link.control, lambda: link.child.poll() is not None)
+        if answer is None:
+            text = f"the saver process {link.child.pid} ended while it wrote step {job.step}: {link.last_words()}"
+            give_up(job, text)
+            result.finish(None, text)
+            continue
+        told: dict[str, Any] = json.loads(answer[0])
+        link.ending = "ends" in told
+        result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))
+    link.close()
 
 
 def _drop(submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", arena: Arena) -> None:
     submitted.put(None)
     arena.close()
+
+
+def start_savers(ranks: Ranks, saver: Saver | None) -> tuple[Saver, list[Process]]:
+    """Start this rank's saver if ``saver`` does not run any more. Collective.
+
+    Returns:
+        This rank's saver and every rank's saver process.
+
+    Raises:
+        CheckpointError: If a rank cannot start its.
+    """
+    error: CheckpointError | None = None
+    if saver is not None and not saver.alive:
+        saver.close()
+        saver = None
+    try:
+        saver = saver or Saver()
+    except CheckpointError as err:
+        error = err
+    replies = ranks.all_gather(json.dumps(asdict(saver.process)).encode() if saver is not None else b"")
+    if not all(replies):
+        ranks.agree(error, "starting the saver processes")
+    assert saver is not None
+    return saver, [Process(**json.loads(reply)) for reply in replies]

@@ -1,39 +1,33 @@
 """The one object a training loop talks to."""
 
 import contextlib
-import json
 import logging
+import operator
 import os
-import threading
 import time
+import weakref
 from collections.abc import Generator, Mapping
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_ckpt import _commit
-from titan_ckpt._arena import staging_point
-from titan_ckpt._async import SaveJob, Saver
+from titan_ckpt._async import Saver, start_savers
+from titan_ckpt._claim import release_root, take_root
 from titan_ckpt._errors import CheckpointError, DamageError
-from titan_ckpt._job import Job
+from titan_ckpt._fallback import restore_newest
 from titan_ckpt._load import Verify
-from titan_ckpt._manifest import Manifest
+from titan_ckpt._process import Process
 from titan_ckpt._ranks import Ranks
-from titan_ckpt._restore import restore_step
 from titan_ckpt._retention import Retention
 from titan_ckpt._save import PlanCache, begin_job, plan_layout, plan_step, save_now
-from titan_ckpt._saver import report_failure
+from titan_ckpt._save_job import SaveJob
+from titan_ckpt._saver import await_inherited
 from titan_ckpt._state import TrainState
-from titan_ckpt._storage import StorePath, as_path
+from titan_ckpt._storage import StorePath, as_path, shared_between_processes
 
 _log = logging.getLogger("titan_ckpt")
-
-# How long a new Checkpointer waits for a save that a killed trainer's saver is still finishing.
-_INHERITED_SAVE_S = 120.0
-# How long savers wait for each other within a step.
-_MEETING_S = 3600.0
 
 
 class Checkpointer:
@@ -43,7 +37,7 @@ class Checkpointer:
     ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks see one storage.
 
     Args:
-        root: The folder of the steps; made if missing. A path, or a URL that fsspec knows (``s3://bucket/run``), with
+        root: The folder of the steps; the first save makes it. A path, or a URL that fsspec knows (``s3://bucket/run``), with
             the extra ``titan-ckpt[fsspec]``.
         keep_last: Keep this many newest steps; None keeps all. 1 is allowed: a step is deleted only after a newer one
             is committed, and an unfinished save is never counted.
@@ -61,9 +55,12 @@ class Checkpointer:
             less than about 1 GB/s. Weights stay plain safetensors.
         group: The ranks that save together, over a backend with CPU tensors; None for all.
 
+    Constructing one changes nothing on disk, and neither does reading. The first save removes what crashed saves left.
+
     Raises:
-        ValueError: If a retention rule would keep nothing, or a group is given without torch.distributed.
-        CheckpointError: If the folder cannot be made.
+        ValueError: If a retention rule would keep nothing, a group is given without torch.distributed, or ``root`` is in
+            this process's memory only but other processes are to write there.
+        TypeError: If ``keep_last`` or ``keep_every`` is no whole number.
     """
 
     def __init__(
@@ -88,26 +85,30 @@ class Checkpointer:
             )
         if compress not in ("none", "auto"):
             raise ValueError(f"compress={compress!r} is neither 'none' nor 'auto'.")
-        self.root = as_path(root)
+        path = as_path(root)
+        # The saver process, and this one later, may have another working folder.
+        self.root: StorePath = path.absolute() if isinstance(path, Path) else path
         self._compress = compress == "auto"
-        self.retention = Retention(keep_last, keep_every, keep_best, best_is)
+        self.retention = Retention(
+            None if keep_last is None else _whole(keep_last, "keep_last"),
+            None if keep_every is None else _whole(keep_every, "keep_every"),
+            keep_best,
+            best_is,
+        )
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
         self._ranks = Ranks(group)
         self._cache = PlanCache()
         self._saver: Saver | None = None
         self._flight: SaveJob | None = None
         self._passed_over: list[tuple[int, DamageError]] = []
-        self._closed = False
-        error: Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                _await_inherited(self.root)
-                for path in _commit.sweep(self.root):
-                    _log.info("removed %s, left by a save or deletion that did not finish", path)
-            except OSError as err:
-                error = CheckpointError(f"{self.root} cannot be used as a checkpoint folder: {err}")
-        self._ranks.agree(error, f"opening {self.root}")
+        self._distrusted: set[int] = set()
+        self._claim: weakref.finalize[Any, Any] | None = None
+        self._opened = self._closed = False
+        if (async_ or self._ranks.size > 1) and not shared_between_processes(self.root):
+            raise ValueError(
+                f"{self.root} can be reached by this process only, but saver processes and other ranks write there too. "
+                "Use a folder or a store that all can reach, or async_=False in a single process."
+            )
 
     def save(self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> SaveJob:
         """Save ``state`` as ``step``. Collective.
@@ -117,22 +118,28 @@ class Checkpointer:
         deleted after.
 
         Args:
-            step: Number of the step, from 0.
+            step: Number of the step, from 0; the same on every rank.
             state: What to save; every rank passes its own.
             metrics: Numbers to judge the step by, for ``keep_best``; rank 0's are taken.
 
         Raises:
-            TypeError: If the state holds something that is neither plain data nor a tensor; the message has its path.
-            ValueError: If names clash, or the ranks' parts do not make up whole tensors.
+            TypeError: If ``step`` is no whole number, or the state holds something that is neither plain data nor a
+                tensor; the message has its path.
+            ValueError: If names clash, the ranks' parts do not make up whole tensors, or another running process saves
+                to this folder.
             CheckpointError: If a rank cannot write, or the background save before this one failed (raised once; this
                 step is not saved then). Earlier steps are intact.
         """
         self._check_open()
+        step = _whole(step, "step")
         if self._async and self._skips(step):
             return SaveJob(step, skipped=True)
         self.wait()
         planned = plan_step(step, state, self._ranks, self._cache, metrics)
-        savers = self._meet() if self._async else [_commit.Process.of(os.getpid())]
+        self._open()
+        owners = [Process.of(os.getpid())]
+        if self._async:
+            self._saver, owners = start_savers(self._ranks, self._saver)
         job = begin_job(
             self.root,
             step,
@@ -141,17 +148,14 @@ class Checkpointer:
             self._cache,
             retention=self.retention,
             compress=self._compress,
-            owner=savers[0],
+            owner=owners[0],
+            distrusted=sorted(self._distrusted),
         )
-        if not self._async:
+        self._distrusted.discard(step)
+        if self._saver is None:
             return SaveJob(step, save_now(job, planned, self._ranks))
         self._flight = SaveJob(step)
-        views = list(planned.views())
-        arguments = (job, views, staging_point(views), self._flight, savers)
-        if self._overlap:
-            threading.Thread(target=self._hand_over, args=arguments, name="titan-ckpt").start()
-        else:
-            self._hand_over(*arguments)
+        self._saver.take(job, planned, self._flight, owners, overlap=self._overlap)
         return self._flight
 
     def prepare(self, state: TrainState) -> None:
@@ -166,21 +170,25 @@ class Checkpointer:
             state: What will be saved; nothing of it is kept.
 
         Raises:
-            TypeError, ValueError: As `save` does.
+            TypeError, ValueError, CheckpointError: As `save` does.
         """
         self._check_open()
         if not self._async:
             return
         self.wait()
         planned = plan_step(0, state, self._ranks, self._cache)
-        self._meet()
-        assert self._saver is not None
+        self._open()
+        self._saver, _ = start_savers(self._ranks, self._saver)
         devices = {view.device for view in planned.views() if view.is_cuda}
         self._saver.prepare(plan_layout(planned, self._ranks, self._cache, self._compress), devices)
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
-        """Wait until the state may change: put the optimizer's step inside, if ``overlap`` is set."""
+        """Wait until the state may change: put the optimizer's step inside, if ``overlap`` is set.
+
+        That holds trainable parameters and optimizer state, which are copied in the background. All else (buffers,
+        frozen parameters, tensors in ``extra``) is copied when `save` returns, and needs no guard.
+        """
         while self._flight is not None and not self._flight.staged:
             time.sleep(0.0005)
         yield
@@ -188,19 +196,28 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no save is in flight. Collective.
 
+        Args:
+            timeout_s: Seconds, the same on every rank; None for no limit.
+
         Raises:
             CheckpointError: If the save in flight failed on any rank. Raised once.
-            TimeoutError: If it takes longer than ``timeout_s`` seconds.
+            TimeoutError: If it takes longer on any rank. Raised by every rank; the save stays in flight.
         """
-        flight, error = self._flight, None
         if not self._async:
             return
+        flight, error, late = self._flight, None, ""
         if flight is not None:
             try:
                 flight.wait(timeout_s)
+            except TimeoutError as err:
+                late = str(err)
             except CheckpointError as err:
                 error = err
-            self._flight = None
+        if timeout_s is not None:
+            told = [reply.decode() for reply in self._ranks.all_gather(late.encode())]
+            if any(told):
+                raise TimeoutError(late or next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+        self._flight = None
         self._ranks.agree(error, "the save in the background")
 
     def restore(
@@ -234,43 +251,29 @@ class Checkpointer:
             ValueError: If the step does not exist, or does not fit the state.
         """
         self._check_open()
+        step = step if step == "latest" else _whole(step, "step")
         if verify not in ("touched", "all", "none"):
             raise ValueError(f"verify={verify!r} is none of 'touched', 'all', 'none'.")
         self.wait()
-        self._passed_over.clear()
-        told = None
-        if self._ranks.rank == 0:
-            found = _commit.step_folders(self.root)
-            told = json.dumps([[number, str(path)] for number, path in found]).encode()
-        present: list[tuple[int, str]] = json.loads(self._ranks.broadcast(told))
-        tried = [(number, path) for number, path in present if step == "latest" or number <= step]
-        if step == "latest" and not tried:
-            return 0
-        if step != "latest" and (not tried or tried[-1][0] != step):
-            raise ValueError(
-                f"there is no step {step} below {self.root}; there are {[number for number, _ in present]}."
+        try:
+            return restore_newest(
+                self.root, state, step, self._ranks, self._passed_over, verify=verify, strict=strict, fallback=fallback
             )
-        for number, path in reversed(tried):
-            try:
-                return restore_step(as_path(path), state, self._ranks, verify, strict)
-            except DamageError as err:  # of every rank, if of any: all take the next one
-                if not fallback or number == tried[0][0]:
-                    raise
-                # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
-                self._passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
-                _log.warning("step %d is not used, an older one is tried: %s", number, err)
-        raise AssertionError("unreachable: the oldest step returns or raises")
+        finally:
+            self._distrusted = {number for number, _ in self._passed_over}
 
     def latest(self) -> int | None:
-        """The newest valid step, or None. Skips a damaged one with a warning that says what is wrong."""
-        for step, path in reversed(_commit.step_folders(self.root)):
-            if _valid(path) is not None:
-                return step
-        return None
+        """The newest valid step, or None. Skips a damaged one with a warning that says what is wrong.
+
+        If the saver of a trainer that is gone is still finishing a step, waits for that.
+        """
+        await_inherited(self.root)
+        newest = _commit.open_steps(self.root, _warn, most=1)
+        return newest[-1].step if newest else None
 
     def steps(self) -> list[int]:
-        """Every valid step, oldest first: manifest intact, every file present in full size."""
-        return [step for step, path in _commit.step_folders(self.root) if _valid(path) is not None]
+        """Every valid step in the order of the commits, oldest first: manifest intact, every file present in full size."""
+        return [manifest.step for manifest in _commit.open_steps(self.root, _warn)]
 
     def path(self, step: int) -> StorePath:
         """The folder of a step.
@@ -299,17 +302,25 @@ class Checkpointer:
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for the save in flight and end the saver process. Collective. May be called again.
 
+        Args:
+            timeout_s: Seconds, the same on every rank; None for as long as the save takes.
+
         Raises:
             CheckpointError: If the save in flight failed.
+            TimeoutError: If it takes longer than ``timeout_s``. The Checkpointer is closed all the same, and the saver
+                process finishes the save.
         """
         if self._closed:
             return
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self.wait(timeout_s)
         finally:
             self._closed = True
+            if self._claim is not None:
+                self._claim()
             if self._saver is not None:
-                self._saver.close()
+                self._saver.close(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -329,47 +340,48 @@ class Checkpointer:
             _log.warning("step %d is not saved: the save before it is still in flight", step)
         return skips
 
-    def _meet(self) -> list[_commit.Process]:
-        """Start this rank's saver if it does not run; return every rank's. Collective."""
-        if self._saver is not None and not self._saver.alive:
-            self._saver.close()
-            self._saver = None
-        if self._saver is None:
-            self._saver = Saver()
-        told = self._ranks.all_gather(json.dumps(asdict(self._saver.process)).encode())
-        return [_commit.Process(**json.loads(reply)) for reply in told]
-
-    def _hand_over(
-        self, job: Job, views: list[Tensor], ready: Any, result: SaveJob, savers: list[_commit.Process]
-    ) -> None:
-        """Copy the state's bytes and give the job to the saver."""
-        assert self._saver is not None
-        try:
-            self._saver.stage(job, views, ready)
-            result.mark_staged()
-            self._saver.submit(job, result, savers, _MEETING_S)
-        except Exception as err:
-            report_failure(job, str(err))  # the other savers must not wait for this rank's part
-            result.finish(None, str(err))
+    def _open(self) -> None:
+        """Before the first save: make the folder, and remove what crashed saves left. Collective."""
+        if self._opened:
+            return
+        error: Exception | None = None
+        if self._ranks.rank == 0:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                await_inherited(self.root)
+                owner = Process.of(os.getpid())
+                take_root(self.root, owner)
+                self._claim = weakref.finalize(self, _release, self.root, owner)
+                for path in _commit.sweep(self.root):
+                    _log.info("removed %s, left by a save or deletion that did not finish", path)
+            except OSError as err:
+                error = CheckpointError(f"{self.root} cannot be used as a checkpoint folder: {err}")
+            except ValueError as err:
+                error = err
+        self._ranks.agree(error, f"opening {self.root}")
+        self._opened = True
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"the Checkpointer of {self.root} is closed. Make a new one.")
 
 
-def _valid(path: StorePath) -> Manifest | None:
+def _warn(path: StorePath, err: Exception) -> None:
+    _log.warning("skipped %s: %s", path, err)
+
+
+def _release(root: StorePath, owner: Process) -> None:
+    if owner.pid == os.getpid():  # not in a forked child
+        release_root(root, owner)
+
+
+def _whole(value: Any, name: str) -> int:
+    """A whole number of any kind (numpy's, a tensor's) as an int.
+
+    Raises:
+        TypeError: If it is none.
+    """
     try:
-        return Manifest.open(path)
-    except (DamageError, ValueError) as err:
-        _log.warning("skipped %s: %s", path, err)
-        return None
-
-
-def _await_inherited(root: StorePath) -> None:
-    """Let savers of a trainer that ended finish: their step is the one to resume from."""
-    deadline = time.monotonic() + _INHERITED_SAVE_S
-    while time.monotonic() < deadline:
-        owners = [_commit.owner_of(path) for path in _commit.unfinished(root)]
-        if not any(owner and owner.local and owner.pid != os.getpid() and owner.alive for owner in owners):
-            return
-        time.sleep(0.05)
+        return operator.index(value)
+    except TypeError as err:
+        raise TypeError(f"{name}={value!r} is no whole number but {type(value).__name__}. Give an int.") from err

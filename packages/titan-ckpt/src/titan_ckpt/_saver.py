@@ -1,45 +1,58 @@
 """The saver process: takes staged bytes from one rank's trainer and brings them to disk, without torch.
 
-Started as ``python -m titan_ckpt._saver FD`` with one end of a socket pair. Each message is a length word, then the
-meeting, the job and, where it is a new one, the layout, in JSON; the arena's file descriptor travels with the first
-message that uses it. Once a job is here, it is finished even if the trainer is killed: the process has its own session,
-and reads the end of its input only after the job.
+Started as ``python -P -m titan_ckpt._saver FD TRAINER`` with one end of a socket pair and the trainer's process id.
+Each message is a length word, then the meeting, the job and, where it is a new one, the layout, in JSON; the arena's
+file descriptor travels with the first message that uses it. Once a job is here, it is finished even if the trainer is
+killed: the process has its own session, and reads the end of its input only after the job. Forked children of the
+trainer (data loaders) hold its end of the socket too, so the process also watches the trainer itself.
 
-The savers of a step meet in its folder, not over a network: each leaves a report file there, rank 0's waits for all
-and commits. So there are no ports, no host names, and nothing on the trainer's process groups. A saver that dies on
-this machine is seen at once, one elsewhere by the time limit.
+How the savers of a step meet is `titan_ckpt._meeting`.
 """
 
 import contextlib
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt import _commit
-from titan_ckpt._commit import Process
-from titan_ckpt._format import step_name
-from titan_ckpt._index import FileRecord
 from titan_ckpt._job import Job, Layout, commit_job, write_job
-from titan_ckpt._manifest import Manifest
-from titan_ckpt._storage import StorePath, remove_tree, renames
+from titan_ckpt._meeting import (
+    NotCommitted,
+    Patience,
+    SignOfLife,
+    await_outcome,
+    await_report,
+    give_up,
+    in_place,
+    report,
+)
+from titan_ckpt._process import Process
+from titan_ckpt._storage import StorePath, remove_tree
 
-_POLL_S = 0.01
-_REMOTE_POLL_S = 0.2
+# How often one end of the socket looks whether the other end's process lives.
+_WATCH_S = 1.0
+# How long a new Checkpointer waits for a save that a killed trainer's saver is still finishing.
+_INHERITED_SAVE_S = 120.0
 # Pieces of the arena start at multiples of this, so that every dtype is aligned.
 ARENA_ALIGN = 64
 
 
 def main() -> None:
-    """Serve one trainer until it closes its end."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """Serve one trainer until it closes its end, or is no more."""
+    control, trainer = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     arena, layout = memoryview(b""), Layout(())
-    while (message := receive(control)) is not None:
+
+    def trainer_gone() -> bool:
+        return os.getppid() != trainer  # an orphan gets another parent
+
+    while (message := receive(control, trainer_gone)) is not None:
         head, fd = message
         if fd is not None:
             arena = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
@@ -47,11 +60,40 @@ def main() -> None:
         meeting, told, new_layout = unpack(head)
         if new_layout:
             layout = Layout.decode(new_layout)
-        answer, left = _carry_out(Job.decode(told, layout), arena, json.loads(meeting))
+        answer, left = _carry_out(Job.decode(told, layout), arena, json.loads(meeting), trainer_gone)
         with contextlib.suppress(OSError):  # the trainer may be gone; the step is what matters
             send(control, json.dumps(answer).encode())
         for folder in left:
             remove_tree(folder)
+        if "ends" in answer:
+            return
+
+
+def command(fd: int) -> list[str]:
+    """How a trainer starts its saver; modules of the trainer's working folder are not imported (``-P``)."""
+    return [sys.executable, "-P", "-m", __name__, str(fd), str(os.getpid())]
+
+
+def await_inherited(root: StorePath) -> None:
+    """Let savers finish whose trainer is gone, or is this process: their step is the one to resume from."""
+    deadline = time.monotonic() + _INHERITED_SAVE_S
+    while time.monotonic() < deadline:
+        owners = [_commit.owner_of(path) for path in _commit.unfinished(root)]
+        if not any(owner and owner.local and owner.alive and _inherited(owner.pid) for owner in owners):
+            return
+        time.sleep(0.05)
+
+
+def _inherited(pid: int) -> bool:
+    """Whether a local process is a saver whose trainer is gone, or is this process."""
+    try:
+        told = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return False  # it has just ended
+    if len(told) < 6 or told[3] != __name__.encode():
+        return False  # a trainer that saves by itself
+    return parent == os.getpid() or str(parent).encode() != told[5]
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
@@ -77,28 +119,46 @@ def send(control: socket.socket, message: bytes, fd: int | None = None) -> None:
     control.sendall(message)
 
 
-def receive(control: socket.socket) -> tuple[bytes, int | None] | None:
-    """The next message and the descriptor that came with it; None if the other end is closed."""
-    try:
-        head, fds, _, _ = socket.recv_fds(control, 8, 1)
-        while head and len(head) < 8:
-            more = control.recv(8 - len(head))
-            if not more:
+def receive(control: socket.socket, other_gone: Callable[[], bool]) -> tuple[bytes, int | None] | None:
+    """The next message and the descriptor that came with it; None if there will be none.
+
+    Args:
+        control: This process's end.
+        other_gone: Says whether the process of the other end has ended; forked children of it may hold that end open.
+    """
+    fds: list[int] = []
+
+    def take(nbytes: int) -> bytes | None:
+        parts: list[bytes] = []
+        while nbytes:
+            if not _readable(control, other_gone):
                 return None
-            head += more
-    except OSError:
+            part, more, _, _ = socket.recv_fds(control, min(nbytes, 1 << 20), 1)
+            if not part:
+                return None
+            fds.extend(more)
+            parts.append(part)
+            nbytes -= len(part)
+        return b"".join(parts)
+
+    try:
+        head = take(8)
+        message = take(int.from_bytes(head, "little")) if head is not None else None
+    except (OSError, ValueError):  # of a closed socket
         return None
-    if not head:
-        return None
-    left = int.from_bytes(head, "little")
-    parts: list[bytes] = []
-    while left:
-        part = control.recv(min(left, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts), fds[0] if fds else None
+    return None if message is None else (message, fds[0] if fds else None)
+
+
+def _readable(control: socket.socket, other_gone: Callable[[], bool]) -> bool:
+    """Wait until there is something to read; False if the other process is gone and left nothing."""
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    while True:
+        gone = other_gone()  # asked before looking: it may have sent its last and ended in between
+        if poller.poll(0 if gone else 1000 * _WATCH_S):
+            return True
+        if gone:
+            return False
 
 
 def arena_starts(layout: Layout) -> tuple[list[tuple[int, int]], int]:
@@ -112,97 +172,51 @@ def arena_starts(layout: Layout) -> tuple[list[tuple[int, int]], int]:
     return starts, at
 
 
-def _carry_out(job: Job, arena: memoryview, meeting: dict[str, Any]) -> tuple[dict[str, Any], list[StorePath]]:
-    """Write, meet, commit; the answer for the trainer, ``path`` or ``error``, and what is to be deleted after it."""
+def _carry_out(
+    job: Job, arena: memoryview, meeting: dict[str, Any], trainer_gone: Callable[[], bool]
+) -> tuple[dict[str, Any], list[StorePath]]:
+    """Write, meet, commit.
+
+    Returns:
+        The answer for the trainer, ``path`` or ``error`` (``ends`` if this process ends with it), and what is to be
+        deleted after it.
+    """
     peers = [Process(**peer) for peer in meeting["savers"]]
-    deadline = time.monotonic() + meeting["timeout_s"]
     try:
-        _report(job, {"files": [record.to_report() for record in write_job(job, _buffers(job, arena))]})
-    except (OSError, ValueError) as err:
-        text = f"rank {job.rank} cannot write below {job.folder}: {err}. Earlier steps are intact."
-        report_failure(job, text)
-        if job.lead is None:
-            return {"error": text}, []
-    return _lead(job, peers, deadline) if job.lead is not None else (_follow(job, peers[0], deadline), [])
+        with SignOfLife(job) as life:
+            records = write_job(job, _buffers(job, arena))
+            patience = Patience(meeting["timeout_s"], trainer_gone)
+            if job.lead is not None:
+                for rank in range(1, job.world_size):
+                    records += await_report(job, rank, peers[rank], patience)
+                life.stop()  # the commit deletes the notes
+                path, left = commit_job(job, records)
+                return {"path": str(path)}, left
+        report(job, records)
+    except Exception as err:  # also what a compressor or a store's client raises: the others must not wait for ever
+        return _failed(job, err), []
+    try:
+        return {"path": str(await_outcome(job, peers[0], patience))}, []
+    except Exception as err:
+        return {"error": str(err)}, []
+
+
+def _failed(job: Job, err: Exception) -> dict[str, Any]:
+    """The answer for the trainer; the other savers are told too."""
+    if isinstance(err, NotCommitted):
+        text = f"step {job.step} was not committed: {err}"
+    elif isinstance(err, FileNotFoundError) and not in_place(job):
+        text = f"step {job.step} was not committed: rank 0 gave up, for a reason of its own, or its folder was deleted"
+    else:
+        kind = "" if isinstance(err, OSError) else f"{type(err).__name__}: "
+        text = f"rank {job.rank} cannot write below {job.folder}: {kind}{err}. Earlier steps are intact."
+    # If the disk takes not even a note, the other savers see that this one ends.
+    return {"error": text} if give_up(job, text) else {"error": text, "ends": True}
 
 
 def _buffers(job: Job, arena: memoryview) -> Iterator[memoryview]:
     for start, size in arena_starts(job.layout)[0]:
         yield arena[start : start + size]
-
-
-def report_failure(job: Job, text: str) -> None:
-    """Tell the savers of the other ranks that this rank's part will not come."""
-    with contextlib.suppress(OSError):
-        _report(job, {"error": text})
-
-
-def _report(job: Job, value: dict[str, Any]) -> None:
-    """Leave a report in the step's folder, whole or not at all."""
-    report, data = job.folder / _report_name(job.rank), json.dumps(value).encode()
-    if not isinstance(report, Path):
-        report.write_bytes(data)  # an object appears whole
-        return
-    part = report.with_name(f".part-r{job.rank:05d}")
-    part.write_bytes(data)
-    part.rename(report)
-
-
-def _report_name(rank: int) -> str:
-    return f".report-r{rank:05d}.json"
-
-
-def _lead(job: Job, peers: list[Process], deadline: float) -> tuple[dict[str, Any], list[StorePath]]:
-    """Rank 0's saver: wait for every report, then commit."""
-    records: list[FileRecord] = []
-    try:
-        for rank in range(job.world_size):
-            report = _await_report(job.folder / _report_name(rank), peers[rank], deadline)
-            if "error" in report:
-                raise OSError(f"rank {rank} failed: {report['error']}")
-            records += [FileRecord.from_json(record) for record in report["files"]]
-        path, left = commit_job(job, records)
-        return {"path": str(path)}, left
-    except (OSError, ValueError) as err:
-        with contextlib.suppress(OSError):
-            _commit.discard(job.folder)
-        return {"error": f"step {job.step} was not committed: {err}"}, []
-
-
-def _await_report(path: StorePath, saver: Process, deadline: float) -> dict[str, Any]:
-    while True:
-        alive = saver.alive  # asked before looking: a saver may report and end in between
-        if path.exists():
-            return json.loads(path.read_bytes())
-        if not alive:
-            return {"error": f"its saver process {saver.pid} ended before its part was on disk"}
-        if time.monotonic() > deadline:
-            return {"error": "its part was not on disk in time"}
-        time.sleep(_POLL_S if renames(path) else _REMOTE_POLL_S)
-
-
-def _follow(job: Job, lead: Process, deadline: float) -> dict[str, Any]:
-    """Other savers: wait until the folder became a step, or did not."""
-    while True:
-        alive = lead.alive
-        if not (job.folder / _commit.OWNER_NAME).exists():  # committed, or given up
-            return _outcome(job)
-        if not alive:
-            return {"error": f"step {job.step} was not committed: rank 0's saver process {lead.pid} ended"}
-        if time.monotonic() > deadline:
-            return {"error": f"step {job.step} was not committed in time"}
-        time.sleep(_POLL_S if renames(job.folder) else _REMOTE_POLL_S)
-
-
-def _outcome(job: Job) -> dict[str, Any]:
-    for step, path in _commit.step_folders(job.folder.parent):
-        if step == job.step:
-            with contextlib.suppress(RuntimeError, ValueError):
-                if Manifest.open(path).save_id == job.save_id:
-                    return {"path": str(path)}
-    # A newer save may have replaced or outdated the step already; nothing of this rank's part was wrong.
-    reason = "was not committed: another rank failed; rank 0 has the reason"
-    return {"error": f"step {job.step} ({step_name(job.step)}) {reason}"}
 
 
 if __name__ == "__main__":
