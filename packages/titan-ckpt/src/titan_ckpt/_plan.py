@@ -249,9 +249,11 @@ def _place(planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Sequen
         ranks = [holder.rank for holder in writers[t]]
         order = sorted(range(len(boxes)), key=ranks.__getitem__)
         starts: list[int] = []
+        made: dict[Piece, Piece] = {}  # most ranks have an equal one: keep it once
         for b in order:
             rank, row, j = writers[t][b]
-            pieces[rank].append(Piece(rows[row], j, section, _free_name(key, taken[rank])))
+            piece = Piece(rows[row], j, section, _free_name(key, taken[rank]))
+            pieces[rank].append(made.setdefault(piece, piece))
             starts.append(end[rank])
             end[rank] += volumes[b] * item
         placed[section, key] = Places([ranks[b] for b in order], starts, [boxes[b] for b in order])
