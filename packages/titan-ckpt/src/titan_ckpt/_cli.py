@@ -57,8 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_conversions(commands)
     gc = commands.add_parser("gc", help="delete what crashed saves left, and older steps if asked")
     gc.add_argument("root", type=_path, help="folder of the steps")
-    gc.add_argument("--keep-last", type=int, metavar="N", help="also delete all but this many newest valid steps")
-    gc.add_argument("--keep-every", type=int, metavar="N", help="also delete steps, but none divisible by this number")
+    gc.add_argument("--keep-last", type=_count, metavar="N", help="also delete all but this many newest valid steps")
+    gc.add_argument(
+        "--keep-every", type=_count, metavar="N", help="also delete steps, but none divisible by this number"
+    )
     gc.add_argument("--keep-best", metavar="METRIC", help="also delete steps, but not the best by this metric")
     gc.add_argument("--best-is", choices=["min", "max"], default="min", help="which metric is best (default min)")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -107,6 +109,13 @@ def _step_number(text: str) -> int:
     return step
 
 
+def _count(text: str) -> int:
+    """Steps to keep: none would delete every step."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} would keep nothing. Use 1 or more.")
+    return int(text)
+
+
 def _export_hf(args: argparse.Namespace) -> int:
     import torch
 
@@ -128,7 +137,7 @@ def _export_hf(args: argparse.Namespace) -> int:
             progress=progress.advance,
         )
     nbytes = sum(file.stat().st_size for file in files)
-    print(f"{args.out}: {len(files)} file{'s' if len(files) != 1 else ''}, {_mebibytes(nbytes)}")
+    print(f"{args.out}: {_plural(len(files), 'file')}, {_mebibytes(nbytes)}")
     return 0
 
 
@@ -186,12 +195,12 @@ def _ls(args: argparse.Namespace) -> int:
             print(_line(step, path))
         except (DamageError, ValueError) as err:
             bad += 1
-            print(f"{step:>10}  INVALID  {err}")
-    unfinished = _commit.unfinished(args.root)
+            print(f"{step:>10}  INVALID  {_why(err)}")
+    unfinished = len(_commit.unfinished(args.root))
     if not folders:
-        print(f"no steps in {args.root}" + (f", {len(unfinished)} unfinished" if unfinished else ""))
+        print(f"no steps in {args.root}" + (f", {unfinished} unfinished" if unfinished else ""))
         return 0
-    print(f"{len(folders) - bad} valid steps, {bad} invalid, {len(unfinished)} unfinished")
+    print(f"{len(folders) - bad} valid steps, {bad} invalid, {unfinished} unfinished")
     return 1 if bad else 0
 
 
@@ -199,7 +208,7 @@ def _line(step: int, path: StorePath) -> str:
     with malformed_is_damage(path, MANIFEST_NAME):
         manifest = Manifest.open(path)
         metrics = " ".join(f"{key}={_number(value)}" for key, value in manifest.metrics.items())
-        size, ranks = _mebibytes(manifest.nbytes), f"{manifest.world_size} ranks"
+        size, ranks = _mebibytes(manifest.nbytes), _plural(manifest.world_size, "rank")
         return f"{step:>10}  {manifest.saved_at}  {ranks:>10}  {size:>14}  {metrics}".rstrip()
 
 
@@ -207,12 +216,15 @@ def _show(args: argparse.Namespace) -> int:
     reader = _open_step(args.step)
     state = reader.shared_state()
     manifest = reader.manifest
-    print(f"step {manifest.step}, saved {manifest.saved_at} by {manifest.world_size} ranks, save id {manifest.save_id}")
+    ranks = _plural(manifest.world_size, "rank")
+    print(f"step {manifest.step}, saved {manifest.saved_at} by {ranks}, save id {manifest.save_id}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     for section in SECTIONS:
         tensors = reader.index.tensors.get(section, {})
         if tensors:
-            print(f"{section}: {len(tensors)} tensors, {_mebibytes(sum(tensor.nbytes for tensor in tensors.values()))}")
+            print(
+                f"{section}: {_plural(len(tensors), 'tensor')}, {_mebibytes(sum(tensor.nbytes for tensor in tensors.values()))}"
+            )
         for key, tensor in tensors.items() if args.tensors else ():
             print(f"  {key}  {tensor.dtype} {list(tensor.shape)} in {tensor.columns['count']} parts")
     for alias, first in reader.index.tied.items() if args.tensors else ():
@@ -232,8 +244,7 @@ def _verify(args: argparse.Namespace) -> int:
         found += len(damages)
         for damage in damages:
             print(f"{folder.name}/{damage}")
-        count = f"{len(damages)} damaged place{'s' if len(damages) != 1 else ''}"
-        print(f"{folder.name}: {count if damages else 'intact'}")
+        print(f"{folder.name}: {_plural(len(damages), 'damaged place') if damages else 'intact'}")
     return 1 if found else 0
 
 
@@ -269,7 +280,11 @@ def _diff(args: argparse.Namespace) -> int:
                 if text:
                     differences += 1
                     progress.print(f"{section} {key}: {text}")
-    print(f"{differences} tensors differ" if differences else "all tensors are equal")
+    print(
+        f"{_plural(differences, 'tensor')} differ{'s' if differences == 1 else ''}"
+        if differences
+        else "all tensors are equal"
+    )
     return 1 if differences else 0
 
 
@@ -292,7 +307,7 @@ def _gc(args: argparse.Namespace) -> int:
     _steps_below(root)  # refuses what is no folder of steps
     surplus: list[StorePath] = []
     if retention != Retention(best_is=args.best_is):
-        valid = _commit.open_steps(root, lambda path, err: print(f"left alone, invalid: {err}"))
+        valid = _commit.open_steps(root, lambda path, err: print(f"left alone, invalid: {path.name}: {_why(err)}"))
         _require_metric(args.keep_best, valid)
         surplus = _commit.surplus(root, retention)
     leftovers = _commit.leftovers(root)
@@ -303,7 +318,7 @@ def _gc(args: argparse.Namespace) -> int:
         else:
             _commit.discard(path)
             print(f"deleted {path.name}")
-    print(f"{len(leftovers)} leftovers, {len(surplus)} steps")
+    print(f"{_plural(len(leftovers), 'leftover')}, {_plural(len(surplus), 'step')}")
     return 0
 
 
@@ -352,6 +367,18 @@ def _existing(path: StorePath) -> None:
 def _neighbours(parent: StorePath) -> str:
     steps = [folder.name for _, folder in _commit.step_folders(parent)] if parent.is_dir() else []
     return f" The steps in {parent} are {', '.join(steps[-6:])}." if steps else ""
+
+
+def _why(err: Exception) -> str:
+    """Why a step is invalid, in one line."""
+    if not isinstance(err, DamageError):
+        return str(err)
+    more = f"; and {len(err.damages) - 3} more" if len(err.damages) > 3 else ""
+    return "; ".join(str(damage) for damage in err.damages[:3]) + more
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _number(value: Any) -> str:

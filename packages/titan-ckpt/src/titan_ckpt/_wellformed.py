@@ -5,6 +5,7 @@ outside of the step, boxes outside of a file, a count of boxes that takes all me
 once here, so that the code behind may rely on it. Plain loops over columns, since an index may list 10^5 boxes.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -78,27 +79,28 @@ def _check_file(record: FileRecord) -> None:
 
 def _check_tensor(tensor: StoredTensor, files: Sequence[FileRecord]) -> None:
     columns, shape = tensor.columns, tensor.shape
-    item, n = ITEM_BYTES.get(tensor.dtype), columns["count"]
+    item, n, offsets, sizes = ITEM_BYTES.get(tensor.dtype), columns["count"], columns["offsets"], columns["sizes"]
     if item is None:
         raise ValueError(f"dtype {tensor.dtype!r} is unknown.")
-    if not _ints(list(shape)):
-        raise ValueError(f"{shape} is no shape.")
-    offsets, sizes = columns["offsets"], columns["sizes"]
     if len(offsets) != len(shape) or len(sizes) != len(shape):
         raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, it has {len(shape)}.")
     every = [columns["file"], columns["start"], *offsets, *sizes]
+    if not _ints([n, *shape, *itertools.chain.from_iterable(c if isinstance(c, list) else [c] for c in every)]):
+        raise ValueError("its shape, or where its boxes lie, is not told in whole numbers from 0.")
     # Columns of one number take no room in the file, so a count alone must not be believed.
-    if not _ints([n]) or (n > 1 and all(type(column) is int for column in every)):
-        raise ValueError(f"it cannot have {n!r} boxes.")
-    whole = [_expanded(column, n) for column in every]
-    for length, at, size in zip(shape, whole[2 : 2 + len(shape)], whole[2 + len(shape) :], strict=True):
-        if any(begin + extent > length for begin, extent in zip(at, size, strict=True)):
+    if n > 1 and not any(isinstance(column, list) for column in every):
+        raise ValueError(f"it cannot have {n} equal boxes.")
+    if any(isinstance(column, list) and len(column) != n for column in every):
+        raise ValueError(f"it has {n} boxes, but not as many numbers in each column.")
+    at_file, starts, *places = [column if isinstance(column, list) else [column] * n for column in every]
+    extents = places[len(shape) :]
+    for length, begins, extent in zip(shape, places[: len(shape)], extents, strict=True):
+        if any(begin + size > length for begin, size in zip(begins, extent, strict=True)):
             raise ValueError(f"a box of it lies outside of its shape {list(shape)}.")
-    frames = columns.get("frames") or [None] * n
-    for file, start, lengths, *box in zip(whole[0], whole[1], frames, *whole[2 + len(shape) :], strict=True):
+    for file, start, frames, *box in zip(at_file, starts, columns.get("frames") or [None] * n, *extents, strict=True):
         nbytes = item * math.prod(box)
-        if lengths is not None:
-            nbytes = _frame_bytes(lengths, nbytes)
+        if frames is not None:
+            nbytes = _frame_bytes(frames, nbytes)
         if file >= len(files) or start + nbytes > files[file].size - files[file].data_start:
             raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
 
@@ -107,13 +109,6 @@ def _frame_bytes(lengths: Any, raw_bytes: int) -> int:
     if not _ints(lengths) or len(lengths) != -(-raw_bytes // FRAME_BYTES):
         raise ValueError(f"{raw_bytes} bytes of it are not in frames of {FRAME_BYTES}.")
     return sum(lengths)
-
-
-def _expanded(column: Any, n: int) -> list[int]:
-    values = [column] * n if type(column) is int else column
-    if not _ints(values) or len(values) != n:
-        raise ValueError(f"a column is not of {n} numbers.")
-    return values
 
 
 def _ints(values: Any) -> bool:
