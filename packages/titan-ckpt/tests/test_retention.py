@@ -202,6 +202,30 @@ def test_a_listing_while_steps_are_deleted_is_taken_again(tmp_path, monkeypatch)
     assert _commit.is_gone(tmp_path / "step-00000001")
 
 
+def test_a_look_that_meets_a_deleted_step_finds_the_one_that_replaced_it(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    real, left = _commit._look, [2, 3]
+
+    def look(path):  # the trainer saves the next step and deletes this one just before it is looked at
+        if left:
+            with monkeypatch.context() as patch:
+                patch.setattr(_commit, "_look", real)
+                save(tmp_path, left.pop(0), keep_last=1)
+        return real(path)
+
+    monkeypatch.setattr(_commit, "_look", look)
+    assert listed(tmp_path) == [3]
+
+
+def test_one_step_is_found_without_reading_any_manifest(tmp_path, monkeypatch):
+    save(tmp_path, 7)
+    stale_revision(tmp_path, 5)
+    monkeypatch.setattr(Manifest, "read", None)
+    assert _commit.step_folder(tmp_path, 7) == tmp_path / "step-00000007"
+    assert _commit.step_folder(tmp_path, 5) == tmp_path / "step-00000005.r1"
+    assert _commit.step_folder(tmp_path, 6) is None
+
+
 def test_valid_steps_are_opened_newest_first_and_the_others_told(tmp_path):
     save(tmp_path, 1, 2, 3)
     (tmp_path / "step-00000003" / "MANIFEST.json").unlink()

@@ -196,7 +196,9 @@ def test_a_look_at_a_store_that_meets_a_deleted_step_finds_the_one_that_replaced
 
     def look(path):
         if left:
-            ck.save(left.pop(0), state_of(0.0))
+            with monkeypatch.context() as patch:
+                patch.setattr(_commit, "_look", real)
+                ck.save(left.pop(0), state_of(0.0))
         return real(path)
 
     monkeypatch.setattr(_commit, "_look", look)

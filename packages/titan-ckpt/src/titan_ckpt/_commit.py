@@ -103,6 +103,12 @@ def open_steps(
     )
 
 
+def step_folder(root: StorePath, step: int) -> StorePath | None:
+    """The newest revision of one step, found without a look at any other; None if there is no such step."""
+    revisions = _revisions(root, step)
+    return revisions[-1] if revisions else None
+
+
 def is_gone(path: StorePath) -> bool:
     """Whether a folder that was listed as a step is none any more: deleted, or replaced by its next revision.
 
@@ -231,9 +237,10 @@ def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequen
     """
     left: list[StorePath] = []
     try:
-        found = _committed(newest.parent)
-        older = [other.path for other in found if other.step == step and other.path.name != newest.name]
-        for gone in [*older, *_surplus(found, retention, [number for number in distrusted if number != step])]:
+        root = newest.parent
+        others = [] if retention.keeps_all else _committed(root)
+        doubted = [number for number in distrusted if number != step]
+        for gone in [*_revisions(root, step), *_surplus(others, retention, doubted)]:
             if gone.name != newest.name:
                 left += [trash] if (trash := retire(gone)) else []
     except Exception as err:  # whatever a store raises
@@ -305,12 +312,20 @@ def owner_of(folder: StorePath) -> Process | None:
 
 
 def _settled(root: StorePath) -> list[_Revision]:
-    """As `_committed`, of a moment in which no step was deleted while it was looked at."""
-    found = _committed(root)
+    """As `_committed`, of one moment, though steps are committed and deleted meanwhile.
+
+    A step is deleted after a newer one is committed. A look that meets the first without its manifest, but was past the
+    newer one before its commit, would find neither.
+    """
+    found: list[_Revision] = []
     for _ in range(_LISTINGS):
-        if not any(other.manifest is None and is_gone(other.path) for other in found):
+        before = _step_paths(root)
+        found = [revision for path in before if (revision := _look(path))]
+        missed = {path.name for path in before} - {revision.path.name for revision in found}
+        after = {path.name for path in _step_paths(root)}
+        gone = any(revision.manifest is None and is_gone(revision.path) for revision in found)
+        if not gone and after == {path.name for path in before} and not any(_look(root / name) for name in missed):
             break
-        found = _committed(root)
     return found
 
 
@@ -320,16 +335,29 @@ def _committed(root: StorePath) -> list[_Revision]:
     Raises:
         OSError: If the storage fails to answer: no order can be told then, and nothing be deleted.
     """
-    found: list[_Revision] = []
-    for path in _children(root):
-        parsed = parse_step_name(path.name)
-        if parsed is None or is_unfinished(path):
-            continue
-        manifest = None
-        with contextlib.suppress(DamageError, ValueError):  # whoever opens the step gets the reason
-            manifest = Manifest.read(path)
-        found.append(_Revision(*parsed, path, manifest))
-    return found
+    return [revision for path in _step_paths(root) if (revision := _look(path))]
+
+
+def _step_paths(root: StorePath) -> list[StorePath]:
+    return [path for path in root.iterdir() if parse_step_name(path.name)] if root.is_dir() else []
+
+
+def _revisions(root: StorePath, step: int) -> list[StorePath]:
+    """The committed revisions of a step, oldest first."""
+    numbered = [(parsed, path) for path in _step_paths(root) if (parsed := parse_step_name(path.name))]
+    mine = [(parsed[1], path) for parsed, path in numbered if parsed[0] == step]
+    return [path for _, path in sorted(mine, key=lambda item: item[0]) if path.is_dir() and not is_unfinished(path)]
+
+
+def _look(path: StorePath) -> _Revision | None:
+    """What a folder with a step's name holds; None if it is no folder, or not committed."""
+    parsed = parse_step_name(path.name)
+    if parsed is None or not path.is_dir() or is_unfinished(path):
+        return None
+    manifest = None
+    with contextlib.suppress(DamageError, ValueError):  # whoever opens the step gets the reason
+        manifest = Manifest.read(path)
+    return _Revision(*parsed, path, manifest)
 
 
 def _newest(found: Sequence[_Revision]) -> list[_Revision]:
@@ -351,8 +379,9 @@ def _surplus(found: Sequence[_Revision], retention: Retention, distrusted: Seque
     for newest in _newest(found):
         if newest.manifest is None or newest.step in distrusted:
             continue
-        with contextlib.suppress(DamageError, ValueError):  # neither counted nor deleted
-            valid[newest.step] = Manifest.open(newest.path).metrics
+        with contextlib.suppress(DamageError):  # neither counted nor deleted
+            newest.manifest.check_files()
+            valid[newest.step] = newest.manifest.metrics
     # The newest revision goes last: were it to go first, a crash would leave the one before it as the step.
     revisions = sorted(found, key=lambda other: other.revision)
     return [other.path for step in retention.surplus(valid) for other in revisions if other.step == step]
@@ -389,7 +418,7 @@ def _open(
 
 
 def _next_revision(root: StorePath, step: int) -> int:
-    taken = [parsed[1] for path in _children(root) if (parsed := parse_step_name(path.name)) and parsed[0] == step]
+    taken = [parsed[1] for path in _step_paths(root) if (parsed := parse_step_name(path.name)) and parsed[0] == step]
     return max(taken) + 1 if taken else 0
 
 

@@ -57,15 +57,8 @@ class Manifest:
             ValueError: If the format is newer than this code.
             OSError: If the storage fails to answer, which says nothing of the step; names the file.
         """
-        folder = as_path(path)
-        manifest = cls.read(folder)
-        damages = [
-            damage
-            for name, size in [*((n, s) for n, s, _ in manifest.files), (INDEX_NAME, manifest.index[0])]
-            if (damage := _check_size(folder, name, size))
-        ]
-        if damages:
-            raise DamageError(str(folder), damages)
+        manifest = cls.read(as_path(path))
+        manifest.check_files()
         return manifest
 
     @classmethod
@@ -110,6 +103,18 @@ class Manifest:
                 f"the name {step_name(manifest.step)}",
             )
         return manifest
+
+    def check_files(self) -> None:
+        """Check that every listed file is there in full size.
+
+        Raises:
+            DamageError: If one is not. The error lists all of them.
+            OSError: If the storage fails to answer; names the file.
+        """
+        listed = [*((name, size) for name, size, _ in self.files), (INDEX_NAME, self.index[0])]
+        damages = [damage for name, size in listed if (damage := _check_size(self.path, name, size))]
+        if damages:
+            raise DamageError(str(self.path), damages)
 
     def read_index(self) -> Index:
         """The index, checked against this manifest's digest and file list.

@@ -32,9 +32,14 @@ class Retention:
         if self.best_is not in ("min", "max"):
             raise ValueError(f"best_is={self.best_is!r} is neither 'min' nor 'max'.")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule."""
+        return self.last is None and self.every is None and self.best is None
+
     def surplus(self, steps: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The steps to delete, given every valid step with its metrics in the order of their commits, oldest first."""
-        if not steps or (self.last is None and self.every is None and self.best is None):
+        if not steps or self.keeps_all:
             return []
         ordered = list(steps)
         keep = {ordered[-1], *ordered[-(self.last or 1) :]}
