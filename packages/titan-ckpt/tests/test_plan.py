@@ -29,10 +29,15 @@ def row(rank: int, ranks: int, rows: int = 8, key: str = "w") -> Held:
 
 def test_replicas_are_written_once_and_the_load_is_balanced():
     # two replicas of two shards, and one tensor on every rank
-    ranks = [[row(r % 2, 2, key=f"w{i}") for i in range(8)] for r in range(4)]
+    ranks = [[row(r % 2, 2, 1 << 15, key=f"w{i}") for i in range(8)] for r in range(4)]
     plan = plan_save(ranks)
     assert [len(pieces) for pieces in plan.pieces] == [4, 4, 4, 4]
     assert sum(len(placed) for placed in plan.placed.values()) == 16
+
+
+def test_small_replicas_all_come_from_the_lowest_rank_that_holds_them():
+    ranks = [[row(r % 2, 2, key=f"w{i}") for i in range(8)] for r in range(4)]
+    assert [len(pieces) for pieces in plan_save(ranks).pieces] == [8, 8, 0, 0]
 
 
 def test_starts_follow_each_other_without_gaps_wide_types_first():
@@ -96,8 +101,8 @@ def random_layout(draw):
     return ranks
 
 
-def plain_writers(ranks):
-    """Who writes which box, the slow way: boxes with one holder first, then the largest to the least loaded."""
+def plain_writers(ranks, small):
+    """Who writes which box, the slow way: boxes of one holder and small ones first, then the largest to the least loaded."""
     holders = defaultdict(list)
     for rank, tensors in enumerate(ranks):
         for held in tensors:
@@ -105,20 +110,23 @@ def plain_writers(ranks):
                 nbytes = math.prod(box[1]) * ITEM_BYTES[held.dtype]
                 holders[-nbytes, (held.section, held.key), box].append(rank)
     load, writers = [0] * len(ranks), {}
-    for negated, at, box in sorted(holders, key=lambda entry: (len(holders[entry]) > 1, entry)):
-        writer = min(holders[negated, at, box], key=lambda rank: (load[rank], rank))
+    for negated, at, box in sorted(holders, key=lambda e: (len(holders[e]) > 1 and -e[0] > small, e)):
+        choice = holders[negated, at, box]
+        writer = min(choice) if -negated <= small else min(choice, key=lambda rank: (load[rank], rank))
         writers[at, box] = writer
         load[writer] -= negated
     return writers
 
 
 @pytest.mark.parametrize("seeds", [range(at, at + 100) for at in range(0, 500, 100)], ids=lambda seeds: str(seeds[0]))
-def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_cuts(seeds):
+def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_cuts(seeds, monkeypatch):
+    small = 24
+    monkeypatch.setattr("titan_ckpt._plan.SMALL_BYTES", small)
     for seed in seeds:
         ranks = random_layout(random.Random(seed))
         plan = plan_save(ranks)
         writers = {(at, box): rank for at, places in plan.placed.items() for rank, _, box in places}
-        assert writers == plain_writers(ranks)
+        assert writers == plain_writers(ranks, small)
         for at, places in plan.placed.items():
             times_written = np.zeros(plan.kinds[at][1], dtype=int)
             for _, _, (offsets, sizes) in places:

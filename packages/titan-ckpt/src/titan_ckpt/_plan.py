@@ -212,6 +212,11 @@ def _pattern(groups: Sequence[_Group], cuts: Sequence[tuple[int, int]]) -> _Patt
     return _Pattern(boxes, [math.prod(sizes) for _, sizes in boxes], [sorted(holders[box]) for box in boxes])
 
 
+# Shared boxes up to this size are all taken from their lowest rank instead of balanced: what ranks do not keep equal,
+# such as batch statistics, must not be put together from several of them.
+SMALL_BYTES = 64 << 10
+
+
 def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> list[list[_Holder]]:
     """For each tensor, who writes each of its boxes."""
     load = [0] * num_ranks
@@ -221,7 +226,7 @@ def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> lis
         item = ITEM_BYTES[tensor.dtype]
         writers.append([who[0] for who in pattern.holders])
         for b, (who, volume) in enumerate(zip(pattern.holders, pattern.volumes, strict=True)):
-            if len(who) > 1:
+            if len(who) > 1 and volume * item > SMALL_BYTES:
                 shared.append((-volume * item, tensor.section, tensor.key, b, t))
             else:
                 load[who[0].rank] += volume * item

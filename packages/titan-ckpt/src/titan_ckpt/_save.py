@@ -18,7 +18,7 @@ from titan_ckpt._digest import digest
 from titan_ckpt._dtypes import dtype_name
 from titan_ckpt._errors import CheckpointError
 from titan_ckpt._format import SECTIONS, STATE_NAME, Entry, rank_state_name, shard_name
-from titan_ckpt._index import FileRecord, StoredChunk, StoredTensor, pack_tensor
+from titan_ckpt._index import FileRecord, StoredTensor, pack_columns
 from titan_ckpt._job import Job, Layout, Lead, Shard, commit_job, write_job
 from titan_ckpt._layout import LocalPart, local_part
 from titan_ckpt._leaves import tensor_bytes
@@ -258,18 +258,19 @@ def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> La
 
 def index_tensors(plan: Plan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
     """A plan's safetensors files, and its tensors as the index holds them."""
-    names = [
-        shard_name(section, rank)
-        for rank, pieces in enumerate(plan.pieces)
-        for section in SECTIONS
-        if any(piece.section == section for piece in pieces)
-    ]
-    number = {name: i for i, name in enumerate(names)}
+    names: list[str] = []
+    numbers: dict[str, dict[int, int]] = {section: {} for section in SECTIONS}  # section to rank to file
+    for rank, pieces in enumerate(plan.pieces):
+        written = {piece.section for piece in pieces}
+        for section in SECTIONS:
+            if section in written:
+                numbers[section][rank] = len(names)
+                names.append(shard_name(section, rank))
     tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
-    for (section, key), placed in plan.placed.items():
+    for (section, key), places in plan.placed.items():
         dtype, shape = plan.kinds[section, key]
-        chunks = [StoredChunk(number[shard_name(section, p.rank)], p.start, *p.box) for p in placed]
-        tensors[section][key] = pack_tensor(dtype, shape, chunks)
+        files = [numbers[section][rank] for rank in places.ranks]
+        tensors[section][key] = pack_columns(dtype, shape, files, places.starts, places.boxes)
     return tuple(names), tensors
 
 
