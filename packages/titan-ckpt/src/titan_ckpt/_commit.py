@@ -28,8 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_ckpt._claim import drop_dead_claim
-from titan_ckpt._claim import release_root as release_root
-from titan_ckpt._claim import take_root as take_root
 from titan_ckpt._errors import DamageError
 from titan_ckpt._format import INDEX_NAME, MANIFEST_NAME, parse_step_name, remote_step_name, step_name
 from titan_ckpt._index import FileRecord, Index
