@@ -19,6 +19,7 @@ from titan_ckpt._digest import block_digests, digest, root_digest
 from titan_ckpt._format import decode_header, is_file_name, parse_object
 from titan_ckpt._manifest import _self_digest
 from titan_ckpt._read import StepReader
+from titan_ckpt._wellformed import check_manifest
 from torch import nn
 
 STEP = "step-00000002"
@@ -29,6 +30,16 @@ def state_of(fill: float) -> TrainState:
     model = nn.Linear(8, 8)
     nn.init.constant_(model.weight, fill)
     return TrainState(model=model, rng=False, extra={"seen": int(fill)})
+
+
+class Position:
+    """State of one rank."""
+
+    def state_dict(self):
+        return {"at": 5}
+
+    def load_state_dict(self, state):
+        assert state == {"at": 5}
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +268,21 @@ def without(*path):
     return edit
 
 
+def test_a_malformed_manifest_is_a_plain_error_that_says_what_is_wrong(saved):
+    manifest = json.loads((saved / STEP / "MANIFEST.json").read_bytes())
+    check_manifest(manifest)
+    for key in ("format", "step", "world_size", "serial", "versions", "metrics", "files", "index", "saved_at"):
+        for wrong in ({**manifest, key: None}, {k: v for k, v in manifest.items() if k != key}):
+            with pytest.raises(ValueError, match=f"'{key}'"):
+                check_manifest(wrong)
+    (first, *_) = manifest["files"]
+    for entry in ({**first, "name": "/etc/passwd"}, {**first, "size": "5"}, {**first, "digest": None}):
+        with pytest.raises(ValueError, match=r"passwd|size or digest"):
+            check_manifest({**manifest, "files": [entry]})
+    with pytest.raises(ValueError, match="'step' is not of the type"):
+        check_manifest({**manifest, "step": -1})
+
+
 WRONG_INDEX = {
     "a list": lambda index: [1],
     "a number": lambda index: 5,
@@ -311,12 +337,20 @@ def test_a_malformed_index_is_damage_of_the_index(root, wrong):
     check_refused(root, "INDEX.json.zst")
 
 
+GOOD_STATE = {"step": 2, "dp": [[0, 1]], "has": ["model"], "model": {}, "sched": [], "extra": {}}
+GOOD_STATE["optim"] = {"groups": [], "leaves": {}}
 WRONG_STATE = {
     "deep": DEEP,
+    "too deep to follow": json.dumps(GOOD_STATE | {"extra": {"a": json.loads("[" * 900 + "]" * 900)}}),
     "not JSON": "\x00\xff",
     "a list": "[]",
     "empty": "{}",
-    "no extra": '{"step": 2, "dp": [[0, 1]], "has": ["model"], "model": {}, "sched": []}',
+    "no extra": json.dumps({key: value for key, value in GOOD_STATE.items() if key != "extra"}),
+    "no optimizer": json.dumps(GOOD_STATE | {"optim": {}}),
+    "no ranks": json.dumps(GOOD_STATE | {"dp": []}),
+    "groups without parameters": json.dumps(GOOD_STATE | {"optim": {"groups": [{}], "leaves": {}}}),
+    "bytes of a number": json.dumps(GOOD_STATE | {"extra": {"a": {"$bytes": 5}}}),
+    "unhashable": json.dumps(GOOD_STATE | {"extra": {"a": {"$set": [[]]}}}),
     "wrong types": '{"step": 2, "dp": 1, "has": 1, "model": 1, "optim": 1, "sched": 1, "extra": 1}',
 }
 
@@ -324,10 +358,19 @@ WRONG_STATE = {
 @pytest.mark.parametrize("wrong", WRONG_STATE)
 def test_a_malformed_state_file_is_damage_of_that_file(root, wrong):
     replace_state(root, WRONG_STATE[wrong])
-    reader = StepReader(root / STEP)
-    with pytest.raises(DamageError, match=r"state/state\.json"):
-        reader.shared_state()
-    assert main(["show", str(root / STEP)]) == 1
+    check_refused(root, "state/state.json")
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "\x00\xff"], ids=["deep", "a list", "not JSON"])
+def test_a_malformed_state_file_of_a_rank_is_damage_of_that_file(tmp_path, text):
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, TrainState(model=nn.Linear(8, 8), data=Position(), rng=False))
+    replace_state(tmp_path, text, "state/rank-r00000.json")
+    state = TrainState(model=nn.Linear(8, 8), data=Position(), rng=False)
+    with pytest.raises(DamageError, match=r"state/rank-r00000\.json"):
+        Checkpointer(tmp_path).restore(state)
+    assert Checkpointer(tmp_path).restore(state, fallback=True) == 1
+    assert main(["verify", str(tmp_path)]) == 1
 
 
 def test_a_good_step_passes_every_check(root):

@@ -262,7 +262,9 @@ def _damages(folder: StorePath) -> list[Damage]:
             progress.advance(nbytes)
     if not damages:
         try:
-            reader.shared_state()
+            for record in reader.index.files:
+                if record.name.endswith(".json"):
+                    reader.read_state(record.name)
         except DamageError as err:
             return list(err.damages)
     return damages
@@ -324,7 +326,8 @@ def _gc(args: argparse.Namespace) -> int:
 
 def _require_metric(name: str | None, steps: Sequence[Manifest]) -> None:
     """Retention keeps no step for a metric that none has, which in a metric that is misspelt deletes the best one."""
-    if name is None or any(math.isfinite(step.metrics.get(name, math.nan)) for step in steps):
+    values: list[Any] = [step.metrics.get(name or "") for step in steps]
+    if name is None or any(type(value) in (int, float) and math.isfinite(value) for value in values):
         return
     known = sorted({metric for step in steps for metric in step.metrics})
     raise ValueError(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt import _tree
 from titan_ckpt._codec import FRAME_BYTES, unpack_frame
 from titan_ckpt._digest import block_digests
 from titan_ckpt._errors import Damage, DamageError
@@ -146,12 +147,35 @@ class StepReader(FolderReader):
                 yield end - at, self.check(file, at, end)
 
     def read_state(self, name: str) -> bytes:
-        """A JSON state file, checked.
+        """A JSON state file, checked: the bytes, and that they hold what FORMAT.md says.
 
         Raises:
-            DamageError: If it was altered.
+            DamageError: If it was altered, or nobody can make state of what it holds.
             ValueError: If the step has no such file.
         """
+        data = self._read(name)
+        self._parsed(name, data)
+        return data
+
+    def shared_state(self) -> dict[str, Any]:
+        """The plain state of the run, still encoded. Raises as `read_state`."""
+        return self._parsed(STATE_NAME, self._read(STATE_NAME))
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The plain state of one rank, still encoded; empty if it has none. Raises as `read_state`."""
+        name = rank_state_name(rank)
+        return {} if self.index.file(name) is None else self._parsed(name, self._read(name))
+
+    def _parsed(self, name: str, data: bytes) -> dict[str, Any]:
+        with malformed_is_damage(self.path, name):
+            state = parse_object(data, name)
+            if name == STATE_NAME:
+                check_shared_state(state)
+            _tree.decode(state, lambda tag, body: None)  # tags of the table, and nesting that Python can follow
+        return state
+
+    def _read(self, name: str) -> bytes:
+        """A small file's bytes: read, not mapped, so that one cut short meanwhile is damage and no bus error."""
         for file, record in enumerate(self.index.files):
             if record.name == name:
                 data = (self.path / name).read_bytes()
@@ -167,29 +191,6 @@ class StepReader(FolderReader):
                     raise DamageError(str(self.path), damages)
                 return data
         raise ValueError(f"{self.path} has no {name}.")
-
-    def shared_state(self) -> dict[str, Any]:
-        """The plain state of the run, still encoded, with all the parts that FORMAT.md lists.
-
-        Raises:
-            DamageError: If it was altered, or is not what FORMAT.md says.
-        """
-        with malformed_is_damage(self.path, STATE_NAME):
-            state = parse_object(self.read_state(STATE_NAME), STATE_NAME)
-            check_shared_state(state)
-        return state
-
-    def rank_state(self, rank: int) -> dict[str, Any]:
-        """The plain state of one rank, still encoded; empty if it has none.
-
-        Raises:
-            DamageError: If it was altered, or is not a JSON object.
-        """
-        name = rank_state_name(rank)
-        if self.index.file(name) is None:
-            return {}
-        with malformed_is_damage(self.path, name):
-            return parse_object(self.read_state(name), name)
 
     def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
         at = block * BLOCK_BYTES

@@ -11,8 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt._codec import FRAME_BYTES
-from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES, SECTIONS, is_file_name
+from titan_ckpt._format import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
 from titan_ckpt._index import FileRecord, Index, StoredTensor
+
+_NO_FILE = (
+    "which is no file of a step: those lie in its folder, in optim/ or in state/. Do not use this step; somebody has "
+    "written it to have other files read."
+)
 
 
 def check_index(index: Index) -> None:
@@ -38,6 +43,29 @@ def check_index(index: Index) -> None:
     for alias, first in index.tied.items():
         if first not in index.tensors["model"]:
             raise ValueError(f"{alias!r} is tied to {first!r}, which it does not list.")
+
+
+def check_manifest(value: dict[str, Any]) -> None:
+    """Check keys, types and names of a manifest; of its metrics only that there are names.
+
+    Raises:
+        ValueError: If a key is missing or of another type, or a file's name leads out of the step. Entries of the wrong
+            type raise that, `TypeError` or `LookupError`.
+    """
+    kinds = {"versions": dict, "metrics": dict, "files": list, "index": dict, "save_id": str, "saved_at": str}
+    numbers = ("format", "step", "world_size", "serial")
+    missing = [name for name in [*numbers, *kinds] if name not in value]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(map(repr, missing))}.")
+    wrong = [name for name, kind in kinds.items() if not isinstance(value[name], kind)]
+    wrong += [name for name in numbers if not _ints([value[name]])]
+    if wrong:
+        raise ValueError(f"{', '.join(map(repr, wrong))} is not of the type that FORMAT.md says.")
+    for entry in [{**value["index"], "name": INDEX_NAME}, *value["files"]]:
+        if not is_file_name(entry["name"]):
+            raise ValueError(f"it lists {entry['name']!r}, {_NO_FILE}")
+        if not (_ints([entry["size"]]) and isinstance(entry["digest"], str)):
+            raise ValueError(f"size or digest of {entry['name']} is not of the type that FORMAT.md says.")
 
 
 def check_shared_state(state: dict[str, Any]) -> None:
@@ -67,10 +95,7 @@ def _is_group(group: Any) -> bool:
 
 def _check_file(record: FileRecord) -> None:
     if not is_file_name(record.name):
-        raise ValueError(
-            f"it lists {record.name!r}, which is no file of a step: those lie in its folder, in optim/ or in state/. "
-            "Do not use this step; somebody has written it to have other files read."
-        )
+        raise ValueError(f"it lists {record.name!r}, {_NO_FILE}")
     if not (_ints([record.size, record.data_start]) and record.data_start <= record.size):
         raise ValueError(f"{record.name} of {record.size!r} bytes cannot have data from byte {record.data_start!r}.")
     if len(record.blocks) != -(-record.size // BLOCK_BYTES) or any(len(digest) != 32 for digest in record.blocks):
