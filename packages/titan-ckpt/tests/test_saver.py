@@ -174,7 +174,35 @@ def test_a_restart_after_a_lost_machine_waits_twenty_seconds_and_goes_on_from_th
     ck = Checkpointer(tmp_path)
     assert ck.restore(state_of(size=8)) == 1
     assert time.monotonic() - began < 40
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
+
+
+WRITER = """
+import sys, torch
+from titan_ckpt import Checkpointer, TrainState
+model = torch.nn.Linear(300, 300)
+ck = Checkpointer(sys.argv[1], keep_last=1)
+for step in range(1, 100_000):
+    torch.nn.init.constant_(model.weight, float(step))
+    ck.save(step, TrainState(model=model, rng=False))
+"""
+
+
+def test_a_reader_beside_a_run_that_keeps_one_step_reads_a_whole_one_each_time(tmp_path):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
+    try:
+        reader, state, last = Checkpointer(tmp_path), state_of(size=300), 0
+        assert wait_for(lambda: reader.latest() or 0)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            step = reader.restore(state)
+            assert state.model.weight.unique().tolist() == [step]
+            assert step >= last
+            last = step
+        assert last > 1
+    finally:
+        writer.kill()
+        writer.wait()
 
 
 # --- forked children ------------------------------------------------------------------------------------------------

@@ -181,13 +181,15 @@ class Saver:
         try:
             send(self._link.control, pack(parts), None if self._arena_sent else self._arena.fd)
         except OSError as err:
-            raise CheckpointError(f"{self._link.last_words()}; step {job.step} is not saved ({err}).") from err
+            raise CheckpointError(
+                f"the saver process {self.process.pid} is gone{self._link.last_words()}; step {job.step} is not saved."
+            ) from err
         self._arena_sent = self._layout_sent = True
         self._submitted.put((job, result))
 
     def _fail(self, job: Job, result: SaveJob, err: BaseException) -> None:
         text = str(err) or type(err).__name__
-        if not give_up(job, f"rank {job.rank}: {text}"):
+        if not give_up(job, text):
             self._child.kill()  # that, the other savers see
         result.finish(None, text)
 
@@ -215,7 +217,7 @@ class _Link:
         self._errors = errors
 
     def last_words(self) -> str:
-        """How the process ended."""
+        """How the process ended, to be put after its name."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(5)
         code = self.child.returncode
@@ -223,7 +225,7 @@ class _Link:
         size = os.fstat(self._errors).st_size
         lines = os.pread(self._errors, 2048, max(0, size - 2048)).decode(errors="replace").split("\n")
         said = " | ".join(line.strip() for line in lines[-4:] if line.strip())
-        return f"the saver process {self.child.pid} is gone{how}" + (f", its last words: {said}" if said else "")
+        return how + (f", its last words: {said}" if said else "")
 
     def close(self) -> None:
         """Have the process end, wait for that, and free what is held for it."""
@@ -247,7 +249,7 @@ def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | No
         job, result = sent
         answer = receive(link.control, lambda: link.child.poll() is not None)
         if answer is None:
-            text = f"the saver process {link.child.pid} ended while it wrote step {job.step}: {link.last_words()}"
+            text = f"the saver process {link.child.pid} ended while it wrote step {job.step}{link.last_words()}"
             give_up(job, text)
             result.finish(None, text)
             continue

@@ -51,10 +51,10 @@ def restore_newest(
         for number, name in reversed(tried):
             try:
                 return restore_step(root / name, state, ranks, verify, strict)
-            except DamageError as err:  # of every rank, if of any: all go on alike
+            except (CheckpointError, OSError) as err:  # of every rank, if of any: all go on alike
                 if listing < _LISTINGS and _gone(root / name, ranks):
                     break
-                if not fallback or number == tried[0][0]:
+                if not isinstance(err, DamageError) or not fallback or number == tried[0][0]:
                     raise
                 # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
                 passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
