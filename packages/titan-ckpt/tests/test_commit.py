@@ -113,6 +113,31 @@ def test_what_a_killed_deletion_of_a_leftover_left_is_swept(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_save_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        _commit.begin_save(tmp_path, 1, Process.of(os.getpid()))
+    assert names(tmp_path) == []
+
+
+def test_a_leftover_that_cannot_be_deleted_stops_neither_the_sweep_nor_the_start(tmp_path, monkeypatch):
+    kept, _ = _commit.begin_save(tmp_path, 1, dead_process())
+    gone, _ = _commit.begin_save(tmp_path, 2, dead_process())
+    real = _commit.retire
+
+    def retire(path):
+        if path == kept:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return real(path)
+
+    monkeypatch.setattr(_commit, "retire", retire)
+    assert _commit.sweep(tmp_path) == [gone]
+    assert names(tmp_path) == [kept.name]
+
+
 def test_a_negative_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"step=-1 is negative\. Count steps from 0"):
         _commit.begin_save(tmp_path, -1, Process.of(os.getpid()))

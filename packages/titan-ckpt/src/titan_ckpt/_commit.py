@@ -130,7 +130,11 @@ def begin_save(root: StorePath, step: int, owner: Process) -> tuple[StorePath, s
     else:
         folder = root / remote_step_name(step, _next_revision(root, step), save_id)
     folder.mkdir(parents=True)
-    (folder / OWNER_NAME).write_bytes(json.dumps({**asdict(owner), "began": time.time()}).encode())
+    try:
+        (folder / OWNER_NAME).write_bytes(json.dumps({**asdict(owner), "began": time.time()}).encode())
+    except OSError:
+        remove_tree(folder)
+        raise
     return folder, save_id
 
 
@@ -263,9 +267,11 @@ def sweep(root: StorePath) -> list[StorePath]:
     Raises:
         OSError: If the storage fails to answer.
     """
-    removed = leftovers(root)
-    for path in removed:
-        discard(path)
+    removed: list[StorePath] = []
+    for path in leftovers(root):
+        with contextlib.suppress(OSError):  # another user's, say
+            discard(path)
+            removed.append(path)
     drop_dead_claim(root)
     return removed
 
