@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,7 @@ def unequal_elements(
         for other in theirs.chunks:
             common = intersect((mine.offsets, mine.sizes), (other.offsets, other.sizes))
             for box in () if common is None else _pieces(common, item):
-                differs = _part(a, ours, mine, box) != _part(b, theirs, other, box)
-                count += int(np.count_nonzero(differs.any(axis=-1)))
+                count += int(np.count_nonzero(_part(a, ours, mine, box) != _part(b, theirs, other, box)))
                 progress(math.prod(box[1]) * item)
     return count
 
@@ -56,8 +56,8 @@ def _pieces(box: Box, item_bytes: int) -> Iterator[Box]:
         yield (offsets[0] + at, *offsets[1:]), (min(rows, sizes[0] - at), *sizes[1:])
 
 
-def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box) -> NDArray[np.uint8]:
-    """Part of a chunk as bytes, the last dimension being an element's. Reads the chunk's rows that hold it."""
+def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box) -> NDArray[np.unsignedinteger[Any]]:
+    """Part of a chunk, each element's bits as a number. Reads the chunk's rows that hold it."""
     item = ITEM_BYTES[tensor.dtype]
     sizes, (offsets, wanted) = chunk.sizes, box
     row_bytes = math.prod(sizes[1:]) * item
@@ -66,8 +66,7 @@ def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box
     damages = reader.check(chunk.file, *reader.stored_range(tensor, chunk, begin, end))
     if damages:
         raise DamageError(str(reader.manifest.path), damages)
-    data = np.frombuffer(reader.data(tensor, chunk, begin, end), np.uint8)
-    slices = tuple(
-        slice(at - o, at - o + n) for at, n, o in zip(offsets[1:], wanted[1:], chunk.offsets[1:], strict=True)
-    )
-    return data.reshape((rows, *sizes[1:], item) if sizes else (item,))[(slice(None), *slices) if sizes else ()]
+    bits = np.frombuffer(reader.data(tensor, chunk, begin, end), f"u{item}")
+    inner = zip(offsets[1:], wanted[1:], chunk.offsets[1:], strict=True)
+    slices = (slice(None), *(slice(at - start, at - start + n) for at, n, start in inner))
+    return bits.reshape(rows, *sizes[1:])[slices]
