@@ -28,9 +28,10 @@ from titan_ckpt._manifest import Manifest
 from titan_ckpt._process import Process
 from titan_ckpt._storage import StorePath, renames
 
-# How often a saver looks, on a file system and in a store, where looking is a request.
+# How often a saver looks, on a file system and in a store, where looking is a request; less often as it waits longer.
 _POLL_S = 0.01
 _REMOTE_POLL_S = 0.5
+_LONGEST_POLL_S = 0.5
 # How often a working saver says that it lives.
 _BEAT_S = 4.0
 # A saver of another machine that says nothing for so long is lost, once this one's trainer is gone too.
@@ -140,7 +141,7 @@ def await_report(job: Job, rank: int, saver: Process, patience: Patience) -> lis
     Raises:
         NotCommitted: If they will not be; the message says why.
     """
-    path = job.folder / _report_name(rank)
+    path, began = job.folder / _report_name(rank), time.monotonic()
     while True:
         alive = saver.alive  # asked before looking: a saver may report and end in between
         if path.exists():
@@ -154,7 +155,7 @@ def await_report(job: Job, rank: int, saver: Process, patience: Patience) -> lis
             raise NotCommitted(f"{job.folder} is gone: something else deleted it")
         if patience.ended(saver, note):
             raise NotCommitted(f"rank {rank} failed: its part was not on disk in time")
-        time.sleep(_POLL_S if renames(path) else _REMOTE_POLL_S)
+        _pause(path, began)
 
 
 def await_outcome(job: Job, lead: Process, patience: Patience) -> StorePath:
@@ -163,6 +164,7 @@ def await_outcome(job: Job, lead: Process, patience: Patience) -> StorePath:
     Raises:
         NotCommitted: If it has not, or ended.
     """
+    began = time.monotonic()
     while True:
         alive = lead.alive
         if not in_place(job):  # committed, or given up
@@ -171,7 +173,12 @@ def await_outcome(job: Job, lead: Process, patience: Patience) -> StorePath:
             raise NotCommitted(f"step {job.step} was not committed: rank 0's saver process {lead.pid} ended")
         if patience.ended(lead, _read_note(job, 0)):
             raise NotCommitted(f"step {job.step} was not committed in time")
-        time.sleep(_POLL_S if renames(job.folder) else _REMOTE_POLL_S)
+        _pause(job.folder, began)
+
+
+def _pause(path: StorePath, began: float) -> None:
+    least = _POLL_S if renames(path) else _REMOTE_POLL_S
+    time.sleep(max(least, min(_LONGEST_POLL_S, (time.monotonic() - began) / 20)))
 
 
 def _outcome(job: Job) -> StorePath:
