@@ -284,3 +284,16 @@ def test_dcp_load_through_this_storage_finds_damage_and_objects_are_refused(tmp_
         dcp.load({"w": torch.zeros(50)}, storage_reader=TitanStorageReader(tmp_path / "step-00000001"), no_dist=True)
     with pytest.raises((TypeError, dcp.api.CheckpointException), match="only plain data and tensors"):
         dcp.save({"x": Evil("x")}, storage_writer=TitanStorageWriter(tmp_path, 2), no_dist=True)
+
+
+def test_optimizer_state_by_number_is_refused_with_the_way_out(tmp_path):
+    model = nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    dcp.save(
+        {"model": model.state_dict(), "optim": optim.state_dict()}, checkpoint_id=tmp_path / "by_number", no_dist=True
+    )
+    with pytest.raises(ValueError, match="get_state_dict"):
+        import_dcp(tmp_path / "by_number", tmp_path / "root")
+    import_dcp(tmp_path / "by_number", tmp_path / "root", optim="")

@@ -283,6 +283,30 @@ def test_a_malformed_manifest_is_a_plain_error_that_says_what_is_wrong(saved):
         check_manifest({**manifest, "step": -1})
 
 
+WRONG_MANIFEST = {
+    "no format": lambda value: value.pop("format") and None,
+    "format is text": lambda value: value.update(format="1"),
+    "step is null": lambda value: value.update(step=None),
+    "files is a number": lambda value: value.update(files=5),
+    "files are numbers": lambda value: value.update(files=[5]),
+    "index is a number": lambda value: value.update(index=5),
+    "metrics is null": lambda value: value.update(metrics=None),
+    "serial is text": lambda value: value.update(serial="x"),
+    "a file outside": lambda value: value["files"][0].update(name="../outside"),
+    "a name with a zero byte": lambda value: value["files"][0].update(name="a\0b"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MANIFEST)
+def test_a_malformed_manifest_is_damage_and_hides_no_other_step(root, wrong):
+    rewrite_manifest(root, WRONG_MANIFEST[wrong])
+    check_refused(root, "MANIFEST.json")
+    ck = Checkpointer(root, keep_last=1)
+    assert ck.latest() == 1
+    ck.save(3, state_of(3.0))
+    assert ck.latest() == 3
+
+
 WRONG_INDEX = {
     "a list": lambda index: [1],
     "a number": lambda index: 5,

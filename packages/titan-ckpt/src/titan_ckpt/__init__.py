@@ -19,12 +19,12 @@ from titan_ckpt._retention import Retention
 from titan_ckpt._storage import RemotePath, StorePath
 
 if TYPE_CHECKING:
-    from titan_ckpt._async import SaveJob
     from titan_ckpt._checkpointer import Checkpointer
     from titan_ckpt._dcp_import import import_dcp
     from titan_ckpt._dcp_storage import TitanStorageReader, TitanStorageWriter
     from titan_ckpt._hf import export_hf, import_hf
     from titan_ckpt._layout import LocalShard
+    from titan_ckpt._save_job import SaveJob
     from titan_ckpt._state import Stateful, TrainState
 
 __all__ = [

@@ -73,6 +73,12 @@ def import_dcp(
             f"{folder} holds no weights {f'in {model!r}' if model else 'at the top'}; its entries are {tops[:8]}. Say "
             "which is the model: import_dcp(..., model=...)."
         )
+    numbered = [key for key in parts.views["optim"] if key.partition("/")[0].isdigit()]
+    if numbered:
+        raise ValueError(
+            f"{folder} holds optimizer state by number ({numbered[0]!r}), which says nothing of the parameters. Save it "
+            "with torch.distributed.checkpoint.state_dict.get_state_dict, or import without: import_dcp(..., optim='')."
+        )
     if parts.extra:
         _log.info("%s: kept as extra, neither model nor optimizer: %s", folder, sorted(parts.extra))
     return write_step(as_path(root), step, parts.views, parts.shared())

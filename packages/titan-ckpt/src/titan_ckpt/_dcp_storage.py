@@ -66,6 +66,7 @@ class _Place:
     """What the coordinator tells a rank: where to write, and as whom."""
 
     folder: str
+    """Its name below the root."""
     save_id: str
     rank: int
 
@@ -125,7 +126,7 @@ class TitanStorageWriter(StorageWriter):
         """Called by DCP on the coordinator: make the unfinished step's folder and tell it to every rank."""
         folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
         self._folder, self._world = folder, len(plans)
-        return [replace(plan, storage_data=_Place(str(folder), self._save_id, rank)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_Place(folder.name, self._save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by DCP on every rank: write this rank's file and bring it to disk."""
@@ -134,7 +135,7 @@ class TitanStorageWriter(StorageWriter):
         try:
             done.set_result(self._write(place, plan, planner))
         except BaseException:  # DCP tells storage nothing of a save that failed
-            discard(as_path(place.folder))
+            discard(self.root / place.folder)
             raise
         return done
 
@@ -151,7 +152,7 @@ class TitanStorageWriter(StorageWriter):
         if entries:
             buffers = (_tensor_bytes(planner.resolve_data(item)) for item in tensors)
             name = shard_name("model", place.rank)
-            record = write_safetensors(as_path(place.folder), name, entries, buffers, {"format": "pt"}).to_json()
+            record = write_safetensors(self.root / place.folder, name, entries, buffers, {"format": "pt"}).to_json()
         start = 0
         for item, entry in zip(tensors, entries, strict=True):
             written = _Written(place.rank, start, entry.shape, record=None if start else record)

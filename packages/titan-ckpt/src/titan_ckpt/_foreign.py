@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt._errors import Damage
-from titan_ckpt._format import ITEM_BYTES, SECTIONS, decode_header
+from titan_ckpt._format import ITEM_BYTES, SECTIONS, decode_header, parse_object
 from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt._plan import Box
 from titan_ckpt._read import FolderReader
@@ -169,7 +169,7 @@ def _scale_block(folder: Path) -> tuple[int, int]:
     config = folder / "config.json"
     if not config.exists():
         return _DEFAULT_SCALE_BLOCK
-    told: dict[str, Any] = json.loads(config.read_bytes())
+    told = parse_object(config.read_bytes(), str(config))
     rows, columns = (told.get("quantization_config") or {}).get("weight_block_size") or _DEFAULT_SCALE_BLOCK
     return rows, columns
 
@@ -182,7 +182,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     try:
         told: Any = json.loads(index.read_bytes())
         weight_map: dict[str, str] = {str(key): str(name) for key, name in told["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ValueError(f"{index} is no index with a weight_map ({type(err).__name__}). Fetch it again.") from err
     return weight_map
 

@@ -15,9 +15,17 @@ from typing import Any
 
 from titan_ckpt._digest import digest, root_digest
 from titan_ckpt._errors import Damage, DamageError
-from titan_ckpt._format import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
+from titan_ckpt._format import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    malformed_is_damage,
+    parse_step_name,
+    step_name,
+)
 from titan_ckpt._index import FileRecord, Index
 from titan_ckpt._storage import ABSENT, StorePath, as_path, unanswered
+from titan_ckpt._wellformed import check_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +82,14 @@ class Manifest:
         except (ValueError, RecursionError) as err:
             raise _damaged(folder, f"is not JSON ({err})") from err
         told = value.pop("digest", None) if isinstance(value, dict) else None
-        if told != _self_digest(value):
+        if not isinstance(value, dict) or told != _self_digest(value):
             raise _damaged(folder, "does not match its own digest")
-        if value["format"] > FORMAT_VERSION:
+        if isinstance(value.get("format"), int) and value["format"] > FORMAT_VERSION:
             raise ValueError(
                 f"{folder} has format {value['format']}; this titan-ckpt reads up to {FORMAT_VERSION}. Update it."
             )
-        try:
+        with malformed_is_damage(folder, MANIFEST_NAME):
+            check_manifest(value)
             manifest = cls(
                 path=folder,
                 step=value["step"],
@@ -93,8 +102,6 @@ class Manifest:
                 files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
                 index=(value["index"]["size"], value["index"]["digest"]),
             )
-        except KeyError as err:
-            raise _damaged(folder, f"lacks {err}") from err
         named = parse_step_name(folder.name)
         if named is not None and named[0] != manifest.step:
             raise _damaged(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt import _leaves
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import CheckpointError, DamageError
-from titan_ckpt._format import STATE_NAME, rank_state_name
+from titan_ckpt._format import STATE_NAME, malformed_is_damage, rank_state_name
 from titan_ckpt._index import StoredTensor
 from titan_ckpt._load import Copy, Verify, check_blocks, plan_copies, read_tensor, run_copies, touched_blocks
 from titan_ckpt._model import ModelState, as_modules, model_state
@@ -334,7 +334,11 @@ class _Restore:
         if self.reader.index.file(name) is None:
             return {}
         value = json.loads(self.reader.read_state(name))
-        return value if raw else self._decode(value)
+        return value if raw else self._decode(value, name)
 
-    def _decode(self, value: Any) -> Any:
-        return _leaves.decode(value, lambda key: read_tensor(self.reader, "extra", key))
+    def _decode(self, value: Any, name: str = STATE_NAME) -> Any:
+        def stored(key: str) -> Tensor:
+            return read_tensor(self.reader, "extra", key)
+
+        with malformed_is_damage(self.reader.manifest.path, name):
+            return _leaves.decode(value, stored)

@@ -5,6 +5,7 @@ data. The result is a `Job` of plain data and the tensors whose bytes it wants, 
 saver process (`titan_ckpt._async`). Every failure, of whatever rank, is raised by every rank.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from titan_ckpt._ranks import Ranks
 from titan_ckpt._replicas import compare_replicas
 from titan_ckpt._retention import Retention
 from titan_ckpt._state import Collected, TrainState, collect, shard_of
-from titan_ckpt._storage import StorePath, as_path, remove_tree
+from titan_ckpt._storage import StorePath, remove_tree
 from titan_ckpt._version import VERSION
 
 
@@ -121,7 +122,7 @@ def begin_job(
     if ranks.rank == 0:
         try:
             folder, save_id = _commit.begin_save(root, step, owner)
-            told = json.dumps([str(folder), save_id]).encode()
+            told = json.dumps([folder.name, save_id]).encode()
         except OSError as err:
             error = explained(err, root, 0)
     ranks.agree(error, f"save of step {step}")
@@ -138,7 +139,7 @@ def begin_job(
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
         lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
-    return Job(as_path(name), step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
+    return Job(root / name, step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
 
 
 def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
@@ -159,15 +160,16 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
             committed: list[tuple[StorePath, list[StorePath]]] = []
             error = _attempt(lambda: committed.append(commit_job(job, everyone)), job)
             for path, left in committed:
-                final = str(path)
+                final = path.name
                 for folder in left:
                     remove_tree(folder)
         ranks.agree(error, doing)
     except Exception:
         if ranks.rank == 0:
-            _commit.discard(job.folder)
+            with contextlib.suppress(OSError):
+                _commit.discard(job.folder)
         raise
-    return as_path(ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode())
+    return job.folder.parent / ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode()
 
 
 def explained(err: OSError, path: StorePath, rank: int) -> CheckpointError:

@@ -205,7 +205,7 @@ def as_path(path: "StorePath | os.PathLike[str] | str") -> StorePath:
         fs, inner = importlib.import_module("fsspec.core").url_to_fs(path)
     except ImportError as err:
         raise ValueError(
-            f"{path} needs {err.name or 'a package'}: install titan-ckpt[fsspec] and the store's own."
+            f"{path} cannot be reached: {err}. Install titan-ckpt[fsspec] and the store's own package."
         ) from err
     return RemotePath(fs, str(inner).rstrip("/"))
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from titan_ckpt._commit import Process, begin_save, discard
+from titan_ckpt._commit import begin_save, discard
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._format import SECTIONS, STATE_NAME, Entry, shard_name
 from titan_ckpt._job import Job, Layout, Lead, Shard, commit_job, write_job
 from titan_ckpt._leaves import tensor_bytes
 from titan_ckpt._plan import Held, plan_save
+from titan_ckpt._process import Process
 from titan_ckpt._retention import Retention
 from titan_ckpt._save import index_tensors, merge_shared
-from titan_ckpt._storage import StorePath
+from titan_ckpt._storage import StorePath, remove_tree
 from titan_ckpt._tree import dump_json
 from titan_ckpt._version import VERSION
 from titan_ckpt._views import View, row_pieces, whole_box
@@ -60,7 +61,9 @@ def write_step(
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))
     job = Job(folder, step, save_id, 0, 1, Layout(shards, shard_names, tensors), ((STATE_NAME, state),), lead)
     try:
-        path, _ = commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))  # keeps every step
+        path, left = commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))
+        for replaced in left:
+            remove_tree(replaced)
         return path
     except BaseException:
         discard(folder)
