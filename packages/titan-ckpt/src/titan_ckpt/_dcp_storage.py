@@ -66,7 +66,7 @@ class _Place:
     """What the coordinator tells a rank: where to write, and as whom."""
 
     folder: str
-    """Its name below the root."""
+    """Its name below the root; in full on a file system."""
     save_id: str
     rank: int
 
@@ -126,7 +126,8 @@ class TitanStorageWriter(StorageWriter):
         """Called by DCP on the coordinator: make the unfinished step's folder and tell it to every rank."""
         folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
         self._folder, self._world = folder, len(plans)
-        return [replace(plan, storage_data=_Place(folder.name, self._save_id, rank)) for rank, plan in enumerate(plans)]
+        name = str(folder) if isinstance(folder, Path) else folder.name
+        return [replace(plan, storage_data=_Place(name, self._save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Called by DCP on every rank: write this rank's file and bring it to disk."""

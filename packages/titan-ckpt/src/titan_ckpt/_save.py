@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def begin_job(
     if ranks.rank == 0:
         try:
             folder, save_id = _commit.begin_save(root, step, owner)
-            told = json.dumps([folder.name, save_id]).encode()
+            # a local path in full: rank 0's folder counts, whatever another rank's root is; a store's is known to all
+            told = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
         except OSError as err:
             error = explained(err, root, 0)
     ranks.agree(error, f"save of step {step}")
