@@ -28,7 +28,6 @@ from titan_ckpt._ranks import Ranks
 from titan_ckpt._save import Planned
 from titan_ckpt._save_job import SaveJob
 from titan_ckpt._saver import arena_starts, command, pack, receive, send
-from titan_ckpt._storage import as_path
 from titan_ckpt._tree import dump_json
 
 _log = logging.getLogger("titan_ckpt")
@@ -255,7 +254,7 @@ def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | No
             continue
         told: dict[str, Any] = json.loads(answer[0])
         link.ending = "ends" in told
-        result.finish(as_path(told["path"]) if "path" in told else None, told.get("error"))
+        result.finish(job.folder.parent / told["path"] if "path" in told else None, told.get("error"))
     link.close()
 
 

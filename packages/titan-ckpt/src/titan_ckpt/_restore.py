@@ -65,7 +65,7 @@ class _Restore:
     def __init__(self, path: StorePath, state: TrainState, ranks: Ranks, strict: bool) -> None:
         self.state, self.ranks, self.strict = state, ranks, strict
         self.reader = StepReader(path)
-        shared = json.loads(self.reader.read_state(STATE_NAME))
+        shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
         self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
         self.model: ModelState = model_state(as_modules(state.model))
@@ -285,16 +285,13 @@ class _Restore:
             return
         place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
         saved: list[list[int]] = self.shared["dp"]
-        # of the ranks that shared a place, those of some pipeline stages may have had no data
-        if saved[0][1] == size:
-            ranks = (i for i, (saved_place, _) in enumerate(saved) if saved_place == place)
-            found = next((i for i in ranks if self._has_data(i)), None)
-            if found is not None:
-                position = self._rank_state(found)["data"]
-                self.apply_steps.append(lambda: data.load_state_dict(position))
-                return
-        first = {saved_place: i for i, (saved_place, _) in reversed(list(enumerate(saved))) if self._has_data(i)}
-        states = [self._rank_state(first[p], raw=True)["data"] for p in sorted(first)]
+        if saved[0][1] == size and (found := self._data_at({place})):
+            rank, encoded = found[place]
+            position = self._decode(encoded, rank_state_name(rank))
+            self.apply_steps.append(lambda: data.load_state_dict(position))
+            return
+        by_place = self._data_at({saved_place for saved_place, _ in saved})
+        states = [by_place[p][1] for p in sorted(by_place)]
         decoded = [self._decode(value) for value in states]
         if all(value == states[0] for value in states):
             self.apply_steps.append(lambda: data.load_state_dict(decoded[0]))
@@ -326,15 +323,19 @@ class _Restore:
         )  # fmt: skip
         self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.ranks.rank), None)[1])
 
-    def _has_data(self, rank: int) -> bool:
-        return "data" in self._rank_state(rank, raw=True)
+    def _data_at(self, places: set[int]) -> dict[int, tuple[int, Any]]:
+        """For each place among the data-parallel ranks, the first rank that had data there, and its state, encoded.
 
-    def _rank_state(self, rank: int, *, raw: bool = False) -> dict[str, Any]:
-        name = rank_state_name(rank)
-        if self.reader.index.file(name) is None:
-            return {}
-        value = json.loads(self.reader.read_state(name))
-        return value if raw else self._decode(value, name)
+        Of the ranks that shared a place, those of some pipeline stages may have had none.
+        """
+        found: dict[int, tuple[int, Any]] = {}
+        for rank, (place, _) in enumerate(self.shared["dp"]):
+            if place in places and place not in found and "data" in (told := self.reader.rank_state(rank)):
+                found[place] = rank, told["data"]
+        return found
+
+    def _rank_state(self, rank: int) -> dict[str, Any]:
+        return self._decode(self.reader.rank_state(rank), rank_state_name(rank))
 
     def _decode(self, value: Any, name: str = STATE_NAME) -> Any:
         def stored(key: str) -> Tensor:

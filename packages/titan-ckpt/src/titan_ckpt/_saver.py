@@ -178,8 +178,8 @@ def _carry_out(
     """Write, meet, commit.
 
     Returns:
-        The answer for the trainer, ``path`` or ``error`` (``ends`` if this process ends with it), and what is to be
-        deleted after it.
+        The answer for the trainer, ``path`` (the folder's name) or ``error`` (``ends`` if this process ends with it), and
+        what is to be deleted after it.
     """
     peers = [Process(**peer) for peer in meeting["savers"]]
     try:
@@ -191,12 +191,12 @@ def _carry_out(
                     records += await_report(job, rank, peers[rank], patience)
                 life.stop()  # the commit deletes the notes
                 path, left = commit_job(job, records)
-                return {"path": str(path)}, left
+                return {"path": path.name}, left
         report(job, records)
     except Exception as err:  # also what a compressor or a store's client raises: the others must not wait for ever
         return _failed(job, err), []
     try:
-        return {"path": str(await_outcome(job, peers[0], patience))}, []
+        return {"path": await_outcome(job, peers[0], patience).name}, []
     except Exception as err:
         return {"error": str(err)}, []
 
