@@ -39,10 +39,10 @@ import numpy as np
 import zstandard
 from titan_train.config.data import DataConfig, SourceConfig
 from titan_train.data import DataLoader, build_datasets, prepare, stream_windows
-from titan_train.data._corpus import Document, list_files, read_documents
-from titan_train.data._reading import FileReader
+from titan_train.data.sources.documents import Document, list_files, read_documents
+from titan_train.data.sources.files import FileReader
 from titan_train.tokenizers import TiktokenTokenizer
-from titan_train.tokenizers._tiktoken import PATTERNS
+from titan_train.tokenizers.tiktoken import PATTERNS
 
 EOS = "<|end_of_text|>"
 NUM_FILES = 4

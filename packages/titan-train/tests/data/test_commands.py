@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.data import Progress, prepare, prepare_command, show_progress, train_tokenizer_command
+from titan_train.data import PrepareProgress, prepare, prepare_command, show_progress, train_tokenizer_command
 from titan_train.tokenizers import load_tokenizer
 
 
@@ -44,8 +44,8 @@ def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
 
 
 def test_preparation_of_one_large_file_reports_as_it_goes(tmp_path, write_jsonl, tokenizer, monkeypatch):
-    monkeypatch.setattr("titan_train.data._encoding._BATCH_ITEMS", 10)
-    monkeypatch.setattr("titan_train.data._prepare._REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("titan_train.data.sources.encoding._BATCH_ITEMS", 10)
+    monkeypatch.setattr("titan_train.data.shards.prepare._REPORT_EVERY_S", 0.0)
     write_jsonl(tmp_path / "a.jsonl", 3000)
     source = SourceConfig(name="web", kind="jsonl", paths=(str(tmp_path / "a.jsonl"),))
     seen = []
@@ -62,8 +62,12 @@ def test_preparation_of_one_large_file_reports_as_it_goes(tmp_path, write_jsonl,
 def test_progress_is_a_bar_on_a_terminal():
     out = io.StringIO()
     with show_progress(Console(file=out, force_terminal=True, width=120)) as update:
-        update(Progress(stage="tokenize web", files_done=1, files_total=2, bytes_done=5, bytes_total=10, elapsed_s=1.0))
-        update(Progress(stage="tokenize web", files_done=2, files_total=2, tokens=3_000_000, finished=True))
+        update(
+            PrepareProgress(
+                stage="tokenize web", files_done=1, files_total=2, bytes_done=5, bytes_total=10, elapsed_s=1.0
+            )
+        )
+        update(PrepareProgress(stage="tokenize web", files_done=2, files_total=2, tokens=3_000_000, finished=True))
     assert "tokenize web" in out.getvalue()
     assert "2/2 files" in out.getvalue()
     assert "3.00 M tokens" in out.getvalue()

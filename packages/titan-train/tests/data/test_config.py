@@ -3,7 +3,7 @@ import json
 import pytest
 from pydantic import TypeAdapter
 from titan_train.config.data import PATTERN_NAMES, DataConfig, SourceConfig, TokenizerConfig
-from titan_train.tokenizers._tiktoken import PATTERNS
+from titan_train.tokenizers.tiktoken import PATTERNS
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import zstandard
 from titan_train.config.data import DataConfig, SourceConfig
 from titan_train.data import MalformedInputError, prepare
-from titan_train.data._manifest import read_manifest
-from titan_train.data._token_source import ShardedTokens
+from titan_train.data.shards.manifest import read_manifest
+from titan_train.data.shards.token_source import ShardedTokens
 
 GOOD = ["the first", "zwei ü", "third \n line", "fourth"]
 LINES = [

@@ -2,7 +2,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from titan_train.data._mixing import Mixture, largest_remainder
+from titan_train.data.order.mixture import Mixture, largest_remainder
 
 NAMES = ("a", "b", "c", "d", "e")
 GOLDEN_MIXTURE = "295c61696f910dbb81eb86a02468be3ce9664ac2336c260da6b7efc66b242471"

@@ -3,7 +3,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from titan_train.data._order import permute
+from titan_train.data.order.permutation import permute
 
 GOLDEN_ORDER = "4dd2b34479abda11fe779f5987a50eb9507d467187ea0c43abd2f795db89f231"
 LARGE = [100_003, 131_072, 262_145]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from titan_testing import assert_close
 from titan_train.data import DataLoader, PackedDataset
-from titan_train.data._batch import build_batch
+from titan_train.data.loader.batch import build_batch
 
 
 def _global_step(dataset, *, global_batch, dp_size, step, microbatch=1):

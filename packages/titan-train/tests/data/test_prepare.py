@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, build_datasets, build_tokenizer, open_datasets, prepare, stream_windows
-from titan_train.data._manifest import read_manifest
-from titan_train.data._prepare import is_held_out
+from titan_train.data.shards.manifest import read_manifest
+from titan_train.data.sources.held_out import is_held_out
 from titan_train.tokenizers import ByteTokenizer
 
 # A tokenizer that dies, with no chance to clean up, at its 40th document.
@@ -50,8 +50,8 @@ def test_killed_preparation_leaves_no_manifest_and_resumes_to_the_same_bytes(
     corpus.mkdir()
     for number in range(3):
         write_jsonl(corpus / f"{number}.jsonl", 60, seed=number)
-    small_batches = "import titan_train.data._encoding as e; e._BATCH_BYTES = 1\n"
-    monkeypatch.setattr("titan_train.data._encoding._BATCH_BYTES", 1)
+    small_batches = "import titan_train.data.sources.encoding as e; e._BATCH_BYTES = 1\n"
+    monkeypatch.setattr("titan_train.data.sources.encoding._BATCH_BYTES", 1)
     killed = subprocess.run(
         [sys.executable, "-c", small_batches + KILLED, str(corpus), str(tmp_path / "killed")], check=False
     )
@@ -102,7 +102,7 @@ def test_prepared_tokens_are_those_of_the_documents_and_are_made_once(tmp_path, 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_number_of_threads_does_not_change_a_byte(tmp_path, write_jsonl, tokenizer, num_threads, monkeypatch):
-    monkeypatch.setattr("titan_train.data._encoding._BATCH_BYTES", 500)
+    monkeypatch.setattr("titan_train.data.sources.encoding._BATCH_BYTES", 500)
     write_jsonl(tmp_path / "a.jsonl", 100)
     (one,) = prepare(_config(tmp_path / "a.jsonl"), tokenizer, cache_dir=tmp_path / "one")
     config = _config(tmp_path / "a.jsonl", num_threads=num_threads)

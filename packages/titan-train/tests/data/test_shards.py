@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from titan_train.data._shards import BLOCK_BYTES, Shard, ShardWriter
-from titan_train.data._token_source import ShardedTokens, verify_shard
+from titan_train.data.shards.format import BLOCK_BYTES, ShardWriter, TokenShard
+from titan_train.data.shards.token_source import ShardedTokens, verify_shard
 
 FINGERPRINT = "ab" * 32
 
@@ -30,7 +30,7 @@ def three_blocks(tmp_path):
 def test_tokens_take_two_bytes_up_to_65536_ids_and_four_beyond(tmp_path, vocab_size, width):
     document = [0, vocab_size - 1, 5]
     info = _write(tmp_path, [document], vocab_size=vocab_size)
-    shard = Shard(tmp_path, info, FINGERPRINT)
+    shard = TokenShard(tmp_path, info, FINGERPRINT)
     assert shard.tokens.itemsize == width
     assert shard.tokens.tolist() == document
     assert (tmp_path / "train-00000.tok").stat().st_size == 64 + 3 * width
@@ -39,21 +39,21 @@ def test_tokens_take_two_bytes_up_to_65536_ids_and_four_beyond(tmp_path, vocab_s
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_a_flipped_byte_is_found_with_its_shard_and_block(three_blocks, block):
     folder, info = three_blocks
-    verify_shard(Shard(folder, info, FINGERPRINT), "full")
+    verify_shard(TokenShard(folder, info, FINGERPRINT), "full")
     _flip(folder / "train-00000.tok", 64 + block * BLOCK_BYTES + 3)
     with pytest.raises(ValueError, match=rf"train-00000.tok: block {block} \(bytes {64 + block * BLOCK_BYTES} to "):
-        verify_shard(Shard(folder, info, FINGERPRINT), "full")
+        verify_shard(TokenShard(folder, info, FINGERPRINT), "full")
     # fewer blocks than are sampled: the sample is all of them
     with pytest.raises(ValueError, match=f"block {block} "):
-        verify_shard(Shard(folder, info, FINGERPRINT), "sample")
-    verify_shard(Shard(folder, info, FINGERPRINT), "header")
+        verify_shard(TokenShard(folder, info, FINGERPRINT), "sample")
+    verify_shard(TokenShard(folder, info, FINGERPRINT), "header")
 
 
 def test_a_flipped_byte_in_the_index_is_found(three_blocks):
     folder, info = three_blocks
     _flip(folder / "train-00000.idx", 70)
     with pytest.raises(ValueError, match=r"train-00000.idx does not match its checksum"):
-        verify_shard(Shard(folder, info, FINGERPRINT), "full")
+        verify_shard(TokenShard(folder, info, FINGERPRINT), "full")
 
 
 @pytest.mark.parametrize("suffix", ["tok", "idx"])
@@ -63,20 +63,20 @@ def test_cut_missing_and_altered_files_are_refused_on_opening(three_blocks, suff
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"{suffix} has {len(content) - 1} bytes and should have {len(content)}"):
-        Shard(folder, info, FINGERPRINT)
+        TokenShard(folder, info, FINGERPRINT)
     path.write_bytes(content)
     _flip(path, 12)
     with pytest.raises(ValueError, match="does not begin with an intact header"):
-        Shard(folder, info, FINGERPRINT)
+        TokenShard(folder, info, FINGERPRINT)
     path.unlink()
     with pytest.raises(ValueError, match=rf"train-00000.{suffix} is missing, though the manifest names it"):
-        Shard(folder, info, FINGERPRINT)
+        TokenShard(folder, info, FINGERPRINT)
 
 
 def test_a_shard_of_another_tokenizer_is_refused(three_blocks):
     folder, info = three_blocks
     with pytest.raises(ValueError, match="was written with tokenizer abab"):
-        Shard(folder, info, "cd" * 32)
+        TokenShard(folder, info, "cd" * 32)
 
 
 def test_an_id_outside_the_vocabulary_is_not_written(tmp_path):

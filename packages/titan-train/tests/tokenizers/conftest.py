@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import regex
 from titan_train.tokenizers import train_sentencepiece
-from titan_train.tokenizers._tiktoken import PATTERNS
+from titan_train.tokenizers.tiktoken import PATTERNS
 
 
 @pytest.fixture(scope="session")

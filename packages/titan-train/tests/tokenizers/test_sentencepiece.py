@@ -29,7 +29,7 @@ def test_special_tokens_give_no_text(small_sentencepiece):
 def test_training_twice_gives_the_same_model_and_threads_do_not_change_a_piece(stdlib_texts, monkeypatch):
     first = train_sentencepiece(stdlib_texts[:10], 400)
     assert train_sentencepiece(stdlib_texts[:10], 400).fingerprint == first.fingerprint
-    monkeypatch.setattr("titan_train.tokenizers._sentencepiece._TRAINER_THREADS", 1)
+    monkeypatch.setattr("titan_train.tokenizers.sentencepiece._TRAINER_THREADS", 1)
     alone = train_sentencepiece(stdlib_texts[:10], 400)
     assert [alone.token_bytes(i) for i in range(400)] == [first.token_bytes(i) for i in range(400)]
 

@@ -1,19 +1,27 @@
-"""Text to training batches: token shards, a global order without state, packing, and the loader of one rank.
+"""Text to training batches.
 
-The batch of a step is a pure function of the configuration, the seed and the number of samples consumed; ranks only
-choose which part of it they take. torch is imported by `DataLoader` alone, when one is made.
+The batch of a step is a pure function of the configuration, the seed and the number of samples consumed. Each rank
+only chooses which part of it to read.
+
+- `sources/`: text files to documents to tokens.
+- `shards/`: tokens on disk, written once and memory-mapped.
+- `order/`: the order of samples, without state.
+- `loader/`: samples, batches and the data loader of one rank.
+- `build`: from the configuration to data sets; `commands`: what the command line calls; `progress`: the progress bar.
+
+Only `DataLoader` imports torch, when it is constructed.
 """
 
-from titan_train.data._batch import Batch
-from titan_train.data._build import build_datasets, build_tokenizer, cache_folder, open_datasets, prepare
-from titan_train.data._commands import PreparedSource, TokenizerReport, prepare_command, train_tokenizer_command
-from titan_train.data._loader import DataLoader
-from titan_train.data._malformed import BadDocument, MalformedInputError
-from titan_train.data._megatron import MegatronTokens
-from titan_train.data._packed import PackedDataset, SampleLocation
-from titan_train.data._progress import Progress, ProgressCallback, show_progress
-from titan_train.data._stream import stream_windows
-from titan_train.data._token_source import ShardedTokens, TokenSource
+from titan_train.data.build import build_datasets, build_tokenizer, cache_folder, open_datasets, prepare
+from titan_train.data.commands import PreparedSource, TokenizerReport, prepare_command, train_tokenizer_command
+from titan_train.data.loader.batch import Batch
+from titan_train.data.loader.data_loader import DataLoader
+from titan_train.data.loader.packed import PackedDataset, SampleLocation
+from titan_train.data.progress import PrepareProgress, ProgressCallback, show_progress
+from titan_train.data.shards.megatron import MegatronTokens
+from titan_train.data.shards.token_source import ShardedTokens, TokenSource
+from titan_train.data.sources.malformed import BadDocument, MalformedInputError
+from titan_train.data.sources.stream import stream_windows
 
 __all__ = [
     "BadDocument",
@@ -22,8 +30,8 @@ __all__ = [
     "MalformedInputError",
     "MegatronTokens",
     "PackedDataset",
+    "PrepareProgress",
     "PreparedSource",
-    "Progress",
     "ProgressCallback",
     "SampleLocation",
     "ShardedTokens",

@@ -4,11 +4,11 @@ Three kinds stand behind one protocol: SentencePiece (also trained here), tiktok
 as Llama 3's `tokenizer.model`) and plain bytes. Nothing here imports torch.
 """
 
-from titan_train.tokenizers._bytes import ByteTokenizer
-from titan_train.tokenizers._load import load_tokenizer
-from titan_train.tokenizers._protocol import IncrementalDecoder, Tokenizer
-from titan_train.tokenizers._sentencepiece import SentencePieceTokenizer, train_sentencepiece
-from titan_train.tokenizers._tiktoken import TiktokenTokenizer
+from titan_train.tokenizers.byte import ByteTokenizer
+from titan_train.tokenizers.load import load_tokenizer
+from titan_train.tokenizers.protocol import IncrementalDecoder, Tokenizer
+from titan_train.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
+from titan_train.tokenizers.tiktoken import TiktokenTokenizer
 
 __all__ = [
     "ByteTokenizer",

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.data._shards import ShardInfo
+from titan_train.data.shards.format import ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class DataManifest:
     """One prepared source."""
 
     source: str
@@ -65,7 +65,7 @@ class Manifest:
         return sum(shard.documents for shard in self.splits.get(split, ()))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: DataManifest) -> None:
     """Write it under its final name in one step, after the shards are on disk."""
     content = {
         "format": _FORMAT,
@@ -84,7 +84,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / MANIFEST_NAME, content)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DataManifest:
     """Read and check a manifest.
 
     Raises:
@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}, and this release reads {_FORMAT}")
-        manifest = Manifest(
+        manifest = DataManifest(
             source=content["source"],
             tokenizer=content["tokenizer"],
             vocab_size=content["vocab_size"],

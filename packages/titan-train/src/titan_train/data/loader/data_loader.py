@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from titan_train.data._batch import Batch, HostBatch, build_batch
-from titan_train.data._packed import PackedDataset
-from titan_train.data._state import STATE_VERSION, check_state
-from titan_train.data._transfer import HostToDevice
+from titan_train.data.loader.batch import Batch, HostBatch, build_batch
+from titan_train.data.loader.packed import PackedDataset
+from titan_train.data.loader.position import STATE_VERSION, check_state
+from titan_train.data.loader.transfer import HostToDevice
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from titan_train.data._corpus import Document
+from titan_train.data.sources.documents import Document
 from titan_train.tokenizers import Tokenizer
-from titan_train.tokenizers._protocol import TokenArray
+from titan_train.tokenizers.protocol import TokenArray
 
 Item = TypeVar("Item")
 

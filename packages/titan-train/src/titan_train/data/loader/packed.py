@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data._mixing import Mixture
-from titan_train.data._order import IndexArray, permute
-from titan_train.data._token_source import TokenSource
+from titan_train.data.order.mixture import Mixture
+from titan_train.data.order.permutation import IndexArray, permute
+from titan_train.data.shards.token_source import TokenSource
 
 # Samples of a source that are located together, 64 KiB of numbers.
 _CHUNK = 4096

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import sentencepiece
 
-from titan_train.tokenizers._protocol import TokenArray, check_ids
-from titan_train.tokenizers._saved import MODEL_NAME, save_tokenizer
+from titan_train.tokenizers.protocol import TokenArray, check_ids
+from titan_train.tokenizers.saved import MODEL_NAME, save_tokenizer
 
 _SPACE = "\u2581"
 # The trainer drops sentences over 4192 bytes; a piece of 1000 characters is at most 4000.

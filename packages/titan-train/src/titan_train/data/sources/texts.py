@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data._corpus import CorpusFile, Document, list_files, read_documents
-from titan_train.data._prepare import held_out_fraction, is_held_out
-from titan_train.data._progress import Progress, ProgressCallback
-from titan_train.data._reading import FileReader
+from titan_train.data.progress import PrepareProgress, ProgressCallback
+from titan_train.data.sources.documents import CorpusFile, Document, list_files, read_documents
+from titan_train.data.sources.files import FileReader
+from titan_train.data.sources.held_out import held_out_fraction, is_held_out
 
 TEXT_KINDS = ("stdlib", "text", "jsonl")
 # What text shrinks to under gzip and zstandard, about; only used to spread a sample over the files.
@@ -66,7 +66,7 @@ def _texts(
         done += file.path.stat().st_size
         if progress is not None:
             progress(
-                Progress(
+                PrepareProgress(
                     stage="read text for the tokenizer",
                     files_done=number,
                     files_total=len(files),

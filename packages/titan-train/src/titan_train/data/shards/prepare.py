@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data._corpus import CorpusFile, Document, list_files, read_documents
-from titan_train.data._encoding import encode_in_order
-from titan_train.data._malformed import BadDocument, BadDocuments
-from titan_train.data._manifest import MANIFEST_NAME, Manifest, read_manifest, write_json, write_manifest
-from titan_train.data._progress import Progress, ProgressCallback
-from titan_train.data._reading import FileReader
-from titan_train.data._shards import ShardInfo, ShardWriter
+from titan_train.data.progress import PrepareProgress, ProgressCallback
+from titan_train.data.shards.format import ShardInfo, ShardWriter
+from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest, write_json, write_manifest
+from titan_train.data.sources.documents import CorpusFile, Document, list_files, read_documents
+from titan_train.data.sources.encoding import encode_in_order
+from titan_train.data.sources.files import FileReader
+from titan_train.data.sources.held_out import held_out_fraction, is_held_out
+from titan_train.data.sources.malformed import BadDocument, BadDocuments
 from titan_train.tokenizers import Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
@@ -58,13 +59,6 @@ class _Position:
 
     file: int = 0
     line: int = 1
-
-
-def is_held_out(utf8: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the held-out share, by a hash of its text alone."""
-    if fraction <= 0:
-        return False
-    return int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") < fraction * 2**64
 
 
 def source_folder(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path) -> Path:
@@ -219,8 +213,8 @@ class _Preparation:
             for split in _SPLITS
         }
 
-    def _manifest(self) -> Manifest:
-        return Manifest(
+    def _manifest(self) -> DataManifest:
+        return DataManifest(
             source=self._source.name,
             tokenizer=self._tokenizer.fingerprint,
             vocab_size=self._tokenizer.vocab_size,
@@ -240,7 +234,7 @@ class _Preparation:
         self._reported = now
         finished_tokens = sum(info.tokens for shards in self._shards.values() for info in shards)
         self._progress(
-            Progress(
+            PrepareProgress(
                 stage=f"tokenize {self._source.name}",
                 files_done=len(self._done_files),
                 files_total=len(self._files),
@@ -251,11 +245,6 @@ class _Preparation:
                 finished=finished,
             )
         )
-
-
-def held_out_fraction(source: SourceConfig, config: DataConfig) -> float:
-    """Share of a source held out: none of a source that is a validation source itself."""
-    return 0.0 if source in config.validation_sources else config.validation_fraction
 
 
 def _bos(config: DataConfig, tokenizer: Tokenizer) -> list[Any]:

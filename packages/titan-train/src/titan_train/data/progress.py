@@ -15,7 +15,7 @@ _LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class PrepareProgress:
     """How far one stage is."""
 
     stage: str
@@ -36,7 +36,7 @@ class Progress:
         return f"{self.files_done}/{self.files_total} files {rate:.1f} MB/s{tokens}"
 
 
-ProgressCallback = Callable[[Progress], None]
+ProgressCallback = Callable[[PrepareProgress], None]
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def show_progress(console: Console | None = None) -> Generator[ProgressCallback]
     with ProgressBar(*columns, console=console) as bar:
         tasks = {}
 
-        def update(progress: Progress) -> None:
+        def update(progress: PrepareProgress) -> None:
             if progress.stage not in tasks:
                 tasks[progress.stage] = bar.add_task(progress.stage, total=None, detail="")
             total = max(progress.bytes_total, progress.bytes_done, 1)
@@ -72,7 +72,7 @@ def show_progress(console: Console | None = None) -> Generator[ProgressCallback]
 def _line_printer(console: Console) -> ProgressCallback:
     last = time.monotonic()
 
-    def update(progress: Progress) -> None:
+    def update(progress: PrepareProgress) -> None:
         nonlocal last
         if progress.finished or time.monotonic() - last >= _LINE_EVERY_S:
             last = time.monotonic()

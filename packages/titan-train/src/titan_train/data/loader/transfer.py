@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_train.data._batch import Batch, HostBatch, as_tensors
+from titan_train.data.loader.batch import Batch, HostBatch, as_tensors
 
 if TYPE_CHECKING:
     import torch

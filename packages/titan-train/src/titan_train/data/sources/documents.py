@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config.data import SourceConfig
-from titan_train.data._malformed import BadDocument, BadKind
-from titan_train.data._reading import DamagedFileError, FileReader
+from titan_train.data.sources.files import DamagedFileError, FileReader
+from titan_train.data.sources.malformed import BadDocument, BadKind
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}

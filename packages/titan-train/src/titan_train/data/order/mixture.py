@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data._order import IndexArray, permute
+from titan_train.data.order.permutation import IndexArray, permute
 
 _MIN_BLOCK = 2048
 _MIN_COUNT = 64

@@ -11,22 +11,22 @@ import logging
 from pathlib import Path
 
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.data._corpus import list_files
-from titan_train.data._manifest import Manifest, read_manifest
-from titan_train.data._megatron import MegatronTokens
-from titan_train.data._packed import PackedDataset
-from titan_train.data._prepare import (
+from titan_train.data.loader.packed import PackedDataset
+from titan_train.data.progress import ProgressCallback
+from titan_train.data.shards.manifest import DataManifest, read_manifest
+from titan_train.data.shards.megatron import MegatronTokens
+from titan_train.data.shards.prepare import (
     TRAIN,
     VALIDATION,
-    held_out_fraction,
     prepare_source,
     source_folder,
 )
-from titan_train.data._progress import ProgressCallback
-from titan_train.data._texts import TEXT_KINDS, training_texts
-from titan_train.data._token_source import ShardedTokens, TokenSource
+from titan_train.data.shards.token_source import ShardedTokens, TokenSource
+from titan_train.data.sources.documents import list_files
+from titan_train.data.sources.held_out import held_out_fraction
+from titan_train.data.sources.texts import TEXT_KINDS, training_texts
 from titan_train.tokenizers import ByteTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
-from titan_train.tokenizers._saved import SAVED_NAME
+from titan_train.tokenizers.saved import SAVED_NAME
 
 _logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def _open_source(
     return opened(TRAIN), opened(VALIDATION)
 
 
-def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> Manifest:
+def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> DataManifest:
     manifest = read_manifest(folder)
     if manifest.tokenizer != tokenizer.fingerprint:
         raise ValueError(

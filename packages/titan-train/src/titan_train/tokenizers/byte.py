@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_train.tokenizers._protocol import TokenArray, check_ids
-from titan_train.tokenizers._saved import save_tokenizer
+from titan_train.tokenizers.protocol import TokenArray, check_ids
+from titan_train.tokenizers.saved import save_tokenizer
 
 
 class ByteTokenizer:

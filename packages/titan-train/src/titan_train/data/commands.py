@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.data._build import build_tokenizer, cache_folder, prepare
-from titan_train.data._manifest import read_manifest
-from titan_train.data._prepare import TRAIN, VALIDATION
-from titan_train.data._progress import show_progress
-from titan_train.data._texts import held_out_texts, training_texts
+from titan_train.data.build import build_tokenizer, cache_folder, prepare
+from titan_train.data.progress import show_progress
+from titan_train.data.shards.manifest import read_manifest
+from titan_train.data.shards.prepare import TRAIN, VALIDATION
+from titan_train.data.sources.texts import held_out_texts, training_texts
 from titan_train.tokenizers import Tokenizer, train_sentencepiece
 
 # Held-out text that a new tokenizer is judged on, at most.

@@ -127,7 +127,7 @@ class ShardWriter:
         return head + struct.pack("<I", zlib.crc32(head))
 
 
-class Shard:
+class TokenShard:
     """One shard, memory mapped.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data._packed import PackedDataset
+from titan_train.data.loader.packed import PackedDataset
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config.data import Verify
-from titan_train.data._order import permute
-from titan_train.data._shards import Shard, ShardInfo
+from titan_train.data.order.permutation import permute
+from titan_train.data.shards.format import ShardInfo, TokenShard
 
 # Random blocks of each shard that verify="sample" reads.
 _SAMPLED_BLOCKS = 8
@@ -62,7 +62,7 @@ class ShardedTokens:
         verify: Verify = "sample",
     ) -> None:
         pairs = [(folder, info) for folder, info in zip(folders, infos, strict=True) if info.tokens]
-        self._shards = [Shard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
+        self._shards = [TokenShard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
         self._starts = np.cumsum([0, *(info.tokens for _, info in pairs)]).tolist()
         self.num_tokens: int = self._starts[-1]
         self.fingerprint = fingerprint
@@ -96,7 +96,7 @@ class ShardedTokens:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def verify_shard(shard: Shard, verify: Verify) -> None:
+def verify_shard(shard: TokenShard, verify: Verify) -> None:
     """Check a shard's content against its checksums.
 
     Raises:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from titan_train.tokenizers._bytes import ByteTokenizer
-from titan_train.tokenizers._protocol import Tokenizer
-from titan_train.tokenizers._saved import MODEL_NAME, SAVED_NAME, read_description
-from titan_train.tokenizers._sentencepiece import SentencePieceTokenizer
-from titan_train.tokenizers._tiktoken import TiktokenTokenizer, parse_ranks
+from titan_train.tokenizers.byte import ByteTokenizer
+from titan_train.tokenizers.protocol import Tokenizer
+from titan_train.tokenizers.saved import MODEL_NAME, SAVED_NAME, read_description
+from titan_train.tokenizers.sentencepiece import SentencePieceTokenizer
+from titan_train.tokenizers.tiktoken import TiktokenTokenizer, parse_ranks
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data._corpus import Document, list_files, read_documents
-from titan_train.data._encoding import encode_in_order
-from titan_train.data._malformed import BadDocument, BadDocuments
-from titan_train.data._reading import FileReader
+from titan_train.data.sources.documents import Document, list_files, read_documents
+from titan_train.data.sources.encoding import encode_in_order
+from titan_train.data.sources.files import FileReader
+from titan_train.data.sources.malformed import BadDocument, BadDocuments
 from titan_train.tokenizers import Tokenizer
 
 

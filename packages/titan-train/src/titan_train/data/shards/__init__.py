@@ -1,0 +1,8 @@
+"""Tokens on disk: what `titan-train prepare` writes once and training memory-maps.
+
+- `format`: the two files of one token shard, with a writer and a reader.
+- `manifest`: what a prepared source contains. It is written last.
+- `prepare`: tokenize a source into shards; continue after a kill.
+- `token_source`: many shards read as one run of tokens.
+- `megatron`: Megatron-LM's `.bin` and `.idx` files as a token source.
+"""
