@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_train.config import parse_config
-from titan_train.layout import plan_run
+from titan_train.plan.run import plan_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
-from titan_train.launch.local import LocalLauncher
-from titan_train.launch.supervisor import Supervisor
+from titan_train.launch.launchers.local import LocalLauncher
+from titan_train.launch.supervise.supervisor import Supervisor
 
 MARK = f"launch-{os.getpid()}"  # in the environment of every process that a test starts
 TINY = """

@@ -1,6 +1,12 @@
 import time
 
-from titan_train.launch.failure import clear_failures, describe_exit, describe_failure, first_failure, write_failure
+from titan_train.launch.rank.failure import (
+    clear_failures,
+    describe_exit,
+    describe_failure,
+    first_failure,
+    write_failure,
+)
 
 
 def test_the_earliest_failure_is_the_one_that_is_told(tmp_path):

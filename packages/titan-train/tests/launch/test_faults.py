@@ -1,6 +1,6 @@
 import pytest
 from titan_train.config import LaunchConfig
-from titan_train.launch.faults import check_faults, parse_faults
+from titan_train.config.faults import check_faults, parse_faults
 
 
 def test_a_plan_is_read():

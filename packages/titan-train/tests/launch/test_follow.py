@@ -7,9 +7,9 @@ import time
 
 import pytest
 from titan_train.config import Config, LaunchConfig
-from titan_train.launch import follow as module
-from titan_train.launch.follow import FILE_NAME, Leader, follow
-from titan_train.launch.orders import Order
+from titan_train.launch.launchers import follow as module
+from titan_train.launch.launchers.follow import FILE_NAME, Leader, follow
+from titan_train.launch.rank.orders import Order
 
 
 class StandIn:

@@ -1,7 +1,7 @@
 import pytest
 from titan_train.config import LaunchConfig
 from titan_train.config.launch import RayConfig
-from titan_train.launch.ranks import (
+from titan_train.launch.rank.info import (
     count_gpus,
     device_type,
     ranks_from_torchrun,

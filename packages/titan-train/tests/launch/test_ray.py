@@ -11,11 +11,11 @@ from importlib.util import find_spec
 import pytest
 from titan_train.config import Config, LaunchConfig
 from titan_train.config.launch import RayConfig
-from titan_train.launch import ray
 from titan_train.launch.job import Attempt
-from titan_train.launch.ray import RayAgent, RayJob, RayLauncher, connect, versions
-from titan_train.launch.ray_agent import bind
-from titan_train.launch.ray_nodes import RayNodes
+from titan_train.launch.launchers.ray import launcher as ray
+from titan_train.launch.launchers.ray.agent import bind
+from titan_train.launch.launchers.ray.launcher import RayAgent, RayJob, RayLauncher, connect, versions
+from titan_train.launch.launchers.ray.nodes import RayNodes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
 # Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.

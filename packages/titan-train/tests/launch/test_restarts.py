@@ -1,6 +1,6 @@
 import pytest
 from titan_train.config import LaunchConfig
-from titan_train.launch.restarts import Ended, RestartBudget
+from titan_train.launch.supervise.restarts import Ended, RestartBudget
 
 
 class Clock:

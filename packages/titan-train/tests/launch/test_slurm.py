@@ -3,7 +3,7 @@ import subprocess
 import pytest
 from titan_train.cli import main
 from titan_train.config import load_config
-from titan_train.launch.slurm import SlurmJob, sbatch_text
+from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
 
 
 def written(*words):

@@ -5,7 +5,8 @@ import sys
 import time
 
 import pytest
-from titan_train.launch import local, supervisor
+from titan_train.launch.launchers import local
+from titan_train.launch.supervise import supervisor
 
 
 @pytest.mark.parametrize(

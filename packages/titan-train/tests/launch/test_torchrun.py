@@ -5,7 +5,7 @@ import socket
 import pytest
 from titan_train.config import Config, LaunchConfig
 from titan_train.launch.job import Attempt
-from titan_train.launch.torchrun import TorchrunLauncher
+from titan_train.launch.launchers.torchrun import TorchrunLauncher
 
 
 def test_a_restart_under_torchrun_meets_at_a_new_store_and_ends_with_the_same_losses(

@@ -1,6 +1,6 @@
 from titan_train.config import LaunchConfig
-from titan_train.launch.heartbeat import Beat, Heartbeat, Phase, read_beat
-from titan_train.launch.watch import find_hang, find_stragglers
+from titan_train.launch.rank.heartbeat import Beat, Heartbeat, Phase, read_beat
+from titan_train.launch.supervise.watch import find_hang, find_stragglers
 
 
 def beat(age_s=0.1, phase=Phase.TRAIN, step_s=1.0, alone_s=0.0):

@@ -9,9 +9,9 @@ import time
 import pytest
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe import Progress, ValidationRecord, progress_bar
-from titan_train.observe._bar import LossTrail, bar_line, step_parts
-from titan_train.observe._format import short_count, short_duration, short_gib, short_loss
-from titan_train.observe._progress import resolve_mode
+from titan_train.observe.bar import LossTrail, bar_line, step_parts
+from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
+from titan_train.observe.progress import resolve_mode
 
 
 class Terminal(io.StringIO):

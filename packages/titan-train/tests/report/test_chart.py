@@ -1,8 +1,8 @@
 import math
 
 import pytest
-from titan_train.report._chart import Series, build_chart
-from titan_train.report._series import MOST_POINTS, smooth, thin
+from titan_train.report.chart import Series, build_chart
+from titan_train.report.series import MOST_POINTS, smooth, thin
 
 
 def test_smoothing_keeps_a_straight_line_and_does_not_lag():

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from titan_pipeline import Schedule, simulate
 
 from titan_train.config import Config, load_config
-from titan_train.launch.ranks import count_gpus
-from titan_train.layout import BatchPlan, plan_run
+from titan_train.launch.rank.info import count_gpus
+from titan_train.plan.batch import BatchPlan
+from titan_train.plan.run import plan_run
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,12 +20,12 @@ from pathlib import Path
 from titan_mesh import Layout
 
 from titan_train.config import Config, load_config
-from titan_train.launch.failure import clear_failures, first_failure
 from titan_train.launch.job import Attempt, Launcher
-from titan_train.launch.placement import check_placement
-from titan_train.launch.ranks import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.layout import plan_run
+from titan_train.launch.rank.failure import clear_failures, first_failure
+from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, check_trackers
+from titan_train.plan.placement import check_placement
+from titan_train.plan.run import plan_run
 from titan_train.run_folder import newest_checkpoint, run_folder, write_config
 
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
@@ -67,7 +67,7 @@ def _run_here(config: Config) -> int:
     )
 
     from titan_train.inputs import prepare_inputs
-    from titan_train.launch.supervisor import Supervisor
+    from titan_train.launch.supervise.supervisor import Supervisor
 
     infos: list[RunInfo] = []
 
@@ -96,8 +96,8 @@ def _run_here(config: Config) -> int:
 def _follow(config: Config, run_dir: Path, per_node: int) -> int:
     """Be one of several machines under launcher `torchrun`, not the first."""
     from titan_train.inputs import prepare_inputs
-    from titan_train.launch.follow import follow
-    from titan_train.launch.torchrun import TorchrunJob
+    from titan_train.launch.launchers.follow import follow
+    from titan_train.launch.launchers.torchrun import TorchrunJob
 
     prepare_inputs(config, quiet=True)
     device = device_type(config.launch)
@@ -108,14 +108,14 @@ def _follow(config: Config, run_dir: Path, per_node: int) -> int:
 def _launcher(config: Config, per_node: int) -> Launcher:
     launch = config.launch
     if launch.launcher == "torchrun":
-        from titan_train.launch.torchrun import TorchrunLauncher
+        from titan_train.launch.launchers.torchrun import TorchrunLauncher
 
         return TorchrunLauncher(launch, per_node, device_type(launch), run_folder(config))
     if launch.launcher == "ray":
-        from titan_train.launch.ray import RayLauncher
+        from titan_train.launch.launchers.ray.launcher import RayLauncher
 
         return RayLauncher(launch, per_node)
-    from titan_train.launch.local import LocalLauncher
+    from titan_train.launch.launchers.local import LocalLauncher
 
     return LocalLauncher(per_node, device_type(launch))
 
@@ -133,7 +133,7 @@ def _be_a_torchrun_worker(config: Config) -> int:
     _check_layout(config, ranks.world_size)
 
     from titan_train.inputs import prepare_inputs
-    from titan_train.launch.worker import torchrun_worker
+    from titan_train.launch.rank.worker import torchrun_worker
 
     run_dir = run_folder(config)
     prepare_inputs(config, quiet=ranks.rank != 0)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from titan_train.cli.run import written_out
 from titan_train.config import load_config
-from titan_train.launch.slurm import SlurmJob, sbatch_text
-from titan_train.layout import plan_run
+from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
+from titan_train.plan.run import plan_run
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:

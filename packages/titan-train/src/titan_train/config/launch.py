@@ -124,6 +124,6 @@ class LaunchConfig:
                 "machine 0, the same on every machine, such as 'node0:29500'."
             )
         if self.faults:
-            from titan_train.launch.faults import parse_faults
+            from titan_train.config.faults import parse_faults
 
             parse_faults(self.faults)

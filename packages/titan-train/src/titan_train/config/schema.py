@@ -1,7 +1,7 @@
 """The whole configuration of a run, as frozen dataclasses.
 
 Every field's docstring is its help on the command line. A class checks what it can see alone; what depends on the
-number of ranks is checked by `titan_train.layout` before any rank starts.
+number of ranks is checked by `titan_train.plan.layout` before any rank starts.
 """
 
 from dataclasses import dataclass, field

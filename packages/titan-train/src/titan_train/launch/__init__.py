@@ -1,11 +1,10 @@
 """Starting ranks, watching them, and starting them again.
 
-Who starts them: `local` (forked on this machine), `torchrun` (with `follow` for several machines), `ray` (with
-`ray_agent` on each node), `slurm` (writes a batch file). All are a `job.Launcher` to the one loop in `supervisor`, which
-decides with `restarts` (again or not), `watch` (hang, slow rank), `elastic` (fewer ranks), `failure` and
-`flight_recorder` (what went wrong).
+`job` holds the words that all parts share: an attempt, a rank's job, how a rank ended, and the protocols `Launcher` and
+`RunningJob`.
 
-In a rank: `worker` joins, trains, leaves; `monitor` writes the `heartbeat`, lets `faults` strike (`inject`) and tightens
-`timeouts`; `orders` come from the launcher. `forked` and `preload` make ranks start in milliseconds; `ranks` says who a
-rank is.
+`launchers/` starts ranks: locally, through torchrun, on a Ray cluster; and writes Slurm batch files.
+`supervise/` owns the attempts of a run: it watches the ranks and decides whether to start them again, and on how many.
+`rank/` is what runs in each rank, and the files and pipes that connect a rank to its launcher.
+`testing/` carries out the faults of `launch.faults`.
 """

@@ -1,7 +1,7 @@
 """The words that the supervisor and every launcher share: an attempt, its ranks, how they end. No torch.
 
 A launcher says how many ranks could run and starts an attempt; the job it returns is watched by the one loop of
-`titan_train.launch.supervisor`, which alone decides what happens next.
+`titan_train.launch.supervise.supervisor`, which alone decides what happens next.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from titan_train.config import Config
-from titan_train.launch.heartbeat import Beat, read_beat
-from titan_train.launch.orders import Order, OrderSender
-from titan_train.launch.ranks import DeviceType, Ranks
+from titan_train.launch.rank.heartbeat import Beat, read_beat
+from titan_train.launch.rank.info import DeviceType, RankInfo
+from titan_train.launch.rank.orders import Order, OrderSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RankJob:
     board: str
     """A folder on the rank's machine where its heartbeat lies and its orders come from."""
     attempt: int
-    ranks: Ranks
+    ranks: RankInfo
 
     def dumps(self) -> str:
         """As JSON."""
@@ -47,9 +47,9 @@ class RankJob:
     def loads(cls, text: str) -> "RankJob":
         """The inverse of `dumps`."""
         values = json.loads(text)
-        return cls(**values | {"ranks": Ranks(**values["ranks"])})
+        return cls(**values | {"ranks": RankInfo(**values["ranks"])})
 
-    def at(self, ranks: Ranks) -> "RankJob":
+    def at(self, ranks: RankInfo) -> "RankJob":
         """The same job in another rank's place."""
         return replace(self, ranks=ranks)
 
@@ -65,7 +65,7 @@ class RankExit:
     """What the launcher knows besides, such as that the node was lost."""
 
 
-class Job(Protocol):
+class RunningJob(Protocol):
     """The running ranks of one attempt."""
 
     def exits(self, timeout_s: float) -> list[RankExit]:
@@ -98,7 +98,7 @@ class Launcher(Protocol):
         """Ranks that could run now."""
         ...
 
-    def start(self, attempt: Attempt) -> Job:
+    def start(self, attempt: Attempt) -> RunningJob:
         """Start all ranks of an attempt.
 
         Raises:

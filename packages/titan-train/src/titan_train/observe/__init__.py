@@ -4,14 +4,14 @@ Records (`StepRecord`, `ValidationRecord`) go to trackers (`metrics.jsonl` alway
 to the progress display. Nothing here imports torch, rich or a tracker's package before it is used.
 """
 
-from titan_train.observe._flops import Dtype, device_peak_flops
-from titan_train.observe._jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
-from titan_train.observe._memory import peak_memory_gib
-from titan_train.observe._progress import Progress, TaskProgress, progress_bar
-from titan_train.observe._records import StepRecord, Tracker, ValidationRecord
-from titan_train.observe._run_info import RunInfo, add_run_info, read_run_info
-from titan_train.observe._throughput import Rates, Throughput
-from titan_train.observe._trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
+from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
+from titan_train.observe.memory import peak_memory_gib
+from titan_train.observe.peak_flops import Dtype, device_peak_flops
+from titan_train.observe.progress import Progress, TaskProgress, progress_bar
+from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
+from titan_train.observe.run_info import RunInfo, add_run_info, read_run_info
+from titan_train.observe.throughput import Rates, Throughput
+from titan_train.observe.trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
 
 __all__ = [
     "Dtype",

@@ -14,11 +14,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from titan_pipeline import Schedule, balanced_cut, build_schedule, verify
-from titan_pipeline.families import FAMILIES
+from titan_pipeline import Schedule, balanced_cut
 
 from titan_train.config import PipelineConfig
 
@@ -33,33 +31,6 @@ if TYPE_CHECKING:
     from titan_train.train.loss import TokenLoss
 
 _FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
-
-
-def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Schedule:
-    """The schedule that ``config`` names. Pure: no torch, no ranks.
-
-    Raises:
-        ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
-    """
-    if config.schedule in FAMILIES:
-        chunks = config.stages_per_rank or None
-        schedule = build_schedule(config.schedule, pp, microbatches, num_chunks=chunks)
-    else:
-        path = Path(config.schedule)
-        if not path.is_file():
-            raise ValueError(
-                f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
-                "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
-            )
-        schedule = Schedule.load(path)
-    if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
-        raise ValueError(
-            f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
-            f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
-            "train.global_batch or train.microbatch."
-        )
-    verify(schedule)
-    return schedule
 
 
 def plan_layers(

@@ -4,7 +4,7 @@ Both are made from the files of the run's folder alone, so they work for a run t
 was made on another machine.
 """
 
-from titan_train.report._page import build_report
-from titan_train.report._summary import summarize
+from titan_train.report.page import build_report
+from titan_train.report.summary import summarize
 
 __all__ = ["build_report", "summarize"]

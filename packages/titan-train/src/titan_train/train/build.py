@@ -19,7 +19,6 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.layout import BatchPlan, Mode, plan_batch, plan_pipeline
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
@@ -42,6 +41,9 @@ from titan_train.parallel.tensor import (
 from titan_train.parallel.tensor.float8_linears import can_gather_float8, gathers_same_bits
 from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
 from titan_train.parallel.tensor.tables import table_for
+from titan_train.plan.batch import BatchPlan, plan_batch
+from titan_train.plan.layout import Mode
+from titan_train.plan.schedule import plan_pipeline
 from titan_train.train.loss import TokenLoss, cross_entropy_sum
 
 
@@ -87,7 +89,7 @@ def build_parallel_model(
     Args:
         config: The run's configuration.
         layout: The degrees.
-        mode: The data-parallel wrapping, from `titan_train.layout.resolve_mode`.
+        mode: The data-parallel wrapping, from `titan_train.plan.layout.resolve_mode`.
         mesh: The ranks; None without a process group.
         schedule: The pipeline's; None without one.
         vocab_size: The tokenizer's, which sizes the embedding and the head.

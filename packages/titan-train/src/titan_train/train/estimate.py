@@ -18,7 +18,6 @@ from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.layout import BatchPlan, Mode
 from titan_train.models import build_model, count_parameters
 from titan_train.models.moe import moe_layers
 from titan_train.parallel.activations import apply_activation_checkpointing
@@ -26,6 +25,8 @@ from titan_train.parallel.cut import slice_parameter
 from titan_train.parallel.pipeline import take_stage
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.tables import table_for
+from titan_train.plan.batch import BatchPlan
+from titan_train.plan.layout import Mode
 from titan_train.train.build import blocks_of, fsdp_policy, stage_layers
 
 

@@ -25,7 +25,6 @@ from titan_mesh import Mesh, build
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs
-from titan_train.layout import plan_run
 from titan_train.models import named_parameters
 from titan_train.observe import (
     Progress,
@@ -39,6 +38,7 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.plan.run import plan_run
 from titan_train.train.build import build_parallel_model, describe_layout
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.place import Place

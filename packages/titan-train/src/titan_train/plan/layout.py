@@ -1,40 +1,14 @@
-"""How a configuration's degrees lay over the ranks. Pure arithmetic: no torch, no process group.
+"""How a configuration's parallel degrees map to ranks, and which data-parallel wrapper follows from them."""
 
-Everything that depends on the number of ranks is checked here, before any rank starts, so that a bad number is one
-error at the terminal rather than one a rank.
-"""
-
-from dataclasses import dataclass
 from typing import Literal
 
 from titan_mesh import Layout, MeshSpec, Topology
-from titan_pipeline import Schedule
 
 from titan_train.config import Config
 from titan_train.config.nearest import nearest_divisor
 from titan_train.config.parallel import ParallelConfig
-from titan_train.parallel.pipeline import plan_schedule
 
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How one optimizer step's sequences are cut over ranks and micro-batches."""
-
-    global_batch: int
-    """Sequences in one optimizer step."""
-
-    dp_size: int
-    """Data-parallel ranks: dp_replicate x dp_shard."""
-
-    microbatch: int
-    """Sequences in one forward and backward of one rank."""
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of one rank in one optimizer step; a pipeline runs them all in one schedule."""
-        return self.global_batch // (self.dp_size * self.microbatch)
 
 
 def build_layout(config: Config, world_size: int) -> Layout:
@@ -115,66 +89,6 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
     if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
         raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
     return mode
-
-
-def plan_batch(config: Config, layout: Layout) -> BatchPlan:
-    """Cut the global batch over the data-parallel ranks.
-
-    Raises:
-        ValueError: The batch does not divide; the message names the nearest batch that does.
-    """
-    dp_size = layout.spec.dp_replicate * layout.spec.dp_shard
-    batch, micro = config.train.global_batch, config.train.microbatch
-    unit = dp_size * (micro or 1)
-    if batch % unit:
-        below, above = batch // unit * unit, (batch // unit + 1) * unit
-        near = above if below == 0 or above - batch < batch - below else below
-        per_rank = f" in micro-batches of train.microbatch={micro}" if micro else ""
-        raise ValueError(
-            f"train.global_batch={batch} cannot be cut evenly over {dp_size} data-parallel ranks{per_rank}: it must be a "
-            f"multiple of {unit}. The nearest valid choice is {near}."
-        )
-    whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
-    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
-
-
-def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:
-    """The pipeline's schedule; None without one.
-
-    Raises:
-        ValueError: The schedule cannot serve this many ranks and micro-batches.
-    """
-    if layout.spec.pp == 1:
-        return None
-    if config.parallel.accumulate != "sharded":
-        raise ValueError(
-            f"parallel.accumulate={config.parallel.accumulate!r} and parallel.pp={layout.spec.pp}: a pipeline always keeps "
-            "whole gradients until its schedule ends. Leave it at 'sharded'."
-        )
-    return plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=batch.accumulation)
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """Everything about a run that its configuration and the number of ranks decide."""
-
-    layout: Layout
-    mode: Mode
-    batch: BatchPlan
-    schedule: Schedule | None
-    """The pipeline's; None without one."""
-
-
-def plan_run(config: Config, world_size: int) -> RunPlan:
-    """Decide all of it, and with that check it, before any rank starts.
-
-    Raises:
-        ValueError: As `build_layout`, `resolve_mode`, `plan_batch` and `plan_pipeline`.
-    """
-    layout = build_layout(config, world_size)
-    mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    batch = plan_batch(config, layout)
-    return RunPlan(layout, mode, batch, plan_pipeline(config, layout, batch))
 
 
 def _hsdp_hint(world_size: int) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config.metrics import MetricsConfig
-from titan_train.observe._jsonl import JsonlTracker
-from titan_train.observe._records import StepRecord, Tracker, ValidationRecord
+from titan_train.observe.jsonl import JsonlTracker
+from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
 
 log = logging.getLogger(__name__)
 

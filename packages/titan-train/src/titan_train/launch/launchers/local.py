@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from titan_train.config import dump_config
-from titan_train.launch.faults import parse_faults, struck_file
-from titan_train.launch.forked import ForkedRanks, ForkServer
-from titan_train.launch.heartbeat import Beat
+from titan_train.config.faults import parse_faults, struck_file
 from titan_train.launch.job import Attempt, RankExit, RankJob
-from titan_train.launch.orders import Order
-from titan_train.launch.ranks import DeviceType, Ranks
+from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
+from titan_train.launch.rank.heartbeat import Beat
+from titan_train.launch.rank.info import DeviceType, RankInfo
+from titan_train.launch.rank.orders import Order
 
 
 class LocalLauncher:
@@ -57,13 +57,13 @@ class LocalJob:
         self._meeting = tempfile.TemporaryDirectory(prefix="titan-train-")
         store = str(Path(self._meeting.name, "store"))
         jobs = [
-            RankJob(text, str(attempt.run_dir), "", attempt.number, Ranks(rank, place, size, size, device, store))
+            RankJob(text, str(attempt.run_dir), "", attempt.number, RankInfo(rank, place, size, size, device, store))
             for rank, place in enumerate(self._used)
         ]
         self._ranks = ForkedRanks(server, jobs, log_rank_0=False)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         found = self._ranks.exits(timeout_s)
         for exit in found:
             if exit.code is not None and exit.code < 0:
@@ -71,11 +71,11 @@ class LocalJob:
         return found
 
     def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         return self._ranks.beats()
 
     def order(self, order: Order) -> None:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         self._ranks.order(order)
 
     def node_of(self, rank: int) -> str:
@@ -83,7 +83,7 @@ class LocalJob:
         return f"place {self._used[rank]} of this machine"
 
     def end(self) -> None:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         self._ranks.end()
         self._meeting.cleanup()
 

@@ -21,9 +21,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.launch.heartbeat import Beat, Phase
 from titan_train.launch.job import Board, RankExit, RankJob
-from titan_train.launch.orders import Order
+from titan_train.launch.rank.heartbeat import Beat, Phase
+from titan_train.launch.rank.orders import Order
 
 
 class ForkServer:
@@ -37,14 +37,14 @@ class ForkServer:
         """
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["titan_train.launch.preload"])
+        self._context.set_forkserver_preload(["titan_train.launch.launchers.preload"])
         from multiprocessing import forkserver
 
         forkserver.ensure_running()
 
     def start(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:
         """Fork one rank and return its process."""
-        from titan_train.launch.worker import forked_worker  # imports no torch itself
+        from titan_train.launch.rank.worker import forked_worker  # imports no torch itself
 
         with _hidden_main():
             process = self._context.Process(
@@ -81,7 +81,7 @@ class ForkedRanks:
         self._waiting = {process.sentinel: rank for rank, process in self._processes.items()}
 
     def exits(self, timeout_s: float) -> list[RankExit]:
-        """See `titan_train.launch.job.Job.exits`."""
+        """See `titan_train.launch.job.RunningJob.exits`."""
         if not self._waiting:
             return []
         found: list[RankExit] = []
@@ -92,11 +92,11 @@ class ForkedRanks:
         return found
 
     def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.Job.beats`."""
+        """See `titan_train.launch.job.RunningJob.beats`."""
         return self._board.beats()
 
     def order(self, order: Order) -> None:
-        """See `titan_train.launch.job.Job.order`."""
+        """See `titan_train.launch.job.RunningJob.order`."""
         self._board.order(order)
 
     def end(self) -> None:

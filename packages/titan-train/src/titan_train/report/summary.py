@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.observe._format import short_count, short_duration, short_gib, short_loss
-from titan_train.report._folder import RunFolder, read_folder
+from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
+from titan_train.report.folder import RunFolder, read_folder
 
 # The loss of one batch is noisy: "at the end" is the mean of this part of the run, of at most _MOST_AVERAGED steps.
 _AVERAGED_PART, _MOST_AVERAGED = 0.05, 100

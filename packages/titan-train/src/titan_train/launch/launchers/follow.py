@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan_train.config import Config
-from titan_train.launch.heartbeat import Phase
-from titan_train.launch.job import Attempt, Job
-from titan_train.launch.orders import Order
+from titan_train.launch.job import Attempt, RunningJob
+from titan_train.launch.rank.heartbeat import Phase
+from titan_train.launch.rank.orders import Order
 
 FILE_NAME = "torchrun.json"
 _POLL_S = 0.2
@@ -72,7 +72,7 @@ class Leader:
         unfinished.replace(self._file)
 
 
-def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Attempt], Job]) -> int:
+def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Attempt], RunningJob]) -> int:
     """Do what machine 0 says until it says that all is over.
 
     Args:
@@ -89,7 +89,7 @@ def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Atte
         signal.signal(number, signal.SIG_IGN)
     left = _read(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
-    job: Job | None = None
+    job: RunningJob | None = None
     current: Told | None = None
     heard, text = time.monotonic(), ""
     try:
@@ -120,7 +120,7 @@ def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Atte
             job.end()
 
 
-def _let_end(job: Job | None) -> None:
+def _let_end(job: RunningJob | None) -> None:
     """Ranks of this machine may still be leaving after the last barrier."""
     deadline = time.monotonic() + 10
     while job is not None and time.monotonic() < deadline and not job.exits(_POLL_S):

@@ -12,10 +12,10 @@ from typing import Literal
 from torch import nn
 
 from titan_train.config import LaunchConfig
-from titan_train.launch.faults import parse_faults
-from titan_train.launch.heartbeat import Heartbeat, Phase
-from titan_train.launch.inject import Injector
-from titan_train.launch.timeouts import set_collective_timeout
+from titan_train.config.faults import parse_faults
+from titan_train.launch.rank.heartbeat import Heartbeat, Phase
+from titan_train.launch.rank.timeouts import set_collective_timeout
+from titan_train.launch.testing.inject import Injector
 from titan_train.train.monitor import StepMonitor
 
 _WINDOW = 16  # steps that a median is taken over

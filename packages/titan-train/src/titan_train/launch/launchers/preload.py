@@ -19,7 +19,7 @@ for _module in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "titan_train.train",
-    "titan_train.launch.monitor",
+    "titan_train.launch.rank.monitor",
 ):
     with contextlib.suppress(Exception):
         importlib.import_module(_module)

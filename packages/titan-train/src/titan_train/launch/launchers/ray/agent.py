@@ -6,13 +6,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_train.launch.heartbeat import Beat
 from titan_train.launch.job import RankExit, RankJob
-from titan_train.launch.orders import Order
+from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
+from titan_train.launch.launchers.ray.cluster import versions
+from titan_train.launch.rank.heartbeat import Beat
+from titan_train.launch.rank.orders import Order
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class NodeReport:
     """What happened on a node since the last poll."""
 
     exits: list[RankExit]
@@ -32,8 +34,6 @@ class NodeAgent:
             environ: Environment variables the ranks shall have.
             threads_per_rank: Processor threads of each rank.
         """
-        from titan_train.launch.forked import ForkedRanks, ForkServer
-
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own setting for this actor
         os.environ.update(environ)
         if Path(folder).is_dir():
@@ -55,8 +55,6 @@ class NodeAgent:
         """Address, id and versions of this node, and whether it sees the driver's file ``token``."""
         import ray
 
-        from titan_train.launch.ray import versions
-
         return {
             "address": self._address,
             "node_id": ray.get_runtime_context().get_node_id(),
@@ -75,8 +73,6 @@ class NodeAgent:
 
     def start(self, jobs: list[str]) -> None:
         """Start this node's ranks."""
-        from titan_train.launch.forked import ForkedRanks
-
         rank_jobs = [RankJob.loads(job) for job in jobs]
         if rank_jobs[0].ranks.rank == 0:
             self._log = Path(rank_jobs[0].run_dir, "logs", "rank-0.log")
@@ -84,12 +80,12 @@ class NodeAgent:
         self._ranks = ForkedRanks(self._server, rank_jobs, log_rank_0=True, listener=self._listener)
         self._listener = None
 
-    def poll(self, timeout_s: float) -> Report:
+    def poll(self, timeout_s: float) -> NodeReport:
         """Wait up to ``timeout_s`` for a rank to end, and tell what is known."""
         if self._ranks is None:
             raise RuntimeError("this node's ranks were not started")
         exits = self._ranks.exits(timeout_s)
-        return Report(exits, self._ranks.beats(), self._new_output())
+        return NodeReport(exits, self._ranks.beats(), self._new_output())
 
     def order(self, name: str) -> None:
         """Pass an order on."""

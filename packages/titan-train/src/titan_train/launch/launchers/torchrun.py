@@ -6,7 +6,7 @@ that are gone (measured: every retry fails), and it notices neither hangs nor ho
 Idea: torchrun with ``--max-restarts 0`` for each attempt of our supervisor, a new rendezvous and a new store each time.
 On one machine both are files, so nothing listens; on several they meet at ``launch.endpoint``, and the machines agree
 on the attempt through ``torchrun.json`` in the run's folder, which all of them see: machine 0 supervises and writes it,
-the others follow (`titan_train.launch.follow`).
+the others follow (`titan_train.launch.launchers.follow`).
 """
 
 import contextlib
@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from titan_train.config import LaunchConfig, dump_config
-from titan_train.launch.follow import Leader
-from titan_train.launch.heartbeat import Beat, Phase
 from titan_train.launch.job import Attempt, Board, RankExit, RankJob
-from titan_train.launch.orders import Order
-from titan_train.launch.ranks import DeviceType, Ranks
+from titan_train.launch.launchers.follow import Leader
+from titan_train.launch.rank.heartbeat import Beat, Phase
+from titan_train.launch.rank.info import DeviceType, RankInfo
+from titan_train.launch.rank.orders import Order
 
 _POLL_S = 0.05
 _REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
@@ -90,7 +90,7 @@ class TorchrunJob:
             run_dir=str(attempt.run_dir.resolve()),
             board=str(self._folder),
             attempt=attempt.number,
-            ranks=Ranks(0, 0, 0, 0, device, str(self._folder / "store") if alone else None),
+            ranks=RankInfo(0, 0, 0, 0, device, str(self._folder / "store") if alone else None),
         )
         job_file = self._folder / "job.json"
         job_file.write_text(job.dumps(), encoding="utf-8")
@@ -100,7 +100,7 @@ class TorchrunJob:
             "--nnodes", str(launch.nnodes), "--nproc-per-node", str(per_node), "--node-rank", str(launch.node_rank),
             "--max-restarts", "0", "--monitor-interval", "0.1", "--rdzv-id", f"{attempt.run_dir.name}-{attempt.number}",
             *self._rendezvous(launch),
-            "-m", "titan_train.launch.worker", str(job_file),
+            "-m", "titan_train.launch.rank.worker", str(job_file),
         ]  # fmt: skip
         environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node) if device == "cpu" else 1))
@@ -122,7 +122,7 @@ class TorchrunJob:
         return ("--rdzv-backend", "static", "--rdzv-endpoint", launch.endpoint)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         deadline = time.monotonic() + timeout_s
         if self._leader is not None:
             self._leader.touch()
@@ -134,11 +134,11 @@ class TorchrunJob:
             time.sleep(_POLL_S)
 
     def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.Job`. None while a rank is gone and torchrun has yet to say how."""
+        """See `titan_train.launch.job.RunningJob`. None while a rank is gone and torchrun has yet to say how."""
         return {} if self._lost_at is not None and self._process.poll() is None else self._board.beats()
 
     def order(self, order: Order) -> None:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         self._board.order(order)
         if self._leader is not None:
             self._leader.order(order)
@@ -148,7 +148,7 @@ class TorchrunJob:
         return "this machine" if rank in self._ranks else "another machine"
 
     def end(self) -> None:
-        """See `titan_train.launch.job.Job`."""
+        """See `titan_train.launch.job.RunningJob`."""
         if not self._folder.exists():
             return
         if self._process.poll() is None:

@@ -1,7 +1,7 @@
 """One rank: join the others, train, leave cleanly; tell the error once if it fails.
 
 The same code whoever starts it: a fork server (locally and on Ray's nodes), our torchrun launcher
-(`python -m titan_train.launch.worker JOB`), or a torchrun that the user runs, where nobody watches.
+(`python -m titan_train.launch.rank.worker JOB`), or a torchrun that the user runs, where nobody watches.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
-from titan_train.launch.failure import describe_failure, first_failure, write_failure
-from titan_train.launch.flight_recorder import record_collectives, write_dump
 from titan_train.launch.job import RankJob, heartbeat_file, orders_file
-from titan_train.launch.orders import obey
-from titan_train.launch.ranks import Ranks, ranks_from_torchrun
+from titan_train.launch.rank.failure import describe_failure, first_failure, write_failure
+from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
+from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
+from titan_train.launch.rank.orders import obey
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def forked_worker(job: RankJob, listener: socket.socket | None, log: str | None) -> None:
-    """A rank forked by `titan_train.launch.forked`. Ends the process itself.
+    """A rank forked by `titan_train.launch.launchers.forked`. Ends the process itself.
 
     Args:
         job: What to do.
@@ -43,7 +43,7 @@ def forked_worker(job: RankJob, listener: socket.socket | None, log: str | None)
     _run_and_exit(job, listener)
 
 
-def torchrun_worker(config: Config, ranks: Ranks, run_dir: Path) -> int:
+def torchrun_worker(config: Config, ranks: RankInfo, run_dir: Path) -> int:
     """A rank started by a torchrun of the user's. Prints its error only if no peer failed before it."""
     try:
         train_rank(config, ranks, run_dir)
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> None:
     """A rank started by our torchrun launcher, with the file of its job."""
     job = RankJob.loads(Path(words[0]).read_text(encoding="utf-8"))
     environ = ranks_from_torchrun(parse_config(tomllib.loads(job.config_toml)).launch)
-    ranks = Ranks(
+    ranks = RankInfo(
         environ.rank, environ.local_rank, environ.world_size, environ.local_world_size, job.ranks.device_type,
         job.ranks.store,
     )  # fmt: skip
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> None:
 
 def train_rank(
     config: Config,
-    ranks: Ranks,
+    ranks: RankInfo,
     run_dir: Path,
     monitor: "StepMonitor | None" = None,
     listener: socket.socket | None = None,
@@ -95,8 +95,8 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank), ready)
         config = parse_config(tomllib.loads(job.config_toml))
 
-        from titan_train.launch.heartbeat import Heartbeat
-        from titan_train.launch.monitor import RankMonitor
+        from titan_train.launch.rank.heartbeat import Heartbeat
+        from titan_train.launch.rank.monitor import RankMonitor
 
         monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir, ready)
         step = train_rank(config, job.ranks, run_dir, monitor, listener)
@@ -112,7 +112,7 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
 
 
 @contextlib.contextmanager
-def _process_group(config: Config, ranks: Ranks, listener: socket.socket | None) -> Generator[None]:
+def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | None) -> Generator[None]:
     import torch
     import torch.distributed as dist
 
@@ -144,7 +144,7 @@ def _process_group(config: Config, ranks: Ranks, listener: socket.socket | None)
     dist.destroy_process_group()
 
 
-def _tcp_store(ranks: Ranks, timeout: datetime.timedelta, listener: socket.socket | None) -> "dist.TCPStore":  # pyright: ignore[reportPrivateImportUsage]
+def _tcp_store(ranks: RankInfo, timeout: datetime.timedelta, listener: socket.socket | None) -> "dist.TCPStore":  # pyright: ignore[reportPrivateImportUsage]
     """Rank 0 serves on the socket its launcher bound, so the port cannot be lost to another program meanwhile."""
     import torch.distributed as dist
 

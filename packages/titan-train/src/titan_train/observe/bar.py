@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from titan_train.observe._format import short_count, short_duration, short_gib, short_loss
-from titan_train.observe._records import StepRecord, ValidationRecord
+from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
+from titan_train.observe.records import StepRecord, ValidationRecord
 
 if TYPE_CHECKING:
     from rich.text import Text

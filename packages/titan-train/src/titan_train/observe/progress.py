@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from titan_train.config.metrics import MetricsConfig
-from titan_train.observe._bar import LossTrail, Part, bar_line, step_line, step_parts, validation_line
-from titan_train.observe._format import short_count, short_duration
-from titan_train.observe._records import StepRecord, ValidationRecord
 from titan_train.observe._screen import Screen
+from titan_train.observe.bar import LossTrail, Part, bar_line, step_line, step_parts, validation_line
+from titan_train.observe.format import short_count, short_duration
+from titan_train.observe.records import StepRecord, ValidationRecord
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_train.config import LaunchConfig
-from titan_train.launch.heartbeat import Beat, Phase
+from titan_train.launch.rank.heartbeat import Beat, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.observe._records import StepRecord, ValidationRecord
+from titan_train.observe.records import StepRecord, ValidationRecord
 
 FILE_NAME = "metrics.jsonl"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titan_train.launch.faults import Fault, struck_file
+from titan_train.config.faults import Fault, struck_file
 from titan_train.run_folder import checkpoint_folders
 
 

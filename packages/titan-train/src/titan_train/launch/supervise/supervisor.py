@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import TextIO
 
 from titan_train.config import Config
-from titan_train.launch.elastic import fit_layout
-from titan_train.launch.failure import clear_failures, describe_exit, describe_failure, first_failure
-from titan_train.launch.faults import check_faults, forget_struck, parse_faults
-from titan_train.launch.flight_recorder import read_dumps, wait_for_dumps
-from titan_train.launch.heartbeat import Beat, Phase
-from titan_train.launch.job import Attempt, Job, Launcher, RankExit
-from titan_train.launch.orders import Order
-from titan_train.launch.restarts import Ended, RestartBudget
-from titan_train.launch.watch import find_hang, find_stragglers
+from titan_train.config.faults import check_faults, forget_struck, parse_faults
+from titan_train.launch.job import Attempt, Launcher, RankExit, RunningJob
+from titan_train.launch.rank.failure import clear_failures, describe_exit, describe_failure, first_failure
+from titan_train.launch.rank.flight_recorder import read_dumps, wait_for_dumps
+from titan_train.launch.rank.heartbeat import Beat, Phase
+from titan_train.launch.rank.orders import Order
+from titan_train.launch.supervise.elastic import fit_layout
+from titan_train.launch.supervise.restarts import Ended, RestartBudget
+from titan_train.launch.supervise.watch import find_hang, find_stragglers
 from titan_train.run_folder import newest_checkpoint
 
 _TICK_S = 0.1
@@ -163,7 +163,7 @@ class Supervisor:
         finally:
             job.end()
 
-    def _watch(self, attempt: Attempt, job: Job) -> _Watched:
+    def _watch(self, attempt: Attempt, job: RunningJob) -> _Watched:
         watched = _Watched(to_step=newest_checkpoint(self._run_dir) or 0)
         left = set(range(attempt.world_size))
         stops_sent, failures = 0, list[RankExit]()
@@ -207,7 +207,7 @@ class Supervisor:
                 watched.lost_at = time.monotonic()
         return watched
 
-    def _pass_on(self, job: Job, stops_sent: int) -> int:
+    def _pass_on(self, job: RunningJob, stops_sent: int) -> int:
         """Turn the signals that came since the last time into orders."""
         if self._save_asked:
             self._save_asked = False
@@ -216,7 +216,7 @@ class Supervisor:
             job.order(Order.STOP)
         return self._stops
 
-    def _look(self, attempt: Attempt, job: Job, watched: _Watched) -> bool:
+    def _look(self, attempt: Attempt, job: RunningJob, watched: _Watched) -> bool:
         """Judge the heartbeats. Returns True if the ranks hang, with the cause in ``watched``."""
         beats = job.beats()
         watched.to_step = max([watched.to_step, *(beat.step for beat in beats.values())])
@@ -254,7 +254,7 @@ class Supervisor:
             return size > attempt.world_size
         return False
 
-    def _cause(self, attempt: Attempt, job: Job, failures: list[RankExit], watched: _Watched) -> Ended:
+    def _cause(self, attempt: Attempt, job: RunningJob, failures: list[RankExit], watched: _Watched) -> Ended:
         """The first thing that went wrong; what the others died of is its consequence."""
         killed = [exit for exit in failures if _is_cause(exit)]
         told = first_failure(self._run_dir)

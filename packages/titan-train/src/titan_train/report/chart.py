@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan_train.observe._format import short_count
-from titan_train.report._series import smooth, thin
+from titan_train.observe.format import short_count
+from titan_train.report.series import smooth, thin
 
 _SIDE = 1000.0
 # Up to this many points each one is marked, so that a run of a few steps is visible.

@@ -13,7 +13,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankInfo:
     """One worker's place among all workers."""
 
     rank: int
@@ -31,7 +31,7 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     return all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Ranks:
+def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Read torchrun's variables.
 
     Raises:
@@ -43,7 +43,7 @@ def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.en
             f"launch.nproc={launch.nproc}, but torchrun started {local} ranks on this machine. "
             "Leave launch.nproc at 0 under torchrun."
         )
-    return Ranks(
+    return RankInfo(
         rank=int(environ["RANK"]),
         local_rank=int(environ["LOCAL_RANK"]),
         world_size=int(environ["WORLD_SIZE"]),

@@ -17,9 +17,9 @@ from typing import Any, cast
 import jinja2
 
 from titan_train.observe import EventRecord, StepRecord
-from titan_train.report._chart import Chart, Scale, Series, build_chart, step_scale
-from titan_train.report._folder import RunFolder, read_folder
-from titan_train.report._summary import headlines, setting, when
+from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
+from titan_train.report.folder import RunFolder, read_folder
+from titan_train.report.summary import headlines, setting, when
 
 REPORT_NAME = "report.html"
 _MOST_EVENTS = 200
@@ -230,4 +230,4 @@ def _command(info: dict[str, Any]) -> str:
 
 
 def _resource(name: str) -> str:
-    return (files("titan_train.report") / "page" / name).read_text(encoding="utf-8")
+    return (files("titan_train.report") / "template" / name).read_text(encoding="utf-8")

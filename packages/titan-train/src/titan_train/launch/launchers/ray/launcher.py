@@ -1,0 +1,168 @@
+"""Launcher `ray`: one agent per node of a Ray cluster, the ranks its subprocesses.
+
+Measured three ways (TorchTrainer, one actor per rank, one agent per node), and the agent chosen: ranks are ordinary
+processes with a main thread of their own, so signals, stacks and the entry point are those of every other launcher;
+the agent imports no torch (a rank-per-actor design costs 620 MB and a torch import for each); and after a lost rank the
+agents and their warm fork servers stay, so a restart on live nodes costs no import. TorchTrainer would bring a second
+restarter, and runs training in a thread, where signal handlers cannot be installed.
+
+Placement: one bundle a node, ``launch.nproc`` ranks whole. A node holds consecutive ranks, nodes sorted by address, so
+the innermost axes of the mesh (tp, then cp) stay on a node and only the outer ones (dp_replicate, pp) cross. With
+several nodes bundles are spread strictly; one node packs strictly.
+
+Ray does not restart anything here: the supervisor's next attempt replaces the agents that were lost, and only those.
+"""
+
+import ipaddress
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from titan_train.config import LaunchConfig
+from titan_train.launch.job import Attempt
+from titan_train.launch.launchers.ray.agent import NodeAgent
+from titan_train.launch.launchers.ray.cluster import connect, first_line
+from titan_train.launch.launchers.ray.job import RayAgent, RayJob
+from titan_train.launch.launchers.ray.nodes import RayNodes
+from titan_train.launch.rank.info import DeviceType
+
+_START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
+_FORWARDED = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+class RayLauncher:
+    """Starts ranks on the nodes of a Ray cluster."""
+
+    def __init__(self, launch: LaunchConfig, per_node: int) -> None:
+        """Connect, or start a cluster here.
+
+        Args:
+            launch: Address, nodes, placement.
+            per_node: Ranks on each node.
+
+        Raises:
+            ValueError: Ray is not installed, does not answer, or is of another version.
+        """
+        self._launch = launch
+        self._per_node = per_node
+        self._ray = connect(launch, per_node * launch.nnodes)
+        self.device: DeviceType = self._device()
+        self._nodes = RayNodes(self._ray, launch.ray, self._bundle())
+        self._start_s = max(_START_S, launch.ray.wait_s)
+        self._agents: list[RayAgent] = []
+
+    def capacity(self) -> int:
+        """Ranks on whole nodes: before the first attempt those that are large enough, later those held and those free."""
+        if not self._agents:
+            return min(self._nodes.large_enough(), self._launch.nnodes) * self._per_node
+        held = self._living()
+        more = self._nodes.spares([agent.node_id for agent in held], self._launch.nnodes - len(held))
+        return (len(held) + more) * self._per_node
+
+    def start(self, attempt: Attempt) -> RayJob:
+        """Start all ranks of an attempt on as many nodes as it needs."""
+        nodes = attempt.world_size // self._per_node
+        while True:
+            self._hold(nodes, attempt.run_dir)
+            try:
+                return RayJob(self._ray, self._agents, attempt, self._per_node, self.device, self._start_s)
+            except self._ray.exceptions.RayActorError:  # the first node was lost this instant: it alone was waited for
+                self._agents[0].lost = True
+
+    def close(self, exit_code: int = 1) -> None:
+        """Give back the nodes and disconnect; a cluster started here ends."""
+        self._give_back()
+        self._ray.shutdown()
+
+    def _living(self) -> list[RayAgent]:
+        """The agents whose nodes are there, as far as anyone knows."""
+        for agent in self._agents:
+            if agent.lost:
+                self._nodes.suspect(agent.node_id)
+        alive = self._nodes.alive()
+        return [agent for agent in self._agents if agent.alive(alive)]
+
+    def _device(self) -> DeviceType:
+        wanted = self._launch.device
+        total = int(self._ray.cluster_resources().get("GPU", 0))
+        if wanted == "cuda" and not total:
+            raise ValueError(
+                "launch.device='cuda', but no node of the Ray cluster has a GPU. Use 'cpu', or start its nodes with --num-gpus."
+            )
+        return "cuda" if wanted == "cuda" or (wanted == "auto" and total) else "cpu"
+
+    def _bundle(self) -> dict[str, float]:
+        bundle = {"CPU": self._launch.ray.cpus_per_rank * self._per_node}
+        return bundle | ({"GPU": float(self._per_node)} if self.device == "cuda" else {})
+
+    def _hold(self, nodes: int, run_dir: Path) -> None:
+        """Have an agent on each of ``nodes`` nodes: those that live stay, with their warm fork servers."""
+        held = self._living()
+        keep = held[:nodes] if self._nodes.spread or len(held) == len(self._agents) == nodes else []
+        for agent in self._agents:
+            if agent not in keep:
+                agent.kill()
+        self._agents = keep
+        if len(keep) < nodes:
+            self._agents = [*keep, *self._new_agents(nodes - len(keep), run_dir)]
+        self._agents.sort(key=lambda agent: (ipaddress.ip_address(agent.address).packed, agent.node_id))
+
+    def _new_agents(self, count: int, run_dir: Path) -> list[RayAgent]:
+        """Start agents on more nodes; a node that goes away meanwhile is replaced while there is time."""
+        token = run_dir / ".nodes"
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.write_text(platform.node(), encoding="utf-8")
+        deadline = time.monotonic() + self._launch.ray.wait_s
+        while True:
+            wait_s = max(1.0, deadline - time.monotonic())
+            node_ids = self._nodes.reserve(count, [agent.node_id for agent in self._agents], wait_s)
+            handles = [self._start_agent(node_id) for node_id in node_ids]
+            try:
+                told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
+                break
+            except self._ray.exceptions.RayError as err:
+                for handle, node_id in zip(handles, node_ids, strict=True):
+                    self._nodes.suspect(node_id)
+                    self._ray.kill(handle)
+                if isinstance(err, self._ray.exceptions.GetTimeoutError):
+                    raise ValueError(
+                        f"an agent did not start on its node within {self._start_s:g} s. Look at the nodes' load and at Ray's "
+                        f"logs there; to wait longer, set --ray.wait-s above {self._start_s:g}."
+                    ) from err
+                if time.monotonic() > deadline:
+                    raise ValueError(f"an agent could not start on its node: {first_line(err)}") from err
+        agents = [RayAgent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
+        problems = [problem for agent in agents for problem in agent.problems()]
+        if problems:
+            for agent in agents:
+                agent.kill()
+            raise ValueError("the Ray cluster cannot run this job:\n  " + "\n  ".join(problems))
+        return agents
+
+    def _start_agent(self, node_id: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        bundle = self._bundle()
+        options = {
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        threads = max(1, int(self._launch.ray.cpus_per_rank))
+        return self._ray.remote(NodeAgent).options(**options).remote(str(Path.cwd()), self._forwarded(), threads)
+
+    def _forwarded(self) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) or name in self._launch.ray.env
+        }
+
+    def _give_back(self) -> None:
+        for agent in self._agents:
+            agent.kill()
+        self._agents = []
+        self._nodes.release()

@@ -1,0 +1,47 @@
+"""How the global batch is divided over ranks and micro-batches."""
+
+from dataclasses import dataclass
+
+from titan_mesh import Layout
+
+from titan_train.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one optimizer step's sequences are cut over ranks and micro-batches."""
+
+    global_batch: int
+    """Sequences in one optimizer step."""
+
+    dp_size: int
+    """Data-parallel ranks: dp_replicate x dp_shard."""
+
+    microbatch: int
+    """Sequences in one forward and backward of one rank."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in one optimizer step; a pipeline runs them all in one schedule."""
+        return self.global_batch // (self.dp_size * self.microbatch)
+
+
+def plan_batch(config: Config, layout: Layout) -> BatchPlan:
+    """Cut the global batch over the data-parallel ranks.
+
+    Raises:
+        ValueError: The batch does not divide; the message names the nearest batch that does.
+    """
+    dp_size = layout.spec.dp_replicate * layout.spec.dp_shard
+    batch, micro = config.train.global_batch, config.train.microbatch
+    unit = dp_size * (micro or 1)
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        near = above if below == 0 or above - batch < batch - below else below
+        per_rank = f" in micro-batches of train.microbatch={micro}" if micro else ""
+        raise ValueError(
+            f"train.global_batch={batch} cannot be cut evenly over {dp_size} data-parallel ranks{per_rank}: it must be a "
+            f"multiple of {unit}. The nearest valid choice is {near}."
+        )
+    whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
+    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)

@@ -1,0 +1,53 @@
+"""Which pipeline schedule a configuration means."""
+
+from pathlib import Path
+
+from titan_mesh import Layout
+from titan_pipeline import Schedule, build_schedule, verify
+from titan_pipeline.families import FAMILIES
+
+from titan_train.config import Config, PipelineConfig
+from titan_train.plan.batch import BatchPlan
+
+
+def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:
+    """The pipeline's schedule; None without one.
+
+    Raises:
+        ValueError: The schedule cannot serve this many ranks and micro-batches.
+    """
+    if layout.spec.pp == 1:
+        return None
+    if config.parallel.accumulate != "sharded":
+        raise ValueError(
+            f"parallel.accumulate={config.parallel.accumulate!r} and parallel.pp={layout.spec.pp}: a pipeline always keeps "
+            "whole gradients until its schedule ends. Leave it at 'sharded'."
+        )
+    return plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=batch.accumulation)
+
+
+def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Schedule:
+    """The schedule that ``config`` names. Pure: no torch, no ranks.
+
+    Raises:
+        ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
+    """
+    if config.schedule in FAMILIES:
+        chunks = config.stages_per_rank or None
+        schedule = build_schedule(config.schedule, pp, microbatches, num_chunks=chunks)
+    else:
+        path = Path(config.schedule)
+        if not path.is_file():
+            raise ValueError(
+                f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
+                "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
+            )
+        schedule = Schedule.load(path)
+    if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
+        raise ValueError(
+            f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
+            "train.global_batch or train.microbatch."
+        )
+    verify(schedule)
+    return schedule
