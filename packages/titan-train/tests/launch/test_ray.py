@@ -14,7 +14,9 @@ from titan_train.config.launch import RayConfig
 from titan_train.launch.job import Attempt
 from titan_train.launch.launchers.ray import launcher as ray
 from titan_train.launch.launchers.ray.agent import bind
-from titan_train.launch.launchers.ray.launcher import RayAgent, RayJob, RayLauncher, connect, versions
+from titan_train.launch.launchers.ray.cluster import connect, versions
+from titan_train.launch.launchers.ray.job import RayAgent, RayJob
+from titan_train.launch.launchers.ray.launcher import RayLauncher
 from titan_train.launch.launchers.ray.nodes import RayNodes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
