@@ -7,7 +7,7 @@ from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
 from titan_pipeline.runtime._process_group import GlooTransport
 from titan_pipeline.runtime._split import split_layers
 from titan_pipeline.runtime._stage import Stage, TorchStage
-from titan_pipeline.runtime._tied import TiedWeight
+from titan_pipeline.runtime._tied import TiedWeight, find_tied_weights
 from titan_pipeline.runtime._torch_pipelining import schedule_from_torch, torch_runtime
 from titan_pipeline.runtime._transport import ThreadHub, ThreadTransport, Transport
 from titan_pipeline.runtime._weight_grad import NORM_RULES, Queue, WeightGradEngine, grouped_linear
@@ -30,6 +30,7 @@ __all__ = [
     "Transport",
     "WeightGradEngine",
     "clip_grad_norm",
+    "find_tied_weights",
     "grouped_linear",
     "schedule_from_torch",
     "split_layers",

@@ -24,7 +24,7 @@ from titan_pipeline._verify import verify
 from titan_pipeline.runtime._messages import Failure, Key, PipelineAborted
 from titan_pipeline.runtime._program import Program, check_order, compile_program
 from titan_pipeline.runtime._stage import Stage
-from titan_pipeline.runtime._tied import TiedWeight, reduce_tied
+from titan_pipeline.runtime._tied import TiedWeight, check_ties, reduce_tied
 from titan_pipeline.runtime._transport import ThreadHub, Transport
 
 
@@ -50,7 +50,7 @@ class Executor:
         stages: The stages this rank holds, in any order.
         transport: None for a pipeline of one rank.
         count_tokens: Tokens of one target; by default each microbatch counts 1 (give losses averaged over it then).
-        tied: Parameters that several stages share; their gradients are summed at the end of a step.
+        tied: Parameters that several stages share; their gradients are summed at the end of a step. See `TiedWeight`.
         deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
             summed in the order of one process: the result is then bit-equal to it.
         trace: Record when each action ran; see `measured`.
@@ -58,7 +58,8 @@ class Executor:
             is otherwise only queued when an action returns.
 
     Raises:
-        ValueError: If the stages are not those of this rank, or the transport has another number of ranks.
+        ValueError: If the stages are not those of this rank, the transport has another number of ranks, or a tied
+            weight names a stage or parameter that does not exist.
         ScheduleError: If the schedule cannot run.
     """
 
@@ -102,6 +103,7 @@ class Executor:
                 "Build those, or use a schedule with this placement."
             )
         verify(schedule)
+        check_ties(self.tied, self.stages, schedule.num_stages)
         if self._deterministic:
             check_order(schedule)
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}

@@ -103,14 +103,17 @@ def _parameters(executor: Executor, skip: Iterable[Tensor]) -> list[Tensor]:
     """Parameters of this rank with a gradient, tied copies other than the first left out."""
     left_out = {id(p) for p in skip}
     for weight in executor.tied:
-        for stage in sorted(weight.names)[1:]:
-            if stage in executor.stages:
-                left_out.add(id(_module(executor, stage).get_parameter(weight.names[stage])))
+        first, *others = sorted(weight.names)
+        here = {
+            s: id(_module(executor, s).get_parameter(weight.names[s])) for s in weight.names if s in executor.stages
+        }
+        left_out |= {here[s] for s in others if s in here and here[s] != here.get(first)}
     return [p for p in _all_parameters(executor) if p.grad is not None and id(p) not in left_out]
 
 
 def _all_parameters(executor: Executor) -> list[Tensor]:
-    return [p for s in sorted(executor.stages) for p in _module(executor, s).parameters()]
+    """Each parameter once, even if two stages of this rank share it."""
+    return list({id(p): p for s in sorted(executor.stages) for p in _module(executor, s).parameters()}.values())
 
 
 def _module(executor: Executor, stage: int) -> torch.nn.Module:
