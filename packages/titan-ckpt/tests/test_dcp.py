@@ -165,6 +165,22 @@ def metadata_with(folder: Path, evil: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.parametrize("parts", [[0, 0], [0], [], [0, 8], [-4, 4]], ids=str)
+def test_dcp_metadata_whose_parts_do_not_cover_the_tensor_is_refused(tmp_path, parts):
+    """Two equal halves have as many elements as the whole."""
+    dcp.save({"w": torch.ones(8, 4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with (tmp_path / "dcp" / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata["w"].chunks
+    metadata.state_dict_metadata["w"].chunks = [
+        type(chunk)(torch.Size([begin, 0]) if begin >= 0 else (begin, 0), torch.Size([4, 4])) for begin in parts
+    ]
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"parts of 'w' do not cover its shape \[8, 4\]"):
+        import_dcp(tmp_path / "dcp", tmp_path / "root")
+    assert not list((tmp_path / "root").glob("step-*"))
+
+
 def pickles(mark: str) -> dict[str, bytes]:
     """Ways a metadata pickle may try to run code."""
     call = f"touch {mark}"

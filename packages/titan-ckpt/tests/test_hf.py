@@ -113,6 +113,31 @@ def test_an_import_refuses_what_does_not_fit_and_leaves_the_model(tmp_path):
     assert torch.equal(model.weight, before)
 
 
+WRONG_HEADERS = {
+    "overlap": ([0, 4800], [0, 160], 4800),
+    "hole": ([320, 5120], [0, 160], 5120),
+    "bytes left over": ([0, 4800], [4800, 4960], 9999),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_HEADERS)
+def test_a_file_that_the_safetensors_library_refuses_is_refused(tmp_path, wrong):
+    weight, bias, nbytes = WRONG_HEADERS[wrong]
+    header = {
+        "weight": {"dtype": "F32", "shape": [40, 30], "data_offsets": weight},
+        "bias": {"dtype": "F32", "shape": [40], "data_offsets": bias},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    model = nn.Linear(30, 40)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        import_hf(tmp_path, model)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        import_hf_step(tmp_path, tmp_path / "steps")
+    assert torch.equal(model.weight, before)
+
+
 def line(rows: int = 2, columns: int = 2) -> nn.Linear:
     layer = nn.Linear(columns, rows, bias=False)
     nn.init.constant_(layer.weight, -1)

@@ -335,6 +335,13 @@ WRONG_INDEX = {
     "file is none": box(file=99),
     "file is negative": box(file=-1),
     "box outside of the shape": box(offsets=[4, 0]),
+    "a hole": box(sizes=[4, 8]),
+    "no boxes at all": box(count=0),
+    "the upper half twice": box(count=2, file=[0, 0], start=[0, 0], offsets=[[0, 0], 0], sizes=[[4, 4], 8]),
+    "the whole twice": box(count=2, file=[0, 0], offsets=[[0, 0], 0], sizes=[[8, 8], 8]),
+    "an overlap as large as the hole": box(
+        count=3, file=[0, 0, 0], offsets=[[0, 0, 3], [0, 4, 4]], sizes=[[8, 4, 4], 4]
+    ),
     "box larger than the file": lambda index: (tensor(shape=[8, 8 << 30])(index), box(sizes=[8, 8 << 30])(index))[2:],
     "offset is null": box(offsets=[None, 0]),
     "frames are a number": box(frames=5),

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from titan_ckpt._boxes import find_overlap, intersect, is_tiling
 from titan_ckpt._digest import block_digests
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt._index import FileRecord, Index
@@ -14,8 +15,6 @@ from titan_ckpt._plan import (
     decode_pieces,
     encode_held,
     encode_pieces,
-    find_overlap,
-    intersect,
     plan_save,
     plan_told,
 )
@@ -162,6 +161,62 @@ def test_find_overlap_agrees_with_comparing_all_pairs():
             assert set(clash) <= set(boxes)
             assert intersect(*clash)
     assert 50 < found < 150
+
+
+def columns(boxes, dims):
+    return [[[box[side][d] for box in boxes] for d in range(dims)] for side in (0, 1)]
+
+
+def test_is_tiling_agrees_with_counting_every_element():
+    """Cuts of a tensor, with boxes doubled, moved, dropped or resized: volumes often add up although elements are
+    missing."""
+    right = same_volume = 0
+    for seed in range(600):
+        draw = random.Random(seed)
+        shape = (6, 5, 4)[: draw.randint(1, 3)]
+        boxes = random_bricks(draw, (0,) * len(shape), shape)
+        for _ in range(draw.randint(0, 2)):
+            i, j = draw.randrange(len(boxes)), draw.randrange(len(boxes))
+            offsets, sizes = boxes[i]
+            change = draw.choice(["double", "move", "drop", "grow"])
+            if change == "double":
+                boxes[j] = boxes[i]
+            elif change == "move":
+                boxes[i] = (tuple(draw.randint(0, n - size) for n, size in zip(shape, sizes, strict=True)), sizes)
+            elif change == "drop" and len(boxes) > 1:
+                del boxes[i]
+            elif change == "grow":
+                boxes[i] = (offsets, (draw.randint(0, shape[0] - offsets[0]), *sizes[1:]))
+        times = np.zeros(shape, dtype=int)
+        for offsets, sizes in boxes:
+            times[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        tiles = bool((times == 1).all())
+        assert is_tiling(shape, *columns(boxes, len(shape)), len(boxes)) == tiles
+        right += tiles
+        same_volume += times.sum() == math.prod(shape) and not tiles
+    assert right > 150
+    assert same_volume > 30
+
+
+@pytest.mark.parametrize("crossed", [False, True], ids=["grid", "strips-crossed"])
+def test_checking_a_hundred_thousand_boxes_takes_under_a_second_of_the_processor(crossed):
+    """The second half of the strips all meet in one dimension and the first half in the other, so no sweep along one
+    dimension is short."""
+    n = 320
+    if crossed:
+        n = 50_000
+        boxes = [((i, 0), (1, 7)) for i in range(n)] + [((0, 7 + i), (n, 1)) for i in range(n)]
+        shape = (n, 7 + n)
+    else:
+        boxes = [((2 * i, 3 * j), (2, 3)) for i in range(n) for j in range(n)]
+        shape = (2 * n, 3 * n)
+    listed = columns(boxes, 2)
+    began = time.process_time()
+    assert is_tiling(shape, *listed, len(boxes))
+    listed[0][0][-1] += 1
+    listed[1][0][-1] -= 1
+    assert not is_tiling(shape, *listed, len(boxes))
+    assert time.process_time() - began < 2
 
 
 def adamw_rows(rank, num_ranks):

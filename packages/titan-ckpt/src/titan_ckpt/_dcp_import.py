@@ -23,7 +23,7 @@ from titan_ckpt._dcp_metadata import read_metadata
 from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import Damage
 from titan_ckpt._leaves import TensorSink
-from titan_ckpt._plan import Box, intersect
+from titan_ckpt._boxes import Box, intersect, is_tiling
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import write_step
 from titan_ckpt._views import View
@@ -164,7 +164,9 @@ class _Source:
     def view(self, name: str, kind: TensorStorageMetadata) -> View:
         """A tensor, read when it is needed."""
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in kind.chunks]
-        return _DcpView(self, name, dtype_name(kind.properties.dtype, name), tuple(kind.size), tuple(boxes))
+        shape = tuple(kind.size)
+        _check_boxes(self.folder, name, shape, boxes)
+        return _DcpView(self, name, dtype_name(kind.properties.dtype, name), shape, tuple(boxes))
 
     def value(self, name: str) -> Any:
         """An item that is no tensor."""
@@ -217,7 +219,6 @@ class _DcpView:
         return []
 
     def fill(self, box: Box, into: Tensor) -> None:
-        covered = 0
         for stored in self.boxes:
             common = intersect(box, stored)
             if common is None:
@@ -227,11 +228,21 @@ class _DcpView:
                 target = target.narrow(dim, at - box[0][dim], n)
                 values = values.narrow(dim, at - stored[0][dim], n)
             target.copy_(values)
-            covered += values.numel()
-        if covered != into.numel():
-            raise ValueError(
-                f"{self.source.folder} holds {covered} of {into.numel()} elements of part of {self.name!r}."
-            )
+
+
+def _check_boxes(folder: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Parts must lie in the tensor and hold each of its elements once."""
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(0 <= at and 0 <= n and at + n <= length for at, n, length in zip(offsets, sizes, shape, strict=True))
+        for offsets, sizes in boxes
+    )
+    columns = [[[box[side][d] for box in boxes] for d in range(len(shape))] for side in (0, 1)] if inside else []
+    if not inside or not is_tiling(shape, *columns, len(boxes)):
+        raise ValueError(
+            f"{folder}: the {len(boxes)} parts of {name!r} do not cover its shape {list(shape)}: an element is in none "
+            "of them, or in several. Save it again; the metadata is damaged or was crafted."
+        )
 
 
 def _entry(paths: Iterable[tuple[str, ...]], candidates: tuple[str, ...], default: str) -> str:

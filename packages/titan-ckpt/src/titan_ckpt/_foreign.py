@@ -6,10 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from titan_ckpt._errors import Damage
 from titan_ckpt._format import ITEM_BYTES, SECTIONS, decode_header, parse_object
 from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
-from titan_ckpt._plan import Box
+from titan_ckpt._boxes import Box
 from titan_ckpt._read import FolderReader
 from titan_ckpt._views import RefusedView, ScaledView, StoredView, View
 
@@ -54,6 +56,7 @@ class SafetensorsReader(FolderReader):
                 length = opened.read(8)
                 head = length + opened.read(min(int.from_bytes(length, "little"), size))
             start, header = decode_header(head, size, str(path))
+            _check_file(path)
             records.append(FileRecord(name, size, (), start))
             for key, value in header.items():
                 if key == "__metadata__" or weight_map.get(key, name) != name:
@@ -111,6 +114,17 @@ class _ForeignView(StoredView):
 
     def check(self, box: Box) -> list[Damage]:
         return []
+
+
+def _check_file(path: Path) -> None:
+    """Have the safetensors library judge a file: no tensors that overlap, no holes, no bytes left over."""
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as err:
+        raise ValueError(
+            f"{path} is not a safetensors file that the safetensors library reads: {err}. Fetch it again."
+        ) from err
 
 
 def _stored(file: int, value: Mapping[str, Any]) -> StoredTensor:

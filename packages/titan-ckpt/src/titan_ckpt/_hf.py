@@ -27,7 +27,7 @@ from titan_ckpt._format import ITEM_BYTES, Entry
 from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._model import as_modules, model_state
 from titan_ckpt._names import KeyMap
-from titan_ckpt._plan import Box
+from titan_ckpt._boxes import Box
 from titan_ckpt._read import StepReader
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import view_bytes, write_step

@@ -18,14 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from titan_ckpt._boxes import Box, find_overlap, is_tiling
 from titan_ckpt._format import ITEM_BYTES, SECTIONS
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one number a dimension."""
-
 
 class Held(NamedTuple):
     """A tensor as one rank holds it."""
@@ -276,59 +270,23 @@ def _free_name(key: str, taken: set[str]) -> str:
 
 
 def _check_cover(tensor: _Tensor, boxes: Sequence[Box]) -> None:
-    """Boxes must tile the tensor: volumes add up and no two overlap."""
+    """Boxes must tile the tensor: every element in exactly one."""
     shape = tensor.shape
-    volume = sum(math.prod(sizes) for _, sizes in boxes)
-    if volume != math.prod(shape) or not boxes:
-        raise ValueError(
-            f"{tensor.section} tensor {tensor.key!r} of shape {list(shape)} has {math.prod(shape)} elements, but the "
-            f"ranks hold {volume} in {len(boxes)} distinct parts. Every rank that holds a part must take part in the "
-            "save."
-        )
+    offsets = [[offsets[d] for offsets, _ in boxes] for d in range(len(shape))]
+    sizes = [[sizes[d] for _, sizes in boxes] for d in range(len(shape))]
+    if boxes and is_tiling(shape, offsets, sizes, len(boxes)):
+        return
     clash = find_overlap(boxes)
     if clash:
         raise ValueError(
             f"{tensor.section} tensor {tensor.key!r} has overlapping parts {clash[0]} and {clash[1]} (offsets, sizes). "
             "Two ranks hold different cuts of it."
         )
-
-
-def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None.
-
-    A sweep along the dimension in which the fewest boxes meet: boxes in order of their begin are compared with the
-    next one, the one after that and so on, until all of those begin past their end.
-    """
-    boxes = [box for box in boxes if math.prod(box[1])]
-    if len(boxes) < 2:
-        return None
-    if not boxes[0][0]:
-        return boxes[0], boxes[1]  # two whole scalars
-    begins: NDArray[np.int64] = np.array([box[0] for box in boxes], dtype=np.int64)
-    ends = begins + np.array([box[1] for box in boxes], dtype=np.int64)
-    dim = min(range(begins.shape[1]), key=lambda d: int(np.searchsorted(np.sort(begins[:, d]), ends[:, d]).sum()))
-    order = np.argsort(begins[:, dim])
-    begins, ends = begins[order], ends[order]
-    near = np.arange(len(boxes) - 1)
-    for step in range(1, len(boxes)):
-        near = near[near + step < len(boxes)]
-        near = near[begins[near + step, dim] < ends[near, dim]]
-        if not near.size:
-            return None
-        meet = (begins[near] < ends[near + step]) & (begins[near + step] < ends[near])
-        clashes = near[meet.all(axis=1)]
-        if clashes.size:
-            return boxes[order[clashes[0]]], boxes[order[clashes[0] + step]]
-    return None
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, or None if they share no element."""
-    low = tuple(map(max, a[0], b[0]))
-    high = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in zip(a[0], a[1], b[0], b[1], strict=True))
-    if any(h <= lo for lo, h in zip(low, high, strict=True)):
-        return None
-    return low, tuple(h - lo for lo, h in zip(low, high, strict=True))
+    volume = sum(math.prod(sizes) for _, sizes in boxes)
+    raise ValueError(
+        f"{tensor.section} tensor {tensor.key!r} of shape {list(shape)} has {math.prod(shape)} elements, but the "
+        f"ranks hold {volume} in {len(boxes)} distinct parts. Every rank that holds a part must take part in the save."
+    )
 
 
 def encode_held(tensors: Sequence[Held]) -> bytes:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from titan_ckpt._boxes import is_tiling
 from titan_ckpt._codec import FRAME_BYTES
 from titan_ckpt._format import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
 from titan_ckpt._index import FileRecord, Index, StoredTensor
@@ -21,11 +22,12 @@ _NO_FILE = (
 
 
 def check_index(index: Index) -> None:
-    """Check names, types and bounds of a whole index.
+    """Check names, types, bounds and coverage of a whole index.
 
     Raises:
-        ValueError: If a file's name leads out of the step, or a tensor's bytes do not lie in its file. Values of the
-            wrong type raise that, `TypeError`, `LookupError` or `AttributeError`.
+        ValueError: If a file's name leads out of the step, a tensor's bytes do not lie in its file, or its boxes do not
+            hold each element once. Values of the wrong type raise that, `TypeError`, `LookupError`, `AttributeError`
+            or `ArithmeticError`.
     """
     for record in index.files:
         _check_file(record)
@@ -128,6 +130,10 @@ def _check_tensor(tensor: StoredTensor, files: Sequence[FileRecord]) -> None:
             nbytes = _frame_bytes(frames, nbytes)
         if file >= len(files) or start + nbytes > files[file].size - files[file].data_start:
             raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
+    if not is_tiling(shape, offsets, sizes, n):
+        raise ValueError(
+            f"its {n} boxes do not cover its shape {list(shape)}: an element is in none of them, or in several."
+        )
 
 
 def _frame_bytes(lengths: Any, raw_bytes: int) -> int:

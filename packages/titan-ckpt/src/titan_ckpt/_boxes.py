@@ -1,0 +1,89 @@
+"""Boxes of a tensor: what two have in common, and whether many together are the whole, each element once."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, one number per dimension."""
+
+# Weights are drawn from the integers below this prime: a product of two fits into 64 bits.
+_PRIME = 2**31 - 1
+# Each draw lets a wrong set of boxes pass with a probability of at most dimensions / _PRIME.
+_DRAWS = 3
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, or None if they share no element."""
+    low = tuple(map(max, a[0], b[0]))
+    high = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in zip(a[0], a[1], b[0], b[1], strict=True))
+    if any(h <= lo for lo, h in zip(low, high, strict=True)):
+        return None
+    return low, tuple(h - lo for lo, h in zip(low, high, strict=True))
+
+
+def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any], count: int) -> bool:
+    """Whether boxes hold every element of a tensor exactly once: no hole, no overlap.
+
+    Equal volumes do not show that: two equal halves have the volume of the whole. So the volume is taken in random
+    coordinates. Each dimension's coordinates get random values, and a box counts the product of its extents in them.
+    The sum is that of the whole for every choice of values only if the boxes tile it. For a random choice modulo a
+    prime, any other set of boxes agrees with a probability of at most dimensions / 2^31 (Schwartz and Zippel), and a
+    crafted one cannot know the values. The cost is linear in the boxes, but for a sort of each dimension's coordinates.
+
+    Args:
+        shape: The tensor's shape.
+        offsets: Per dimension, each box's begin; one number stands for all.
+        sizes: Per dimension, each box's extent. Every box must lie within the tensor.
+        count: Number of boxes.
+    """
+    if not math.prod(shape):
+        return True
+    if not shape:
+        return count == 1
+    draws = np.random.default_rng(random.SystemRandom().getrandbits(128))
+    boxes = np.ones((_DRAWS, count), dtype=np.int64)
+    whole = np.ones(_DRAWS, dtype=np.int64)
+    for length, begin, extent in zip(shape, offsets, sizes, strict=True):
+        begins: NDArray[np.int64] = np.atleast_1d(np.asarray(begin, dtype=np.int64))
+        ends = begins + np.asarray(extent, dtype=np.int64)
+        begins, ends = np.broadcast_arrays(begins, ends)
+        places, number = np.unique(np.concatenate([[0, length], begins, ends]), return_inverse=True)
+        values = draws.integers(0, _PRIME, (_DRAWS, len(places)))
+        extents = values[:, number[2 + len(begins) :]] - values[:, number[2 : 2 + len(begins)]]
+        boxes = boxes * (extents % _PRIME) % _PRIME
+        whole = whole * ((values[:, number[1]] - values[:, number[0]]) % _PRIME) % _PRIME
+    return bool((boxes.sum(axis=1) % _PRIME == whole).all())
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None.
+
+    A sweep along the dimension in which the fewest boxes meet: boxes in order of their begin are compared with the
+    next one, the one after that and so on, until all of those begin past their end.
+    """
+    boxes = [box for box in boxes if math.prod(box[1])]
+    if len(boxes) < 2:
+        return None
+    if not boxes[0][0]:
+        return boxes[0], boxes[1]  # two whole scalars
+    begins: NDArray[np.int64] = np.array([box[0] for box in boxes], dtype=np.int64)
+    ends = begins + np.array([box[1] for box in boxes], dtype=np.int64)
+    dim = min(range(begins.shape[1]), key=lambda d: int(np.searchsorted(np.sort(begins[:, d]), ends[:, d]).sum()))
+    order = np.argsort(begins[:, dim])
+    begins, ends = begins[order], ends[order]
+    near = np.arange(len(boxes) - 1)
+    for step in range(1, len(boxes)):
+        near = near[near + step < len(boxes)]
+        near = near[begins[near + step, dim] < ends[near, dim]]
+        if not near.size:
+            return None
+        meet = (begins[near] < ends[near + step]) & (begins[near + step] < ends[near])
+        clashes = near[meet.all(axis=1)]
+        if clashes.size:
+            return boxes[order[clashes[0]]], boxes[order[clashes[0] + step]]
+    return None
