@@ -1,11 +1,14 @@
 """What a Checkpointer refuses, and what it tells the machinery below it."""
 
+import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from titan_ckpt import Checkpointer, DamageError, TrainState
-from titan_ckpt._claim import LOCK_NAME, take_root
+from titan_ckpt._claim import LOCK_NAME, release_root, take_root
 from titan_ckpt._process import Process
 from torch import nn
 
@@ -76,3 +79,85 @@ def test_a_forked_child_that_ends_does_not_give_up_its_parents_claim(tmp_path):
     )
     assert ran.stdout == f"{[LOCK_NAME, 'step-00000001']}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "the parent does when it ends"
+
+
+SAVING = """
+import sys, torch
+from titan_ckpt import Checkpointer, TrainState
+Checkpointer(sys.argv[1], keep_last=1).save(9, TrainState(model=torch.nn.Linear(16, 16), rng=False))
+"""
+
+
+def refused_in_another_process(root) -> bool:
+    ran = subprocess.run([sys.executable, "-c", SAVING, str(root)], capture_output=True, text=True)
+    assert ran.returncode == 0 or "is being saved to by process" in ran.stderr
+    return ran.returncode != 0
+
+
+@pytest.mark.parametrize("spelling", ["same", "relative", "link", "dots"])
+def test_the_claim_stays_until_the_last_checkpointer_of_a_process_closes(tmp_path, monkeypatch, spelling):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    other = {"same": root, "relative": "root", "link": tmp_path / "link", "dots": root / ".." / "root"}[spelling]
+    first, second = Checkpointer(root, keep_last=1), Checkpointer(other, keep_last=1)
+    first.save(1, state_of())
+    second.save(2, state_of())
+    first.close()
+    first.close()
+    assert refused_in_another_process(root)
+    second.save(3, state_of())
+    assert second.steps() == [3]
+    second.close()
+    assert [path.name for path in root.iterdir()] == ["step-00000003"]
+    assert not refused_in_another_process(root)
+
+
+def test_a_dropped_checkpointer_gives_up_its_share_of_the_claim_only(tmp_path):
+    kept = Checkpointer(tmp_path)
+    kept.save(1, state_of())
+    for step in (2, 3):
+        Checkpointer(tmp_path).save(step, state_of())
+    assert (tmp_path / LOCK_NAME).exists()
+    kept.close()
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_a_claim_of_an_older_version_counts_as_one(tmp_path):
+    mine = Process.of(os.getpid())
+    (tmp_path / LOCK_NAME).write_text(json.dumps(asdict(mine)))
+    take_root(tmp_path, mine)
+    release_root(tmp_path, mine)
+    assert (tmp_path / LOCK_NAME).exists()
+    release_root(tmp_path, mine)
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+FORKED_SAVE = """
+import os, sys, torch
+from titan_ckpt import Checkpointer, TrainState
+state = TrainState(model=torch.nn.Linear(4, 4), rng=False)
+ck = Checkpointer(sys.argv[1], keep_last=1)
+ck.save(1, state)
+if child := os.fork():
+    os.waitpid(child, 0)
+    print(ck.steps())
+else:
+    for saver in (ck, Checkpointer(sys.argv[1])):
+        try:
+            saver.save(2, state)
+        except ValueError as err:
+            print(err, flush=True)
+    print(ck.restore(state), flush=True)
+"""
+
+
+def test_a_forked_child_cannot_save_beside_its_parent(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED_SAVE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    inherited, made, restored, steps = ran.stdout.splitlines()
+    assert "is a fork: both would save there" in inherited
+    assert "is being saved to by process" in made
+    assert (restored, steps) == ("1", "[1]")

@@ -104,6 +104,7 @@ class Checkpointer:
         self._distrusted: set[int] = set()
         self._claim: weakref.finalize[Any, Any] | None = None
         self._opened = self._closed = False
+        self._pid = os.getpid()
         if (async_ or self._ranks.size > 1) and not shared_between_processes(self.root):
             raise ValueError(
                 f"{self.root} can be reached by this process only, but saver processes and other ranks write there too. "
@@ -126,11 +127,11 @@ class Checkpointer:
             TypeError: If ``step`` is no whole number, or the state holds something that is neither plain data nor a
                 tensor; the message has its path.
             ValueError: If names clash, the ranks' parts do not make up whole tensors, or another running process saves
-                to this folder.
+                to this folder, such as the one that this one is a fork of.
             CheckpointError: If a rank cannot write, or the background save before this one failed (raised once; this
                 step is not saved then). Earlier steps are intact.
         """
-        self._check_open()
+        self._check_open(to_write=True)
         step = _whole(step, "step")
         if self._async and self._skips(step):
             return SaveJob(step, skipped=True)
@@ -172,7 +173,7 @@ class Checkpointer:
         Raises:
             TypeError, ValueError, CheckpointError: As `save` does.
         """
-        self._check_open()
+        self._check_open(to_write=True)
         if not self._async:
             return
         self.wait()
@@ -361,9 +362,14 @@ class Checkpointer:
         self._ranks.agree(error, f"opening {self.root}")
         self._opened = True
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, to_write: bool = False) -> None:
         if self._closed:
             raise ValueError(f"the Checkpointer of {self.root} is closed. Make a new one.")
+        if to_write and self._pid != os.getpid():
+            raise ValueError(
+                f"the Checkpointer of {self.root} was made in process {self._pid}, of which this one, {os.getpid()}, is a "
+                "fork: both would save there. Make a new Checkpointer in this process, with a folder of its own."
+            )
 
 
 def _warn(path: StorePath, err: Exception) -> None:

@@ -3,6 +3,9 @@
 Two trainers that save to one folder delete each other's steps, each as its own retention says. The claim is for people
 who start a run twice, not a lock: it cannot see a trainer on another machine, and where two take over the claim of a
 dead one in the same instant, both may get it.
+
+Several Checkpointers of one process share a claim. It counts them, and goes with the last. The count is in the file, so
+it does not matter how each of them spells the folder (a link, a relative path, a mount).
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,42 +25,50 @@ _log = logging.getLogger("titan_ckpt")
 LOCK_NAME = ".lock"
 """Lies below the folder of the steps."""
 
+# One thread of a process counts at a time. Re-entrant: a Checkpointer may be collected, and give up its share, while
+# another one counts. At worst a share is then left over, and the claim stays until the process ends.
+_counting = threading.RLock()
+os.register_at_fork(after_in_child=lambda: globals().update(_counting=threading.RLock()))
+
 
 def take_root(root: StorePath, owner: Process) -> None:
     """Claim the folder of the steps for the trainer that is about to save there. Readers need not.
 
-    A claim of a dead process is taken over; so is, with a warning, one of another machine, which cannot be asked. May be
-    called again.
+    A claim of a dead process is taken over; so is, with a warning, one of another machine, which cannot be asked. A claim
+    of the same process is shared: it stays until `release_root` was called as often as this.
 
     Raises:
         ValueError: If another process of this machine has claimed it and lives.
         OSError: If the claim cannot be written.
     """
-    held = _lock_owner(root)
-    if held == owner:
-        return
-    _refuse_rival(root, held, owner)
-    if held is not None and not held.local:
-        _log.warning("%s was saved to by %s; if that still runs, each will delete the other's steps", root, held)
-    claim = json.dumps(asdict(owner)).encode()
-    if isinstance(root, Path):
-        _write_lock(root, claim, held)
-    else:
-        (root / LOCK_NAME).write_bytes(claim)
-    _refuse_rival(root, _lock_owner(root), owner)  # one that claimed it in the same moment
+    with _counting:
+        held, holders = _read_lock(root)
+        _refuse_rival(root, held, owner)
+        if held is not None and not held.local:
+            _log.warning("%s was saved to by %s; if that still runs, each will delete the other's steps", root, held)
+        _write_lock(root, owner, holders + 1 if held == owner else 1, held)
+        _refuse_rival(root, _read_lock(root)[0], owner)  # one that claimed it in the same moment
 
 
 def release_root(root: StorePath, owner: Process) -> None:
-    """Give up a claim of `take_root`; does nothing if it is another's. What cannot be removed is taken over later."""
-    with contextlib.suppress(OSError):
-        if _lock_owner(root) == owner:
+    """Give up one share of a claim of `take_root`; does nothing if it is another's.
+
+    The claim goes with the last share. What cannot be removed is taken over later.
+    """
+    with _counting, contextlib.suppress(OSError):
+        held, holders = _read_lock(root)
+        if held != owner:
+            return
+        if holders > 1:
+            _write_lock(root, owner, holders - 1, held)
+        else:
             (root / LOCK_NAME).unlink(missing_ok=True)
 
 
 def drop_dead_claim(root: StorePath) -> None:
     """Remove a claim whose process is proven dead."""
     with contextlib.suppress(OSError):
-        if (owner := _lock_owner(root)) is not None and not owner.alive:
+        if (owner := _read_lock(root)[0]) is not None and not owner.alive:
             (root / LOCK_NAME).unlink(missing_ok=True)
 
 
@@ -68,22 +80,27 @@ def _refuse_rival(root: StorePath, held: Process | None, owner: Process) -> None
         )
 
 
-def _write_lock(root: Path, claim: bytes, held: Process | None) -> None:
+def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | None) -> None:
     """Write a claim whole, over ``held`` but not over one that came in between."""
+    claim = json.dumps({**asdict(owner), "holders": holders}).encode()
+    if not isinstance(root, Path):
+        (root / LOCK_NAME).write_bytes(claim)
+        return
     lock, part = root / LOCK_NAME, root / f"{LOCK_NAME}.{secrets.token_hex(4)}"
     part.write_bytes(claim)
     try:
         os.link(part, lock)
     except OSError:  # there is one, or the file system has no links
-        if _lock_owner(root) == held:
+        if _read_lock(root)[0] == held:
             part.replace(lock)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _lock_owner(root: StorePath) -> Process | None:
-    """Who claimed the folder; None if nobody did, or the claim is no claim."""
+def _read_lock(root: StorePath) -> tuple[Process | None, int]:
+    """Who claimed the folder, and its number of Checkpointers there; None if nobody did, or the claim is no claim."""
     try:
-        return Process.decode(json.loads((root / LOCK_NAME).read_bytes()))
-    except (*ABSENT, ValueError, KeyError, TypeError):
-        return None
+        told = json.loads((root / LOCK_NAME).read_bytes())
+        return Process.decode(told), int(told.get("holders", 1))
+    except (*ABSENT, ValueError, KeyError, TypeError, AttributeError):
+        return None, 0

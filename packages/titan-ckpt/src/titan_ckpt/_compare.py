@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_ckpt._boxes import Box, intersect
 from titan_ckpt._errors import DamageError
 from titan_ckpt._format import ITEM_BYTES
 from titan_ckpt._index import StoredChunk, StoredTensor
-from titan_ckpt._boxes import Box, intersect
 from titan_ckpt._read import StepReader
 
 _PIECE_BYTES = 16 << 20

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from titan_ckpt._boxes import Box, intersect, is_tiling
 from titan_ckpt._dcp_metadata import read_metadata
 from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import Damage
 from titan_ckpt._leaves import TensorSink
-from titan_ckpt._boxes import Box, intersect, is_tiling
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import write_step
 from titan_ckpt._views import View
@@ -234,7 +234,7 @@ def _check_boxes(folder: Path, name: str, shape: tuple[int, ...], boxes: list[Bo
     """Parts must lie in the tensor and hold each of its elements once."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
-        and all(0 <= at and 0 <= n and at + n <= length for at, n, length in zip(offsets, sizes, shape, strict=True))
+        and all(min(at, n) >= 0 and at + n <= length for at, n, length in zip(offsets, sizes, shape, strict=True))
         for offsets, sizes in boxes
     )
     columns = [[[box[side][d] for box in boxes] for d in range(len(shape))] for side in (0, 1)] if inside else []

@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from titan_ckpt._boxes import Box
 from titan_ckpt._errors import Damage
 from titan_ckpt._format import ITEM_BYTES, SECTIONS, decode_header, parse_object
 from titan_ckpt._index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
-from titan_ckpt._boxes import Box
 from titan_ckpt._read import FolderReader
 from titan_ckpt._views import RefusedView, ScaledView, StoredView, View
 

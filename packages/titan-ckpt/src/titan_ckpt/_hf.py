@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_ckpt._boxes import Box
 from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import DamageError
 from titan_ckpt._foreign import HF_INDEX_NAME, SafetensorsReader
@@ -27,7 +28,6 @@ from titan_ckpt._format import ITEM_BYTES, Entry
 from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._model import as_modules, model_state
 from titan_ckpt._names import KeyMap
-from titan_ckpt._boxes import Box
 from titan_ckpt._read import StepReader
 from titan_ckpt._storage import StorePath, as_path
 from titan_ckpt._stream import view_bytes, write_step

@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from titan_ckpt._boxes import Box, intersect
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import Damage, DamageError
 from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt._index import StoredChunk, StoredTensor
 from titan_ckpt._layout import LocalShard, local_part
-from titan_ckpt._boxes import Box, intersect
 from titan_ckpt._read import FolderReader
 from titan_ckpt._verify import Block, block_runs
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from titan_ckpt._boxes import Box, find_overlap, is_tiling
 from titan_ckpt._format import ITEM_BYTES, SECTIONS
 
+
 class Held(NamedTuple):
     """A tensor as one rank holds it."""
 

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from titan_ckpt._boxes import Box
 from titan_ckpt._dtypes import DTYPES
 from titan_ckpt._errors import Damage
 from titan_ckpt._format import ITEM_BYTES
 from titan_ckpt._index import StoredTensor
 from titan_ckpt._load import box_copies, check_copies, run_copies
-from titan_ckpt._boxes import Box
 from titan_ckpt._read import FolderReader
 
 # A tensor is put together this many bytes at a time.
