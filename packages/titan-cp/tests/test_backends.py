@@ -1,8 +1,8 @@
 import pytest
 import torch
 from titan_cp import backends, reference_attention
-from titan_cp._tiles import Tile, plan_tiles
 from titan_cp.backends import BACKENDS, Backend, Grads, Saved
+from titan_cp.planning.tiles import Tile, plan_tiles
 from titan_testing import assert_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,7 +1,7 @@
 import xml.etree.ElementTree as ET
 
 import pytest
-from titan_cp.__main__ import main
+from titan_cp.cli import main
 
 LLAMA = ["explain", "--cp", "8", "--heads", "32", "--kv-heads", "8"]
 

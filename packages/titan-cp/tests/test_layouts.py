@@ -3,9 +3,16 @@ import random
 import pytest
 import torch
 from titan_cp import attention_mask, plan
-from titan_cp._costs import work_matrix
-from titan_cp._layout import LAYOUTS, attended_pairs, document_pieces, layout_multiple, plan_ranges, split_ranges
-from titan_cp._tiles import plan_tiles
+from titan_cp.planning.costs import work_matrix
+from titan_cp.planning.layouts import (
+    LAYOUTS,
+    attended_pairs,
+    document_pieces,
+    layout_multiple,
+    plan_ranges,
+    split_ranges,
+)
+from titan_cp.planning.tiles import plan_tiles
 
 
 def random_packing(rng, seq_len, mean):

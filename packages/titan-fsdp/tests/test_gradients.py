@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from model_for_tests import TinyLM, batches, fill, loss_of
 from titan_fsdp import (
+    Accumulate,
     Comm,
-    Keep,
     Policy,
     Prefetch,
     Unit,
@@ -53,7 +53,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in named_parameters(model)}
 
 
-def step(model: torch.nn.Module, microbatches: int, keep: Keep) -> None:
+def step(model: torch.nn.Module, microbatches: int, keep: Accumulate) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens, targets = batches(world, microbatches)
     for m in range(microbatches):
@@ -66,7 +66,9 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor], scale: float = 1.0) -
     return max(float((got[n] - want[n] * scale).abs().max()) for n in want)
 
 
-def run_policies(cases: list[tuple[Policy, Keep]], tied: bool = False, steps: int = 1) -> list[tuple[float, str, bool]]:
+def run_policies(
+    cases: list[tuple[Policy, Accumulate]], tied: bool = False, steps: int = 1
+) -> list[tuple[float, str, bool]]:
     """For each case: the largest gradient error, the verification report, and whether the counts agreed."""
     world = dist.get_world_size()
     want = reference(world, MICROBATCHES, tied)
@@ -90,7 +92,7 @@ def run_policies(cases: list[tuple[Policy, Keep]], tied: bool = False, steps: in
     return results
 
 
-def check(cases: list[tuple[Policy, Keep]], ranks: int, **options: Any) -> None:
+def check(cases: list[tuple[Policy, Accumulate]], ranks: int, **options: Any) -> None:
     for rank, results in enumerate(run_ranks(run_policies, ranks, cases, timeout_s=150, **options)):
         for (policy, keep), (error, report, ok) in zip(cases, results, strict=True):
             where = f"rank {rank} of {ranks}, keep={keep}, {policy}"
@@ -98,7 +100,7 @@ def check(cases: list[tuple[Policy, Keep]], ranks: int, **options: Any) -> None:
             assert ok, f"{where}: {report}"
 
 
-def keeps(mode: str) -> list[Keep]:
+def keeps(mode: str) -> list[Accumulate]:
     return ["sharded", "unsharded", "zero1"] + (["hsdp-ar"] if mode == "hsdp" else [])
 
 
@@ -180,7 +182,7 @@ def test_prefetch_changes_neither_gradients_nor_counts() -> None:
 
 
 def test_tied_embeddings_match_the_single_process() -> None:
-    cases: list[tuple[Policy, Keep]] = [
+    cases: list[tuple[Policy, Accumulate]] = [
         (Policy(mode=mode, units=units), "sharded")
         for mode in ("fsdp", "hsdp", "ddp")
         for units in ("auto", ["layers.*"], [Unit(["embed", "norm", "head"]), "layers.*"])
@@ -200,7 +202,7 @@ def test_explicit_units_overrides_and_shard_dims_match_the_single_process() -> N
 
 
 def test_ddp_hooks_match_within_their_precision() -> None:
-    cases: list[tuple[Policy, Keep]] = [
+    cases: list[tuple[Policy, Accumulate]] = [
         (Policy(mode="ddp", comm=Comm(ddp_hook=hook), grad_divide=divide), keep)
         for hook in ("fp16", "bf16", "powersgd")
         for divide in ("mean", 3.0)

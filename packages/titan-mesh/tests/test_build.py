@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, Mesh, MeshSpec, build
-from titan_mesh._c10d import default_group, default_store, timeout_of
+from titan_mesh.groups.torch_private import default_group, default_store, timeout_of
 from titan_testing import run_ranks
 
 FOUR = ["dp4", "pp2 tp2", "dp_replicate2 dp2", "cp2 tp2 order=cp-tp-pp-dp", "dp2 tp2 ep4", "dp2 cp2 ep2"]

@@ -8,7 +8,7 @@ SCRIPT = """
 import os, sys, tempfile
 import torch, torch.distributed as dist
 from titan_mesh import Layout, MeshSpec, build
-from titan_mesh._c10d import default_store
+from titan_mesh.groups.torch_private import default_store
 
 folder = tempfile.mkdtemp()
 children = []

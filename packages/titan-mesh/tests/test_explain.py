@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from titan_mesh import Layout, MeshSpec, Topology, draw_svg
-from titan_mesh.__main__ import main
+from titan_mesh.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, MeshSpec, build
-from titan_mesh._c10d import default_group
+from titan_mesh.groups.torch_private import default_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""The private corners of torch that `titan_mesh._c10d` wraps. Checked on torch 2.11 and 2.15.
+"""The private corners of torch that `titan_mesh.groups.torch_private` wraps. Checked on torch 2.11 and 2.15.
 
 If this fails on a newer torch, `_c10d.py` is the only module to mend.
 """
@@ -6,7 +6,7 @@ If this fails on a newer torch, `_c10d.py` is the only module to mend.
 from datetime import timedelta
 
 import torch.distributed as dist
-from titan_mesh._c10d import default_group, default_store, timeout_of
+from titan_mesh.groups.torch_private import default_group, default_store, timeout_of
 
 
 def test_default_store_and_a_groups_timeout_can_be_read():

@@ -1,11 +1,12 @@
 """Context parallelism for any attention, exact on CPU and GPU, packed documents included.
 
-Start with `plan`; `Plan.explain` says what it chose and what that costs. Then `attention` (or a method by name), or
+Start with `plan`; `AttentionPlan.explain` says what it chose and what that costs. Then `attention` (or a method by name), or
 `CPAttention` in a model, or `apply_context_parallel` on one.
 """
 
 from titan_cp import backends
-from titan_cp._attention import (
+from titan_cp.backends.merge import merge
+from titan_cp.methods.attention import (
     AttentionFn,
     allgather_attention,
     attention,
@@ -13,20 +14,19 @@ from titan_cp._attention import (
     ulysses_attention,
     usp_attention,
 )
-from titan_cp._costs import Costs
-from titan_cp._flex import localize_mask
-from titan_cp._merge import merge
-from titan_cp._module import ContextParallel, CPAttention, apply_context_parallel
-from titan_cp._plan import Plan, plan
-from titan_cp._reference import attention_mask, reference_attention
-from titan_cp._tiles import Tile
+from titan_cp.methods.reference import attention_mask, reference_attention
+from titan_cp.models.flex import localize_mask
+from titan_cp.models.module import ContextParallel, CPAttention, apply_context_parallel
+from titan_cp.planning.costs import AttentionCosts
+from titan_cp.planning.plan import AttentionPlan, plan
+from titan_cp.planning.tiles import Tile
 
 __all__ = [
+    "AttentionCosts",
     "AttentionFn",
+    "AttentionPlan",
     "CPAttention",
     "ContextParallel",
-    "Costs",
-    "Plan",
     "Tile",
     "allgather_attention",
     "apply_context_parallel",

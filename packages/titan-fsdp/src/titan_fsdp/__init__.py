@@ -1,28 +1,27 @@
 """An FSDP2, HSDP and DDP wrapping policy for any nn.Module: plan, explain, apply, verify."""
 
-from titan_fsdp._accumulate import accumulate
-from titan_fsdp._apply import applied_plan
-from titan_fsdp._checks import check_optimizer, check_wrapping
-from titan_fsdp._clip import clip_grad_norm_
-from titan_fsdp._collectives import Collectives, Keep
-from titan_fsdp._estimate import Estimate
-from titan_fsdp._materialize import Init, generator_for, materialize
-from titan_fsdp._names import clean_fqn, named_parameters, unwrap
-from titan_fsdp._plan import Plan, plan
-from titan_fsdp._planned import PlannedParam, PlannedUnit, Sizes
-from titan_fsdp._policy import Comm, MixedPrecision, Policy, Prefetch, Unit
-from titan_fsdp._state import eval_mode, full_state_dict, reshard
-from titan_fsdp._verify import CollectiveCounter, Verification, verify
+from titan_fsdp.names import clean_fqn, named_parameters, unwrap
+from titan_fsdp.planning.collectives import Accumulate, Collectives
+from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
+from titan_fsdp.planning.estimate import Estimate
+from titan_fsdp.planning.policy import Comm, MixedPrecision, Policy, Prefetch, Unit
+from titan_fsdp.training.accumulate import accumulate
+from titan_fsdp.training.clip import clip_grad_norm_
+from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
+from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
+from titan_fsdp.weights.materialize import Init, generator_for, materialize
+from titan_fsdp.wrap_plan import WrapPlan, plan
+from titan_fsdp.wrapping.apply import applied_plan
+from titan_fsdp.wrapping.checks import check_optimizer, check_wrapping
 
 __all__ = [
+    "Accumulate",
     "CollectiveCounter",
     "Collectives",
     "Comm",
     "Estimate",
     "Init",
-    "Keep",
     "MixedPrecision",
-    "Plan",
     "PlannedParam",
     "PlannedUnit",
     "Policy",
@@ -30,6 +29,7 @@ __all__ = [
     "Sizes",
     "Unit",
     "Verification",
+    "WrapPlan",
     "accumulate",
     "applied_plan",
     "check_optimizer",

@@ -7,18 +7,18 @@ only `build`, which turns a layout into process groups and `torch.distributed.De
 
 from typing import TYPE_CHECKING, Any
 
-from titan_mesh._build import build
-from titan_mesh._diff import LayoutDiff
-from titan_mesh._explain import AxisRow
-from titan_mesh._grid import Grid
-from titan_mesh._layout import Layout
-from titan_mesh._spec import DEFAULT_ORDER, MeshSpec, megatron
-from titan_mesh._svg import draw_svg
-from titan_mesh._topology import Topology
-from titan_mesh._validate import Issue
+from titan_mesh.groups.build import build
+from titan_mesh.layout.diff import LayoutDiff
+from titan_mesh.layout.explain import AxisRow
+from titan_mesh.layout.grid import Grid
+from titan_mesh.layout.layout import Layout
+from titan_mesh.layout.spec import DEFAULT_ORDER, MeshSpec, megatron
+from titan_mesh.layout.svg import draw_svg
+from titan_mesh.layout.topology import Topology
+from titan_mesh.layout.validate import Issue
 
 if TYPE_CHECKING:
-    from titan_mesh._mesh import Mesh
+    from titan_mesh.groups.mesh import Mesh
 
 __all__ = [
     "DEFAULT_ORDER",
@@ -38,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Mesh":  # the only public name that needs torch
-        from titan_mesh._mesh import Mesh
+        from titan_mesh.groups.mesh import Mesh
 
         return Mesh
     raise AttributeError(f"module 'titan_mesh' has no attribute {name!r}")

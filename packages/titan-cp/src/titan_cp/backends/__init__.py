@@ -4,7 +4,7 @@
 passed as ``backend=`` to any attention function.
 """
 
-from titan_cp.backends._backend import Backend, Grads, Request, Saved
-from titan_cp.backends._registry import BACKENDS, Choice, explain, select
+from titan_cp.backends.backend import Backend, Grads, Request, Saved
+from titan_cp.backends.registry import BACKENDS, Choice, explain, select
 
 __all__ = ["BACKENDS", "Backend", "Choice", "Grads", "Request", "Saved", "explain", "select"]

@@ -32,7 +32,7 @@ class RowsPlan:
 
     __slots__ = ("plan",)
 
-    def __init__(self, plan: titan_cp.Plan) -> None:
+    def __init__(self, plan: titan_cp.AttentionPlan) -> None:
         self.plan = plan
 
 
@@ -158,7 +158,7 @@ def plan_rows(
     cu_seqlens: list[int] | None = None,
     method: str | None = None,
     ulysses_degree: int = 0,
-) -> titan_cp.Plan:
+) -> titan_cp.AttentionPlan:
     """titan-cp's plan for rows of ``seq_len`` tokens, or for one row of these documents. Needs no ranks.
 
     Raises:

@@ -53,7 +53,7 @@ class ParallelModel:
 
     parts: Sequence[nn.Module]
     """The model; under pipeline parallelism, this rank's stages."""
-    plans: Sequence[fsdp.Plan]
+    plans: Sequence[fsdp.WrapPlan]
     """How each part was wrapped; empty in mode "none"."""
     cuts: Mapping[str, Cut]
     """Which box of each parameter is here, where tensor or expert parallelism cut it."""
@@ -105,7 +105,7 @@ def build_parallel_model(
     loss: TokenLoss = cross_entropy_sum
     fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, device) else None
     parts: list[nn.Module] = []
-    plans: list[fsdp.Plan] = []
+    plans: list[fsdp.WrapPlan] = []
     cuts: dict[str, Cut] = {}
     for part in _parts(config, whole, schedule, mesh):
         if config.float8.recipe != "none":
@@ -354,7 +354,7 @@ def _wrap(
     mesh: Mesh | None,
     device: torch.device,
     init: Callable[[str, Tensor, torch.Generator], None],
-) -> tuple[nn.Module, fsdp.Plan | None]:
+) -> tuple[nn.Module, fsdp.WrapPlan | None]:
     """Data parallelism around one part, and its weights."""
     if mode == "none":
         fsdp.materialize(part, device, init, seed=config.run.seed)

@@ -52,7 +52,7 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
-        accumulate: fsdp.Keep,
+        accumulate: fsdp.Accumulate,
         place: Place,
         device: torch.device,
     ) -> None:
@@ -69,7 +69,7 @@ class OptimizerStep:
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
-        self._accumulate: fsdp.Keep = accumulate
+        self._accumulate: fsdp.Accumulate = accumulate
         self._place = place
         self._device = device
 

@@ -1,0 +1,90 @@
+"""The command line: ``python -m titan_cp explain`` prints a plan's numbers and draws who computes what."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from titan_cp import backends
+from titan_cp.planning.checks import METHODS
+from titan_cp.planning.draw import draw_plan
+from titan_cp.planning.layouts import LAYOUTS
+from titan_cp.planning.plan import plan
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, or 2 for a plan that cannot work."""
+    options = _parser().parse_args(arguments)
+    try:
+        made = plan(
+            options.seq_len,
+            cu_seqlens=read_documents(options.docs) if options.docs else None,
+            size=options.cp,
+            rank=0,
+            num_heads=options.heads,
+            num_kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            dtype=_DTYPES[options.dtype],
+            method=options.method,
+            layout=options.layout,
+            ulysses_degree=options.ulysses_degree,
+            causal=not options.full,
+            window=options.window,
+            block_size=options.block_size,
+            pad=options.pad,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(made.explain())
+    packed, window = len(made.cu_seqlens) > 2, made.window is not None
+    for device in ("cuda", "cpu"):
+        chosen = backends.explain(device, made.dtype, head_dim=made.head_dim, packed=packed, window=window).used
+        print(f"kernel      {device}: {chosen.name} ({chosen.summary})")
+    if options.svg:
+        options.svg.write_text(draw_plan(made), encoding="utf-8")
+        print(f"drawing     {options.svg}")
+    return 0
+
+
+def read_documents(path: Path) -> list[int]:
+    """Document boundaries from a text file of document lengths, in tokens, separated by white space or commas.
+
+    Raises:
+        ValueError: If the file holds anything but positive whole numbers.
+    """
+    words = path.read_text(encoding="utf-8").replace(",", " ").split()
+    bad = [word for word in words if not (word.isascii() and word.isdigit() and int(word) > 0)]
+    if bad or not words:
+        raise ValueError(
+            f"{path} should hold document lengths in tokens, positive whole numbers separated by white space; it holds "
+            f"{bad[:3] if bad else 'nothing'}."
+        )
+    return [0, *accumulate(int(word) for word in words)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m titan_cp", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    explain = commands.add_parser("explain", help="print a plan's numbers, and draw it")
+    explain.add_argument("--seq-len", type=int, help="tokens; may be left out with --docs")
+    explain.add_argument("--docs", type=Path, metavar="FILE", help="document lengths in tokens, white space between")
+    explain.add_argument("--cp", type=int, required=True, help="ranks in the context-parallel group")
+    explain.add_argument("--heads", type=int, required=True, help="query heads")
+    explain.add_argument("--kv-heads", type=int, help="KV heads (default: as many as query heads)")
+    explain.add_argument("--head-dim", type=int, default=128, help="channels a head")
+    explain.add_argument("--dtype", choices=list(_DTYPES), default="bfloat16")
+    explain.add_argument("--method", choices=["auto", *METHODS], default="auto")
+    explain.add_argument("--layout", choices=["auto", *LAYOUTS], default="auto")
+    explain.add_argument("--ulysses-degree", type=int, help="for --method usp")
+    explain.add_argument("--full", action="store_true", help="no causal mask")
+    explain.add_argument("--window", type=int, help="sliding window in tokens")
+    explain.add_argument("--block-size", type=int, default=128, help="tokens a block, for --layout block")
+    explain.add_argument("--pad", action="store_true", help="pad to the next legal length")
+    explain.add_argument("--svg", type=Path, metavar="FILE", help="write the drawing here")
+    return parser

@@ -1,0 +1,112 @@
+"""Ulysses attention: trade the sequence for heads, attend locally, trade back.
+
+Problem: attention needs all tokens of a head; it does not need all heads.
+
+Idea: one all-to-all turns "all heads, ``S/u`` tokens" into "``Hq/u`` heads, all tokens" for queries, keys and values
+together; any local attention function runs; one more all-to-all brings the output back. KV heads fewer than ranks (or
+not a multiple) are repeated to the least common multiple; their gradients are summed in float32.
+
+Cost: (2 Hq + 2 Hk') (S/u) D b (u-1)/u bytes each way; see `titan_cp.planning.costs`.
+
+Limits: ``u`` must divide the query heads. Nothing overlaps: the all-to-all must end before attention begins.
+
+Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_cp.planning.costs import accumulator_dtype
+from titan_cp.planning.plan import AttentionPlan
+from titan_cp.planning.tokens import range_index
+
+
+def sequence_for_heads(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending; differentiable."""
+    if group is None:
+        return q, k, v
+    return _Scatter.apply(q, k, v, plan, group)  # pyright: ignore[reportReturnType] - torch types apply as Any
+
+
+def heads_for_sequence(out: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Tensor:
+    """``[B, Hq/u, u·T, D]`` back to ``[B, Hq, T, D]``; differentiable."""
+    if group is None:
+        return out
+    return _Collect.apply(out, plan, group)  # pyright: ignore[reportReturnType] - torch types apply as Any
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: dist.ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.group = plan, group
+        repeats = plan.repeated_kv_heads // plan.num_kv_heads
+        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v)) if repeats > 1 else (k, v)
+        return _to_sequence((q, k, v), plan, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        plan: AttentionPlan = ctx.plan
+        q, k, v = _to_heads(grad_outputs, plan, ctx.group)
+        return q, _sum_repeats(k, plan.num_kv_heads), _sum_repeats(v, plan.num_kv_heads), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, plan: AttentionPlan, group: dist.ProcessGroup) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return _to_heads((out,), plan, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _to_sequence(grad_outputs, ctx.plan, ctx.group)[0], None, None
+
+
+def _to_sequence(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending, in one all-to-all."""
+    size = group.size()
+    counts = [t.shape[1] // size for t in tensors]
+    by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in tensors], dim=2).transpose(0, 1).contiguous()
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=group)
+    # [u, B, h, T, D]: the first dim is now the token's rank.
+    joined = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    order = _rank_order(plan)
+    if order is not None:
+        joined = joined.index_select(2, order.argsort().to(joined.device))
+    return tuple(part.contiguous() for part in joined.split(counts, dim=1))
+
+
+def _to_heads(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """The inverse of `_to_sequence`."""
+    size = group.size()
+    counts = [t.shape[1] for t in tensors]
+    joined = torch.cat(tensors, dim=1)
+    order = _rank_order(plan)
+    if order is not None:
+        joined = joined.index_select(2, order.to(joined.device))
+    by_rank = joined.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=group)
+    # [u, B, h, T, D]: the first dim is now the head's rank.
+    return tuple(part.transpose(0, 1).flatten(1, 2) for part in received.split(counts, dim=2))
+
+
+def _sum_repeats(grad: Tensor, kv_heads: int) -> Tensor:
+    if grad.shape[1] == kv_heads:
+        return grad
+    wide = grad.to(accumulator_dtype(grad.dtype))
+    return wide.unflatten(1, (kv_heads, -1)).sum(2).to(grad.dtype)
+
+
+def _rank_order(plan: AttentionPlan) -> Tensor | None:
+    """The token at each place of the Ulysses ranks' tokens laid end to end; None if that is ascending already."""
+    if plan.ring_degree > 1 or plan.layout == "contiguous":
+        return None
+    return torch.cat([range_index(held, "cpu") for held in plan.shard_ranges])

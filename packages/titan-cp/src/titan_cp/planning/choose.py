@@ -1,0 +1,113 @@
+"""What ``auto`` means, each choice with its reason. The rules are few and stated; nothing is measured at run time.
+
+Method: the fewest bytes forward + backward among the ring, Ulysses, and USP at each degree, USP only where Ulysses
+itself is impossible (it needs two groups). All-gather is never chosen: it sends about what the ring does, and holds the
+keys of the whole sequence; it is there for kernels that must see them all at once.
+
+Layout: the balanced one. Ulysses is balanced by heads, so its tokens stay in order.
+"""
+
+from collections.abc import Sequence
+
+from titan_cp.planning.checks import divisors
+from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes, work_matrix
+from titan_cp.planning.layouts import layout_multiple, plan_ranges
+
+BALANCED = 1.05
+"""The largest imbalance that is called balanced."""
+
+
+def choose_method(method: str, shape: AttentionShape, size: int, ulysses_degree: int | None) -> tuple[str, str]:
+    """The method, and why."""
+    if method != "auto":
+        return method, f"method={method!r} was asked for"
+    if size == 1:
+        return "ring", "one rank: nothing is sent"
+    candidates = {"ring": _bytes("ring", shape, 1, size)}
+    if shape.num_heads % size == 0:
+        candidates["ulysses"] = _bytes("ulysses", shape, size, 1)
+    else:
+        degree = best_ulysses_degree(shape, size)
+        if degree > 1:
+            candidates["usp"] = _bytes("usp", shape, degree, size // degree)
+    chosen = min(candidates, key=lambda name: (candidates[name], name != "ulysses"))
+    # Bytes are per token here: the sequence length cancels.
+    others = ", ".join(
+        f"{name} {value / candidates[chosen]:.2f}×" for name, value in candidates.items() if name != chosen
+    )
+    reason = f"auto: fewest bytes forward + backward ({others} as many)" if others else "auto: the only one possible"
+    return chosen, reason
+
+
+def plan_degrees(method: str, shape: AttentionShape, size: int, ulysses_degree: int | None) -> tuple[int, int]:
+    """``(Ulysses degree, ring degree)`` of a method."""
+    if method == "ulysses":
+        return size, 1
+    if method == "usp":
+        ulysses = ulysses_degree or best_ulysses_degree(shape, size)
+        return ulysses, size // ulysses
+    return 1, size
+
+
+def best_ulysses_degree(shape: AttentionShape, size: int) -> int:
+    """The divisor of ``size`` at which USP sends the fewest bytes; proper divisors first, then the largest."""
+    legal = [u for u in divisors(size) if shape.num_heads % u == 0]
+    proper = [u for u in legal if 1 < u < size] or legal
+    return min(proper, key=lambda u: (_bytes("usp", shape, u, size // u), -u))
+
+
+def choose_layout(
+    layout: str,
+    method: str,
+    cu_seqlens: Sequence[int],
+    ring_degree: int,
+    *,
+    causal: bool,
+    window: int | None,
+    block_size: int,
+) -> tuple[str, str]:
+    """The layout, and why."""
+    if layout != "auto":
+        return layout, f"layout={layout!r} was asked for"
+    if method == "ulysses" or ring_degree == 1:
+        return "contiguous", "auto: Ulysses balances by heads, tokens stay in order"
+    packed = len(cu_seqlens) > 2
+    if not causal and not packed and window is None:
+        return "contiguous", "auto: without a causal mask every token costs the same"
+    usual = "per_document" if packed else "zigzag"
+    reasons = {
+        "contiguous": "the window keeps it balanced, with the fewest ring hops",
+        "per_document": "costs start again at each document, so each is split head and tail",
+        "zigzag": "one document, so head and tail chunks are paired",
+        "block": f"the window leaves {usual} unbalanced, so blocks are dealt out by cost",
+    }
+    if window is None:
+        return usual, f"auto: {reasons[usual]}"
+    # A window ends the growth of costs at some point: what is balanced then depends on the lengths, so look.
+    imbalances: dict[str, float] = {}
+    for name in ("contiguous", usual, "block"):
+        if cu_seqlens[-1] % layout_multiple(name, ring_degree, block_size) == 0:
+            ranges = plan_ranges(name, cu_seqlens, ring_degree, causal=causal, window=window, block_size=block_size)
+            work = work_matrix(ranges, cu_seqlens, causal=causal, window=window).sum(axis=1)
+            imbalances[name] = float(work.max() * ring_degree / work.sum())
+            if imbalances[name] <= BALANCED:
+                return name, f"auto: {reasons[name]} (imbalance {imbalances[name]:.3f})"
+    if not imbalances:
+        return usual, f"auto: {reasons[usual]}"
+    best = min(imbalances, key=lambda name: imbalances[name])
+    tried = ", ".join(f"{name} {value:.3f}" for name, value in imbalances.items())
+    return best, f"auto: the least unbalanced with this window and length ({tried})"
+
+
+def _bytes(method: str, shape: AttentionShape, ulysses_degree: int, ring_degree: int) -> int:
+    """Bytes forward + backward of a length that divides evenly, with the full number of hops."""
+    even = AttentionShape(
+        seq_len=ulysses_degree * ring_degree,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+    return total_bytes(
+        plan_costs(method, even, ulysses_degree=ulysses_degree, ring_degree=ring_degree, hops=ring_degree - 1)
+    )

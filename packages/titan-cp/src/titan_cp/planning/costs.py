@@ -1,0 +1,209 @@
+"""What each method costs: bytes sent, bytes kept, and query-key pairs computed. Closed forms, no ranks needed.
+
+Per rank, one attention layer, one batch row. ``N`` ranks = ``u`` Ulysses × ``r`` ring, ``S`` tokens, ``Hq`` query
+heads, ``Hk`` KV heads, ``D`` channels, ``b`` bytes an element, ``a`` bytes an accumulator (4; 8 for float64), ``h``
+ring hops (``r - 1`` unless the window reaches fewer ranks)::
+
+    ring        forward  h · KV                       KV = 2 (S/N) Hk D b
+                backward h · KV + (h + 1) · dKV       dKV = 2 (S/N) Hk D a   (it also travels home)
+    all-gather  forward  (N - 1) · KV
+                backward (N - 1) · (KV + dKV)
+    Ulysses     each way (2 Hq + 2 Hk') (S/N) D b (u - 1)/u,  Hk' = lcm(Hk, u): KV heads repeated where needed
+    USP         Ulysses over u, then the ring over r with Hk'/u heads and S/r tokens
+
+    saved for the backward   (S/N) ((2 Hq + 2 Hk) D b + Hq a), with Hk' for Hk under Ulysses: flat in N for S/N fixed
+
+Source: byte counts as derived for ring attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509) and USP
+(arXiv 2405.07719), with float32 dKV.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from titan_cp.planning.layouts import Ranges, document_pieces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCosts:
+    """Bytes per rank for one attention layer and one batch row."""
+
+    forward_bytes: int
+    """Sent in the forward."""
+    backward_bytes: int
+    """Sent in the backward."""
+    saved_bytes: int
+    """Kept from forward to backward."""
+    forward_buffer_bytes: int
+    """Transient in the forward: receive buffers, gathered keys, accumulators. Kernel workspace not counted."""
+    backward_buffer_bytes: int
+    """Transient in the backward, the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """The attention whose cost is asked for."""
+
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial outputs and gradients of ``dtype`` tensors are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kv_heads_for(num_kv_heads: int, ulysses_degree: int) -> int:
+    """KV heads after repeating them so that ``ulysses_degree`` ranks get equal, whole shares."""
+    return math.lcm(num_kv_heads, ulysses_degree)
+
+
+def plan_costs(
+    method: str, shape: AttentionShape, *, ulysses_degree: int, ring_degree: int, hops: int
+) -> AttentionCosts:
+    """The closed forms of the module's docstring, for one rank."""
+    size = ulysses_degree * ring_degree
+    element, wide_element = (
+        torch.empty((), dtype=d).element_size() for d in (shape.dtype, accumulator_dtype(shape.dtype))
+    )
+    kv_heads = kv_heads_for(shape.num_kv_heads, ulysses_degree)
+    tokens = shape.seq_len // size
+    # What a rank computes on has the same size before and after the all-to-all.
+    q, kv = (tokens * heads * shape.head_dim * element for heads in (shape.num_heads, 2 * kv_heads))
+    wide_q, wide_kv = (x // element * wide_element for x in (q, kv))
+    lse = tokens * shape.num_heads * wide_element
+    exchanged = (2 * q + kv) * (ulysses_degree - 1) // ulysses_degree
+    if method == "allgather":
+        forward, backward = (size - 1) * kv, (size - 1) * (kv + wide_kv)
+    else:
+        forward = exchanged + hops * kv
+        backward = exchanged + hops * kv + (hops + 1) * wide_kv * (hops > 0)
+    buffers = _Buffers(q, kv, wide_q, wide_kv, lse)
+    if method == "allgather":
+        transient = buffers.allgather(size, kv_heads)
+    else:
+        transient = buffers.ring(hops)
+    if ulysses_degree > 1:
+        transient = buffers.around_ulysses(transient, repeated=kv_heads > shape.num_kv_heads)
+    return AttentionCosts(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        saved_bytes=2 * q + kv + lse,
+        forward_buffer_bytes=transient[0],
+        backward_buffer_bytes=transient[1],
+    )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What the code holds at its peak, on top of the arguments and of what is kept: ``(forward, backward)`` bytes.
+
+    An estimate in multiples of the tensors' sizes, within 25 % of a memory profile (``tests/test_bytes_and_memory.py``).
+    """
+
+    q: int
+    kv: int
+    """Keys and values together."""
+    wide_q: int
+    """Queries' size in the accumulators' dtype."""
+    wide_kv: int
+    lse: int
+
+    @property
+    def cast(self) -> int:
+        """A block's output in the accumulators' dtype, where that is another than the queries'."""
+        return self.wide_q if self.wide_q != self.q else 0
+
+    def ring(self, hops: int) -> tuple[int, int]:
+        """Two KV buffers; in the backward three dKV: computed, arriving, and leaving."""
+        turns = 2 if hops else 1
+        forward = self.wide_q + self.lse + self.q + self.cast + turns * self.kv
+        backward = self.wide_q + turns * self.kv + (3 if hops else 1) * self.wide_kv + self.q + self.kv
+        return forward, backward
+
+    def allgather(self, size: int, kv_heads: int) -> tuple[int, int]:
+        """Per KV head: in use, in flight, and being put in order; gradients: computed, reordered, in flight."""
+        head, wide_head = size * self.kv // kv_heads, size * self.wide_kv // kv_heads
+        block = (self.q + self.cast) // kv_heads
+        gathered = min(kv_heads + 2, 5) * head  # the pipeline is short when heads are few
+        forward = self.wide_q + self.lse + self.kv + block + gathered
+        backward = self.wide_q + 2 * self.kv + gathered + 3 * wide_head + block
+        return forward, backward
+
+    def around_ulysses(self, inner: tuple[int, int], *, repeated: bool) -> tuple[int, int]:
+        """The exchange sends, receives and reorders queries, keys and values; or the attention inside is the peak."""
+        one = self.q + self.kv
+        forward = max(3 * one + self.kv * repeated, one + inner[0])
+        backward = max(4 * one, one + self.q + inner[1])
+        return forward, backward
+
+
+def crossover_size(shape: AttentionShape, limit: int = 4096) -> int | None:
+    """The smallest number of ranks at which Ulysses sends fewer bytes (forward + backward) than the full ring.
+
+    Only sizes that divide the query heads count, since Ulysses has no others. None if there is none.
+    """
+    for size in range(2, min(shape.num_heads, limit) + 1):
+        if shape.num_heads % size:
+            continue
+        # The ratio does not depend on the length; one that every size divides keeps the arithmetic exact.
+        even = AttentionShape(
+            seq_len=size, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+            dtype=shape.dtype,
+        )  # fmt: skip
+        ring = plan_costs("ring", even, ulysses_degree=1, ring_degree=size, hops=size - 1)
+        ulysses = plan_costs("ulysses", even, ulysses_degree=size, ring_degree=1, hops=0)
+        if total_bytes(ulysses) < total_bytes(ring):
+            return size
+    return None
+
+
+def total_bytes(costs: AttentionCosts) -> int:
+    """Bytes sent in forward and backward."""
+    return costs.forward_bytes + costs.backward_bytes
+
+
+def work_matrix(
+    ranges: Sequence[Ranges], cu_seqlens: Sequence[int], *, causal: bool, window: int | None
+) -> NDArray[np.int64]:
+    """Query-key pairs that rank ``i``'s queries have with rank ``j``'s keys, ``[i, j]``, counted in closed form."""
+    size = len(ranges)
+    by_document: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, held in enumerate(ranges):
+        for document, start, stop, _ in document_pieces(held, cu_seqlens):
+            by_document.setdefault(document, []).append((rank, start, stop))
+    work = np.zeros((size, size), dtype=np.int64)
+    for pieces in by_document.values():
+        rank, start, stop = np.array(pieces, dtype=np.int64).T
+        a, b = start[:, None], stop[:, None]
+        c, d = start[None, :], stop[None, :]
+        if causal:
+            pairs = _pairs_at_least(0, a, b, c, d)
+            if window is not None:
+                pairs = pairs - _pairs_at_least(window, a, b, c, d)
+        elif window is not None:
+            pairs = _pairs_at_least(1 - window, a, b, c, d) - _pairs_at_least(window, a, b, c, d)
+        else:
+            pairs = (b - a) * (d - c)
+        np.add.at(work, (rank[:, None], rank[None, :]), pairs)
+    return work
+
+
+def _pairs_at_least(
+    distance: int, a: NDArray[np.int64], b: NDArray[np.int64], c: NDArray[np.int64], d: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Pairs ``q - k >= distance`` with ``q`` in ``[a, b)`` and ``k`` in ``[c, d)``."""
+
+    def triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
+        n = np.maximum(n, 0)
+        return n * (n + 1) // 2
+
+    a, b = a - distance, b - distance
+    return triangle(b - c) - triangle(a - c) - triangle(b - d) + triangle(a - d)

@@ -1,0 +1,181 @@
+"""The numbers of a plan: ranges of tokens for each rank, tiles, work and bytes. Derived on demand and kept."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from titan_cp.planning.costs import (
+    AttentionCosts,
+    AttentionShape,
+    crossover_size,
+    kv_heads_for,
+    plan_costs,
+    work_matrix,
+)
+from titan_cp.planning.layouts import Ranges, plan_ranges, split_ranges
+from titan_cp.planning.tiles import Tile, plan_tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanNumbers:
+    """Who holds which tokens, who computes what, and what it costs. `AttentionPlan` adds `explain` and the moving of tokens."""
+
+    size: int
+    """Ranks in the context-parallel group."""
+    rank: int
+    """This rank's number in the group. Under USP, ``ring rank · ulysses_degree + Ulysses rank``."""
+    seq_len: int
+    """Tokens of the whole sequence, without padding."""
+    cu_seqlens: tuple[int, ...] = field(repr=False)
+    """Document boundaries in tokens, the padding document included."""
+    method: str
+    """``ring``, ``allgather``, ``ulysses`` or ``usp``."""
+    layout: str
+    """``contiguous``, ``zigzag``, ``per_document`` or ``block``."""
+    ulysses_degree: int
+    """Ranks that share the heads; 1 for the ring and all-gather."""
+    causal: bool
+    """Whether a token attends only to itself and earlier tokens."""
+    window: int | None
+    """Sliding window in tokens; None for no limit."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """KV heads."""
+    head_dim: int
+    """Channels a head."""
+    dtype: torch.dtype
+    """Dtype of the queries."""
+    block_size: int
+    """Tokens a block of the ``block`` layout."""
+    reasons: tuple[str, str] = field(repr=False, compare=False)
+    """Why this method, and why this layout."""
+    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(
+        default_factory=dict[tuple[int, int], tuple[Tile, ...]], init=False, repr=False, compare=False
+    )
+
+    @property
+    def pad_to(self) -> int:
+        """The length that `shard` pads to: the smallest legal one, ``seq_len`` itself if that is legal."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def local_len(self) -> int:
+        """Tokens on each rank."""
+        return self.pad_to // self.size
+
+    @property
+    def ring_degree(self) -> int:
+        """Ranks in the ring (or all-gather); 1 for Ulysses."""
+        return self.size // self.ulysses_degree
+
+    @property
+    def ring_rank(self) -> int:
+        """The number of this rank in its ring."""
+        return self.rank // self.ulysses_degree
+
+    @property
+    def repeated_kv_heads(self) -> int:
+        """KV heads after repeating them for Ulysses; ``num_kv_heads`` where no repeating is needed."""
+        return kv_heads_for(self.num_kv_heads, self.ulysses_degree)
+
+    @cached_property
+    def ring_ranges(self) -> tuple[Ranges, ...]:
+        """The tokens that each ring rank computes on (after the Ulysses exchange)."""
+        if self.ring_degree == 1:
+            return (((0, self.pad_to),),)
+        return self._ranges(self.ring_degree)
+
+    @cached_property
+    def shard_ranges(self) -> tuple[Ranges, ...]:
+        """The tokens that each rank holds outside attention."""
+        if self.ring_degree == 1:
+            return self._ranges(self.size)
+        return tuple(piece for held in self.ring_ranges for piece in split_ranges(held, self.ulysses_degree))
+
+    @cached_property
+    def pairs(self) -> NDArray[np.int64]:
+        """Query-key pairs of ring rank ``i``'s queries with ring rank ``j``'s keys, ``[i, j]``."""
+        return work_matrix(self.ring_ranges, self.cu_seqlens, causal=self.causal, window=self.window)
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Query-key pairs times query heads that each rank computes in one forward, for one batch row."""
+        heads = self.num_heads // self.ulysses_degree
+        by_ring_rank = [int(pairs) * heads for pairs in self.pairs.sum(axis=1)]
+        return tuple(by_ring_rank[rank // self.ulysses_degree] for rank in range(self.size))
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's work over the mean; 1 is perfect."""
+        return max(self.work) * self.size / sum(self.work)
+
+    @property
+    def step_imbalance(self) -> float:
+        """The ring's busiest rank of every step, summed, over the mean work: its pace if ranks wait at each step."""
+        ring = self.ring_degree
+        steps = [max(int(self.pairs[i, (i - s) % ring]) for i in range(ring)) for s in range(ring)]
+        return sum(steps) * ring / int(self.pairs.sum())
+
+    @cached_property
+    def hops(self) -> int:
+        """How many ranks onward keys must travel: the ring's size less one, or what the window reaches."""
+        needed = np.argwhere(self.pairs > 0)
+        return max(int(i - j) % self.ring_degree for i, j in needed)
+
+    @cached_property
+    def costs(self) -> AttentionCosts:
+        """Bytes sent, saved and buffered, per rank, for one batch row."""
+        return plan_costs(
+            self.method, self.shape, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, hops=self.hops
+        )
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The (padded) attention this plan is for."""
+        return AttentionShape(
+            seq_len=self.pad_to,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    @property
+    def crossover_size(self) -> int | None:
+        """The smallest number of ranks at which Ulysses sends fewer bytes than the full ring; None if there is none."""
+        return crossover_size(self.shape)
+
+    def tiles(self, k_rank: int) -> tuple[Tile, ...]:
+        """The tiles of this rank's queries with the keys of ring rank ``k_rank``."""
+        key = (self.ring_rank, k_rank)
+        if key not in self._tiles:
+            self._tiles[key] = plan_tiles(
+                self.ring_ranges[key[0]], self.ring_ranges[k_rank], self.cu_seqlens, causal=self.causal,
+                window=self.window,
+            )  # fmt: skip
+        return self._tiles[key]
+
+    def sequence_tiles(self) -> tuple[Tile, ...]:
+        """The tiles of this rank's queries with the keys of the whole sequence, in its own order."""
+        key = (self.ring_rank, -1)
+        if key not in self._tiles:
+            self._tiles[key] = plan_tiles(
+                self.ring_ranges[key[0]], ((0, self.pad_to),), self.cu_seqlens, causal=self.causal, window=self.window
+            )
+        return self._tiles[key]
+
+    def for_rank(self, rank: int) -> Self:
+        """The same plan as another rank sees it."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank={rank} is outside the plan's {self.size} ranks. Use 0 to {self.size - 1}.")
+        return replace(self, rank=rank)
+
+    def _ranges(self, degree: int) -> tuple[Ranges, ...]:
+        return plan_ranges(
+            self.layout, self.cu_seqlens, degree, causal=self.causal, window=self.window, block_size=self.block_size
+        )

@@ -1,0 +1,227 @@
+"""Memory of a step, without ranks: closed forms for parameters, a forward on fake tensors for activations.
+
+The timeline of FSDP2 is replayed over the plan's units. Forward: a unit's parameters are gathered into a flat buffer
+and copied out, the buffer lives until the next unit has copied out its own; units kept after forward pile up.
+Backward, last unit first: the gathered parameters, the buffer of the unit prefetched next, the full gradients, then
+the largest operator's two gradients, the reduction's input (held until the next unit's reduction) and the sharded
+gradients that remain. The peak is the
+largest sum met on the way.
+
+Activations are the tensors autograd saves, measured per unit with saved-tensor hooks while the model runs on fake
+tensors: no memory, no kernels. Limits: temporaries inside one operator, allocator fragmentation and what activation
+checkpointing recomputes are not in it; units are taken to run in registration order.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_fsdp.names import named_modules
+from titan_fsdp.planning.collectives import Accumulate, Collectives, planned_collectives
+from titan_fsdp.planning.data import PlanData, PlannedUnit
+from titan_fsdp.torch_private import fake_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on one rank, and the collectives of one step."""
+
+    params: int
+    """Sharded parameters."""
+    grads: int
+    """Sharded gradients."""
+    optimizer: int
+    """Optimizer state."""
+    buffers: int
+    """Buffers. Parameters that the policy ignores are in none of these figures."""
+    gathered: int
+    """Most parameters gathered at one time."""
+    activations: int
+    """Saved for backward, all units; 0 without inputs."""
+    peak: int
+    """Most bytes in forward or backward, from the second step on."""
+    collectives: Collectives | None
+    """Of one step; None where torch decides."""
+
+
+def estimate_step(
+    plan: PlanData,
+    model: nn.Module | None,
+    inputs: Sequence[Any],
+    loss: Callable[[Any], Tensor] | None,
+    optimizer_states: int,
+    microbatches: int,
+    keep: Accumulate,
+    in_place: bool = False,
+) -> Estimate:
+    """See `WrapPlan.estimate`."""
+    if model is None and inputs:
+        raise ValueError("estimate got inputs without a model to run them through. Pass estimate(model, inputs).")
+    measured = [(0, 0)] * len(plan.units)
+    if model is not None and inputs:
+        measured = saved_bytes(plan, model, inputs, loss, in_place=in_place)
+    saved, largest = [total for total, _ in measured], [size for _, size in measured]
+    params = sum(_local(u, u.shard_numel()) for u in plan.units)
+    grads = sum(_local(u, u.shard_numel(trainable_only=True)) for u in plan.units)
+    optimizer = grads * optimizer_states
+    base = params + optimizer + plan.buffer_bytes
+    if plan.policy.offload is not None:
+        base = plan.buffer_bytes  # the shards, their gradients and the optimizer state are in host memory
+    forward, gathered = _forward_peak(plan, saved)
+    backward = _backward_peak(plan, saved, largest, microbatches, keep)
+    return Estimate(
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        buffers=plan.buffer_bytes,
+        gathered=gathered,
+        activations=saved[-1] if saved else 0,
+        peak=base + max(forward, backward),
+        collectives=planned_collectives(plan, microbatches, keep),
+    )
+
+
+def saved_bytes(
+    plan: PlanData,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    loss: Callable[[Any], Tensor] | None,
+    *,
+    in_place: bool = False,
+) -> list[tuple[int, int]]:
+    """For each unit: bytes saved for backward when its forward has ended, cumulative, and its largest saved tensor.
+
+    The root's entry is the total and what is saved after the last unit.
+    """
+    bare = (model if in_place else copy.deepcopy(model)).to("meta").to(plan.policy.mp.param_dtype)
+    with fake_tensors():
+        return _saved_bytes(plan, bare, inputs, loss)
+
+
+def _saved_bytes(
+    plan: PlanData, model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None
+) -> list[tuple[int, int]]:
+    dtype = plan.policy.mp.param_dtype
+    _pretend_on_cpu(model)
+    args = [
+        torch.zeros(a.shape, dtype=dtype if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a
+        for a in inputs
+    ]
+    storages = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
+    total = 0
+    largest = 0
+    after: dict[str, tuple[int, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total, largest
+        address = tensor.untyped_storage()._cdata
+        if address not in storages:
+            storages.add(address)
+            held.append(tensor)
+            total += tensor.untyped_storage().nbytes()
+            largest = max(largest, tensor.untyped_storage().nbytes())
+        return tensor
+
+    def mark(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal largest
+            after[name] = (total, largest)
+            largest = 0
+
+        return hook
+
+    modules = named_modules(model)
+    for unit in plan.units[:-1]:
+        modules[unit.fqns[-1]].register_forward_hook(mark(unit.name))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*args)
+        if loss is not None:
+            output = loss(output)
+    return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)]
+
+
+def _pretend_on_cpu(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones that say they are on a CPU, ties kept.
+
+    Attention then takes its fused kernel, as it will in the run; on meta it would be taken apart and save its scores.
+    """
+    fakes: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                fake = fakes.setdefault(id(p), nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))
+                module._parameters[name] = fake
+        for name, b in list(module._buffers.items()):
+            if b is not None:
+                module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
+
+
+def _local(unit: PlannedUnit, numel: int) -> int:
+    return numel * (unit.params[0].dtype.itemsize if unit.params else 0)
+
+
+def _buffer(unit: PlannedUnit) -> int:
+    """Bytes of the flat all-gather output, which one shard does not need."""
+    return unit.gather_bytes if unit.sizes.shard > 1 else 0
+
+
+def _kept(unit: PlannedUnit) -> int:
+    """Bytes that stay gathered from a unit's forward to its backward."""
+    if isinstance(unit.reshard, bool):
+        return 0 if unit.reshard else unit.gather_bytes
+    return unit.gather_bytes // unit.reshard
+
+
+def _forward_peak(plan: PlanData, saved: list[int]) -> tuple[int, int]:
+    root = plan.units[-1]
+    kept = root.gather_bytes
+    peak, gathered, previous = kept + _buffer(root), kept, _buffer(root)
+    for i, unit in enumerate(plan.units[:-1]):
+        before = saved[i - 1] if i else 0
+        own = unit.gather_bytes
+        copy_out = kept + previous + _buffer(unit) + own + before
+        compute = kept + _buffer(unit) + own + saved[i]
+        peak = max(peak, copy_out, compute)
+        gathered = max(gathered, kept + own)
+        kept += _kept(unit)
+        previous = _buffer(unit)
+    return max(peak, kept + previous + saved[-1]), gathered
+
+
+def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microbatches: int, keep: Accumulate) -> int:
+    units = plan.units[:-1]
+    root = plan.units[-1]
+    # The root's parameters and full gradients live from the start of backward to its end.
+    kept = root.gather_bytes + _full_grads(root) + sum(_kept(u) for u in units)
+    accumulated = 0
+    if microbatches > 1:
+        accumulated = sum(_full_grads(u) if keep in ("unsharded", "zero1") else _sharded_grads(u) for u in plan.units)
+    done, reducing, peak = 0, 0, kept + saved[-1] + 2 * largest[-1]
+    for i in range(len(units) - 1, -1, -1):
+        unit = units[i]
+        kept -= _kept(unit)
+        ahead = _buffer(units[i - 1]) if i and units[i - 1].reshard is not False else 0
+        compute = kept + unit.gather_bytes + ahead + _full_grads(unit) + saved[i] + reducing
+        # At the largest operator, the gradients of its output and of its input are alive together.
+        compute += 2 * largest[i]
+        own = unit.reduce_numel * unit.reduce_dtype.itemsize
+        reduce = kept + ahead + _full_grads(unit) + own + _sharded_grads(unit) + (saved[i - 1] if i else 0)
+        peak = max(peak, done + compute, done + reduce)
+        done += _sharded_grads(unit)
+        reducing = own
+    own = root.reduce_numel * root.reduce_dtype.itemsize
+    peak = max(peak, done + _full_grads(root) + own + _sharded_grads(root))
+    return peak + accumulated
+
+
+def _full_grads(unit: PlannedUnit) -> int:
+    return sum(p.numel for p in unit.params if p.trainable) * unit.param_dtype.itemsize
+
+
+def _sharded_grads(unit: PlannedUnit) -> int:
+    return _local(unit, unit.shard_numel(trainable_only=True))

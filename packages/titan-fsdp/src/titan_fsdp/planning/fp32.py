@@ -1,0 +1,61 @@
+"""Modules kept in float32 inside units that compute in bfloat16.
+
+FSDP2's dtypes belong to a wrapped unit, so what stays in float32 needs a unit of its own: one for all such modules
+inside a unit, nested in it. That costs one more, small, all-gather and reduce-scatter a unit, and works on every torch
+version alike. Its inputs are cast to float32, its outputs back to the dtype around it.
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from titan_fsdp.names import matches, named_modules
+from titan_fsdp.planning.policy import MixedPrecision, Unit
+from titan_fsdp.planning.units import Group, has_parameters, is_container, owner
+
+
+def split_fp32(model: nn.Module, groups: list[Group], mp: MixedPrecision) -> list[Group]:
+    """``groups`` with the modules that ``mp.keep_fp32`` names in nested groups, each before the one it came from.
+
+    Raises:
+        ValueError: A pattern names some, but not all, parameters of a module.
+    """
+    if mp.param == "fp32" or not mp.keep_fp32:
+        return groups
+    kept = _kept_modules(model, mp)
+    members = [fqn for g in groups for fqn in g.fqns]
+    inside: dict[str | None, list[str]] = {}
+    for name in kept:
+        inside.setdefault(owner(name, members), []).append(name)
+    result: list[Group] = []
+    for group in groups:
+        taken = [name for fqn in group.fqns for name in inside.get(fqn, [])]
+        rest = tuple(fqn for fqn in group.fqns if fqn not in taken)
+        if not rest:  # the whole unit is kept
+            result.append(replace(group, fp32=True))
+            continue
+        host = replace(group, fqns=rest)
+        result += [Group(tuple(taken), replace(group.unit, match=tuple(taken)), fp32=True, host=rest)] if taken else []
+        result.append(host)
+    of_root = tuple(inside.get(None, []))
+    return [*result, Group(of_root, Unit(of_root), fp32=True, host=("root",))] if of_root else result
+
+
+def _kept_modules(model: nn.Module, mp: MixedPrecision) -> list[str]:
+    """Outermost modules that a pattern names, or all of whose own parameters one names."""
+    kept: list[str] = []
+    for name, module in named_modules(model).items():
+        if owner(name, kept) is not None or is_container(module) or not has_parameters(module):
+            continue
+        direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+        hit = [fqn for fqn in direct if matches(fqn, mp.keep_fp32)]
+        if name and matches(name, mp.keep_fp32):
+            kept.append(name)
+        elif hit:
+            if not name or len(hit) < len(direct):
+                raise ValueError(
+                    f"mp.keep_fp32 matches {hit} but not {sorted(set(direct) - set(hit)) or 'the root'}: dtypes go by "
+                    "module. Match the whole module, or move the parameter into a module of its own."
+                )
+            kept.append(name)
+    return kept

@@ -1,0 +1,182 @@
+"""Carry out a plan: inner units first, the root last, then everything that torch keeps as a setting of a module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from titan_fsdp.names import is_meta, named_modules, named_parameters
+from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
+from titan_fsdp.torch_private import call, fsdp_modules, torch_replicate
+from titan_fsdp.wrapping.borders import cast_at_borders
+from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
+from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
+from titan_fsdp.wrapping.prefetch import set_prefetch
+
+__all__ = ["applied_plan", "apply_plan", "check_not_wrapped"]
+
+_PLAN = "_titan_fsdp_plan"
+
+
+def applied_plan(model: nn.Module) -> PlanData | None:
+    """The plan that was applied to ``model``; None for a model this package did not wrap."""
+    return getattr(model, _PLAN, None)
+
+
+def apply_plan(
+    plan: PlanData, model: nn.Module, mesh: DeviceMesh | None, meshes: Mapping[str, DeviceMesh]
+) -> nn.Module:
+    """Wrap ``model`` as ``plan`` says; see `WrapPlan.apply`."""
+    check_not_wrapped(model)
+    _check_same_model(plan, model)
+    if mesh is None:
+        _check_alone(plan)
+        setattr(model, _PLAN, plan)
+        return model
+    _check_mesh(plan, mesh, meshes)
+    _check_offload(plan)
+    if plan.policy.comm.ddp_hook is not None:
+        return _apply_ddp(plan, model, mesh)
+    modules = named_modules(model)
+    ignored = {p for name, p in named_parameters(model) if name in plan.ignored}
+    # A unit must be wrapped before the unit around it, which takes every parameter that is left.
+    for unit in sorted(plan.units, key=_depth, reverse=True):
+        _wrap(plan, unit, [modules[fqn] for fqn in unit.fqns], meshes[unit.mesh] if unit.mesh else mesh, ignored)
+    _configure(plan, model, modules)
+    setattr(model, _PLAN, plan)
+    check_on_first_forward(model)
+    return model
+
+
+def _depth(unit: PlannedUnit) -> int:
+    return min(len(fqn.split(".")) if fqn else 0 for fqn in unit.fqns)
+
+
+def _wrap(
+    plan: PlanData, unit: PlannedUnit, modules: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
+) -> None:
+    policy = plan.policy
+    root = unit.name == "root"
+    fp32_inside = unit.param_dtype != policy.mp.param_dtype
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=unit.param_dtype,
+            reduce_dtype=unit.reduce_dtype,
+            # A unit kept in float32 hands its result on in the dtype its neighbours compute in.
+            output_dtype=policy.mp.param_dtype if fp32_inside else policy.mp.output_dtype if root else None,
+        ),
+        "offload_policy": OffloadPolicy() if policy.offload is None else CPUOffloadPolicy(policy.offload == "cpu"),
+        "ignored_params": ignored or None,
+    }
+    if len(modules) > 1 and policy.mp.param != "fp32":
+        cast_at_borders(modules, unit.param_dtype, options["mp_policy"].output_dtype)
+    target: Any = modules if len(modules) > 1 else modules[0]
+    if policy.mode == "ddp":
+        torch_replicate(target, **options)
+        return
+    dims = {id(p): planned.shard_dim for p, planned in _parameters(unit, modules) if planned.shard_dim}
+    if dims:
+        options["shard_placement_fn"] = lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None
+    fully_shard(target, reshard_after_forward=unit.reshard, **options)
+
+
+def _parameters(unit: PlannedUnit, modules: list[nn.Module]) -> list[tuple[nn.Parameter, Any]]:
+    planned = {p.fqn: p for p in unit.params}
+    found: list[tuple[nn.Parameter, Any]] = []
+    for fqn, module in zip(unit.fqns, modules, strict=True):
+        for name, parameter in named_parameters(module):
+            full = f"{fqn}.{name}" if fqn else name
+            if full in planned:
+                found.append((parameter, planned[full]))
+    return found
+
+
+def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    policy = plan.policy
+    shard_of = {id(modules[fqn]): unit.sizes.shard for unit in plan.units for fqn in unit.fqns}
+    for module in fsdp_modules(model):
+        if policy.grad_divide != "mean":
+            module.set_gradient_divide_factor(1.0 if policy.grad_divide == "sum" else float(policy.grad_divide))
+            # Without this, torch asks the backend for PREMUL_SUM, which only NCCL has. With one shard torch divides
+            # in the copy that replaces the reduce-scatter and would divide once more after a forced sum.
+            module.set_force_sum_reduction_for_comms(shard_of[id(module)] > 1)
+        if policy.comm.reduce_scatter == "bf16":
+            module.set_custom_reduce_scatter(Bf16ReduceScatter())  # pyright: ignore[reportArgumentType]
+        if policy.unused_parameters:
+            call(module, "set_reduce_scatter_unused_params", True, since="2.13", why="unused_parameters=True")
+    # A module in several-module units shares one state: its first module stands for the unit.
+    firsts = [modules[unit.fqns[0]] for unit in plan.units if unit.params and unit.name != "root"]
+    set_prefetch(model, [m for m in firsts if isinstance(m, FSDPModule)], policy.prefetch)
+
+
+def _apply_ddp(plan: PlanData, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if is_meta(model):
+        raise ValueError(
+            "comm.ddp_hook uses DistributedDataParallel, which cannot wrap meta parameters. Call materialize(model, …) "
+            "before plan.apply(model)."
+        )
+    if plan.ignored:
+        for name, parameter in named_parameters(model):
+            parameter.requires_grad_(parameter.requires_grad and name not in plan.ignored)
+    device = None if mesh.device_type == "cpu" else [torch.get_device_module(mesh.device_type).current_device()]
+    group = mesh.get_group()
+    wrapped = DistributedDataParallel(
+        model, device_ids=device, process_group=group, find_unused_parameters=plan.policy.unused_parameters
+    )
+    register_ddp_hook(wrapped, plan.policy, group)
+    setattr(wrapped, _PLAN, plan)
+    return wrapped
+
+
+def _check_same_model(plan: PlanData, model: nn.Module) -> None:
+    planned = {p.fqn for unit in plan.units for p in unit.params} | set(plan.ignored)
+    actual = {name for name, _ in named_parameters(model)}
+    if planned != actual:
+        missing, extra = sorted(planned - actual), sorted(actual - planned)
+        raise ValueError(
+            f"the model is not the one that was planned: it lacks {missing[:3]} and adds {extra[:3]}. "
+            "Call plan(model, …) again after changing the model."
+        )
+
+
+def _check_alone(plan: PlanData) -> None:
+    if plan.sizes.total > 1 or dist.is_initialized():
+        raise ValueError(f"the plan was made from sizes {plan.sizes}, so apply needs a mesh: plan.apply(model, mesh).")
+    mp = plan.policy.mp
+    if mp.param != "fp32" or mp.output is not None or plan.policy.offload is not None:
+        raise ValueError(
+            "without a process group the model stays plain, and its dtypes and place cannot be managed. Start one with "
+            "world size 1 and pass its mesh, or use mp=MixedPrecision() and offload=None."
+        )
+
+
+def _check_mesh(plan: PlanData, mesh: DeviceMesh, meshes: Mapping[str, DeviceMesh]) -> None:
+    hsdp = plan.policy.mode == "hsdp"
+    if mesh.ndim != (2 if hsdp else 1):
+        raise ValueError(
+            f"mode={plan.policy.mode!r} needs a {'2-D (replicate, shard)' if hsdp else '1-D'} mesh, got {mesh}."
+        )
+    pair = (mesh.size(0), mesh.size(1)) if hsdp else (mesh.size(), 1) if plan.policy.mode == "ddp" else (1, mesh.size())
+    if Sizes(replicate=pair[0], shard=pair[1]) != plan.sizes:
+        raise ValueError(
+            f"the plan is for {plan.sizes}, but the mesh has replicate {pair[0]} × shard {pair[1]}. Plan again."
+        )
+    for unit in plan.units:
+        if unit.mesh is not None and unit.mesh not in meshes:
+            raise ValueError(
+                f"unit {unit.name!r} needs the mesh {unit.mesh!r}. Pass apply(model, mesh, {{{unit.mesh!r}: …}})."
+            )
+
+
+def _check_offload(plan: PlanData) -> None:
+    if plan.policy.offload == "cpu" and not torch.accelerator.is_available():
+        raise ValueError(
+            "offload='cpu' pins host memory, which needs an accelerator's driver; there is none. Use 'cpu-nopin'."
+        )
