@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import Config, dump_config, parse_config
+from titan_train.files import write_atomic
 
 
 def run_folder(config: Config) -> Path:
@@ -30,13 +31,10 @@ def write_config(config: Config, run_dir: Path) -> list[str]:
     Returns:
         What changed since the run was last started, one ``key: old -> new`` a line; empty for a new run.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "config.toml"
     text = dump_config(config)
     before = file.read_text(encoding="utf-8") if file.exists() else text
-    unfinished = run_dir / "config.toml.tmp"
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)
+    write_atomic(file, text)
     return _differences(tomllib.loads(before), tomllib.loads(text))
 
 

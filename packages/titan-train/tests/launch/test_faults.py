@@ -15,7 +15,7 @@ def test_a_plan_is_read():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("kil rank=1 step=2", "did you mean 'kill'"),
+        ("kil rank=1 step=2", "Did you mean 'kill'"),
         ("kill rank=1", "'kill' needs step="),
         ("kill rank=1 step=2 speed=3", "one of the keys of 'kill': rank, step"),
         ("kill rank=x step=2", "needs a number after the '='"),

@@ -31,11 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in _COMMANDS:
-        import difflib
+        from titan_train.nearest import did_you_mean
 
-        nearest = difflib.get_close_matches(name, _COMMANDS, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        print(f"titan-train: no command {name!r}.{hint} Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
+        hint = did_you_mean(name, _COMMANDS)
+        print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
     # a module called `list` would hide the built-in one in this package
     command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name}")

@@ -3,12 +3,13 @@
 Only values live here: reading, tokenizing and packing are in `titan_train.tokenizers` and `titan_train.data`.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from titan_train.nearest import did_you_mean
 
 SourceKind = Literal["stdlib", "text", "jsonl", "tokens", "megatron"]
 TokenizerKind = Literal["sentencepiece", "tiktoken", "bytes"]
@@ -223,9 +224,8 @@ class DataConfig:
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value in choices:
         return
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"{key}={value!r} is not one of {', '.join(map(repr, choices))}.{hint}")
+    hint = did_you_mean(value, choices)
+    raise ValueError(f"{key}={value!r} is not one of {', '.join(map(repr, choices))}. {hint}".rstrip())
 
 
 def _check_at_least(key: str, value: int, least: int) -> None:

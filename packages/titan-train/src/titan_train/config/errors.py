@@ -1,10 +1,11 @@
 """Errors of a configuration: which key, which value, why not, and the nearest thing that would work."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+
+from titan_train.nearest import nearest_name
 
 
 class ConfigError(ValueError):
@@ -20,7 +21,7 @@ def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:
     """One line for a key that does not exist, with the nearest that does."""
     known = list(known)
     prefix = f"{path}." if path else ""
-    nearest = nearest_choice(key, known)
+    nearest = nearest_name(key, known)
     hint = f"did you mean {prefix}{nearest}?" if nearest else f"{path or 'the top level'} has {', '.join(known)}."
     return f"{prefix}{key}: unknown key; {hint}"
 
@@ -45,12 +46,6 @@ def describe_validation_error(error: ValidationError) -> list[str]:
     return lines
 
 
-def nearest_choice(value: object, choices: Sequence[str]) -> str | None:
-    """The choice spelled most like ``value``, or None if none is near."""
-    found = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
 _TYPES = {
     "int_type": "an integer, such as 4",
     "int_from_float": "an integer, such as 4",
@@ -67,7 +62,7 @@ def _reason(item: Any) -> str:
     kind, given = item["type"], item["input"]
     if kind == "literal_error":
         choices = [c.strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        nearest = nearest_choice(given, choices)
+        nearest = nearest_name(given, choices)
         return f"must be one of {', '.join(choices)}; " + (
             f'did you mean "{nearest}"?' if nearest else f'try "{choices[0]}".'
         )

@@ -14,9 +14,10 @@ Several are separated by ";". Each fires once in a run, whatever the number of r
 text and numbers only: `titan_train.launch.testing.inject` carries it out inside a rank.
 """
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
+
+from titan_train.nearest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,9 @@ def check_faults(faults: tuple[Fault, ...], world_size: int) -> None:
 def _fault(number: int, words: list[str]) -> Fault:
     kind, entry = words[0], " ".join(words)
     if kind not in _KEYS:
-        near = difflib.get_close_matches(kind, _KEYS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"--faults {entry!r}: no fault {kind!r}; {hint}There are {', '.join(_KEYS)}.")
+        raise ValueError(
+            f"--faults {entry!r}: unknown fault {kind!r}. {did_you_mean(kind, _KEYS)}The faults are {', '.join(_KEYS)}."
+        )
     needed, allowed = _KEYS[kind]
     values: dict[str, float] = {}
     for word in words[1:]:

@@ -18,8 +18,9 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 from titan_mesh import MeshSpec
 
-from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error, nearest_choice
+from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
 from titan_train.config.schema import Config
+from titan_train.nearest import nearest_name
 
 
 def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
@@ -84,7 +85,7 @@ def _find(name_or_path: str, base: Path | None = None) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    nearest = nearest_choice(path.stem, list_configs())
+    nearest = nearest_name(path.stem, list_configs())
     hint = f"did you mean {nearest!r}? " if nearest else ""
     raise ConfigError(
         name_or_path, [f"no such file or shipped configuration; {hint}shipped are {', '.join(list_configs())}."]

@@ -1,8 +1,9 @@
 """Which model is trained: a shipped configuration, or a user's own module by dotted path."""
 
-import difflib
 import re
 from dataclasses import dataclass, field
+
+from titan_train.nearest import did_you_mean
 
 # The names that `titan_train.models.list_models` returns. They are repeated here because a configuration is checked
 # without importing torch; a test holds the two together.
@@ -56,9 +57,8 @@ class ModelConfig:
                     "it, such as 'my_package.my_model:build'."
                 )
         elif self.name not in SHIPPED_MODELS:
-            near = difflib.get_close_matches(self.name, SHIPPED_MODELS, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"model.name={self.name!r} is not a shipped model; did you mean {near!r}? Shipped are "
+                f"model.name={self.name!r} is not a shipped model. {did_you_mean(self.name, SHIPPED_MODELS)}Shipped are "
                 f"{', '.join(SHIPPED_MODELS)}; your own module is named 'package.module:callable'."
             )
         if self.seq_len < 1:

@@ -12,9 +12,9 @@ from titan_train.config.data import DataConfig, TokenizerConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
-from titan_train.config.nearest import nearest_divisor
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
+from titan_train.nearest import nearest_divisor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

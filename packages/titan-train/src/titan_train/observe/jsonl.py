@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.files import write_atomic
 from titan_train.observe.records import StepRecord, ValidationRecord
 
 FILE_NAME = "metrics.jsonl"
@@ -158,12 +159,7 @@ def _keep_up_to(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [raw for line, raw in _lines(path) if step and line is not None and line.get("step", 0) <= step]
-    replacement = path.with_suffix(".tmp")
-    with replacement.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    replacement.replace(path)
+    write_atomic(path, b"".join(kept), sync=True)
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:

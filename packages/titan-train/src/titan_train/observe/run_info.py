@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_train.files import write_atomic
+
 FILE_NAME = "run.json"
 Status = Literal["finished", "stopped", "failed"]
 _DISTRIBUTIONS = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-ckpt", "torch", "numpy")
@@ -114,9 +116,7 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
 
 
 def _write(run_dir: Path, info: dict[str, Any]) -> None:
-    temporary = run_dir / f"{FILE_NAME}.tmp"
-    temporary.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / FILE_NAME)
+    write_atomic(run_dir / FILE_NAME, json.dumps(info, indent=2) + "\n")
 
 
 def _now() -> str:

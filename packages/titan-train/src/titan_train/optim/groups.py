@@ -5,7 +5,6 @@ in a parameter's name counts. A parameter that no decay pattern names gets the d
 too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.nearest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def _require_matches(key: str, patterns: Iterable[str], fqns: Sequence[str]) -> 
         if not any(re.search(pattern, fqn) for fqn in fqns):
             # names of a layer repeat: suggest each once, whatever the layer's number
             distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", fqn) for fqn in fqns))
-            near = difflib.get_close_matches(pattern, distinct, n=3, cutoff=0.0)
             raise ValueError(
                 f"{key} has the pattern {pattern!r}, which is found in none of the {len(fqns)} parameter names: it "
-                f"would do nothing. Near names: {', '.join(near)}."
+                f"would do nothing. {did_you_mean(pattern, distinct)}Names look like {distinct[0]!r}."
             )

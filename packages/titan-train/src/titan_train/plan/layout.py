@@ -5,8 +5,8 @@ from typing import Literal
 from titan_mesh import Layout, MeshSpec, Topology
 
 from titan_train.config import Config
-from titan_train.config.nearest import nearest_divisor
 from titan_train.config.parallel import ParallelConfig
+from titan_train.nearest import nearest_divisor
 
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
 

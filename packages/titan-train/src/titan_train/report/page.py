@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import jinja2
 
+from titan_train.files import write_atomic
 from titan_train.observe import EventRecord, StepRecord
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.folder import RunFolder, read_folder
@@ -96,9 +97,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         style=_resource("style.css"),
         script=_resource("hover.js"),
     )
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(target)
+    write_atomic(target, html)
     return target
 
 

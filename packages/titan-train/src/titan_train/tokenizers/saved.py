@@ -5,10 +5,11 @@ unfinished.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from titan_train.files import write_atomic
 
 SAVED_NAME = "titan_tokenizer.json"
 MODEL_NAME = "tokenizer.model"
@@ -17,15 +18,9 @@ MODEL_NAME = "tokenizer.model"
 def save_tokenizer(folder: str | Path, description: Mapping[str, Any], files: Mapping[str, bytes]) -> Path:
     """Write ``files``, then ``description`` as JSON, each under a temporary name first."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
     for name, content in [*files.items(), (SAVED_NAME, text.encode())]:
-        temporary = folder / f".{name}.{os.getpid()}.tmp"
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(folder / name)
+        write_atomic(folder / name, content, sync=True)
     return folder
 
 

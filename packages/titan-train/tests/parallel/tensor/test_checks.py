@@ -102,7 +102,7 @@ def test_heads_that_nobody_counts_are_refused():
 
 def test_an_unknown_style_names_the_nearest():
     model = llama()
-    with pytest.raises(ValueError, match=r"'colwize' is no style; did you mean 'colwise'"):
+    with pytest.raises(ValueError, match=r"'colwize' is an unknown style. Did you mean 'colwise'"):
         merge_tables(model, table_for(model), {"layers.*.feed_forward.w1": "colwize"})
 
 

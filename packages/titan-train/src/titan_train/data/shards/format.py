@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.files import write_atomic
+
 BLOCK_BYTES = 4 * 2**20
 
 _VERSION = 1
@@ -99,11 +101,8 @@ class ShardWriter:
         _sync_and_close(self._file)
         ends = np.asarray(self._ends, dtype="<u8").tobytes()
         body = ends + np.asarray(self._crcs, dtype="<u4").tobytes()
-        index = self._folder / f".{self.name}.idx.tmp"
-        with index.open("wb") as file:
-            file.write(self._header(_INDEX_MAGIC) + body + struct.pack("<I", zlib.crc32(body)))
-            _sync(file)
-        index.replace(self._folder / f"{self.name}.idx")
+        index = self._header(_INDEX_MAGIC) + body + struct.pack("<I", zlib.crc32(body))
+        write_atomic(self._folder / f"{self.name}.idx", index, sync=True)
         self._path.replace(self._folder / f"{self.name}.tok")
         return ShardInfo(
             self.name, self.tokens, len(self._ends), self._sha.hexdigest(), hashlib.sha256(ends).hexdigest()

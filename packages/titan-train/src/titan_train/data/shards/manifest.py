@@ -5,13 +5,13 @@ It is written last. A folder without it is unfinished, and is never read.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_train.data.shards.format import ShardInfo
+from titan_train.files import write_atomic
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
@@ -122,10 +122,5 @@ def read_manifest(folder: Path) -> DataManifest:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON under a temporary name, sync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write JSON, atomically and synced."""
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False), sync=True)

@@ -4,7 +4,6 @@ Text files are one document each; every line of a JSON lines file is one. Files 
 of documents is the same on every machine that holds the same files.
 """
 
-import difflib
 import json
 import os
 import sysconfig
@@ -17,6 +16,7 @@ from typing import Any
 from titan_train.config.data import SourceConfig
 from titan_train.data.sources.files import DamagedFileError, FileReader
 from titan_train.data.sources.malformed import BadDocument, BadKind
+from titan_train.nearest import nearest_name
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
@@ -117,8 +117,8 @@ def _nearest(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f" Neither does the folder {str(parent)!r}; the working directory is {str(Path.cwd())!r}."
-    near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir()], n=1, cutoff=0.4)
-    return f" Did you mean {str(parent / near[0])!r}?" if near else f" Nothing in {str(parent)!r} has a name like it."
+    near = nearest_name(path.name, [p.name for p in parent.iterdir()])
+    return f" Did you mean {str(parent / near)!r}?" if near else f" Nothing in {str(parent)!r} has a similar name."
 
 
 def _plain_suffix(path: Path) -> str:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan_train.config import Config
+from titan_train.files import write_atomic
 from titan_train.launch.job import Attempt, RunningJob
 from titan_train.launch.rank.heartbeat import Phase
 from titan_train.launch.rank.orders import Order
@@ -66,10 +67,7 @@ class Leader:
     def _write(self, told: Told) -> None:
         self._told = told
         self._touched = time.monotonic()
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(told) | {"time": time.time()}), encoding="utf-8")
-        unfinished.replace(self._file)
+        write_atomic(self._file, json.dumps(asdict(told) | {"time": time.time()}))
 
 
 def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Attempt], RunningJob]) -> int:

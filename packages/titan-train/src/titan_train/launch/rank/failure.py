@@ -12,6 +12,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_train.files import write_atomic
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -44,11 +46,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> Failure:
         traceback="".join(traceback.format_exception(error)),
         users_mistake=isinstance(error, ValueError),
     )
-    folder = _folder(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"rank-{rank}.json.tmp"
-    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    unfinished.replace(folder / f"rank-{rank}.json")
+    write_atomic(_folder(run_dir) / f"rank-{rank}.json", json.dumps(asdict(failure)))
     return failure
 
 

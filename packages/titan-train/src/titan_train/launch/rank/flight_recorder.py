@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import write_atomic
+
 _ENTRIES = "2000"
 
 
@@ -39,9 +41,7 @@ def write_dump(folder: Path, rank: int) -> None:
         if hasattr(recorder, name):
             with contextlib.suppress(RuntimeError, ValueError):
                 entries += json.loads(getattr(recorder, name)(True, False)).get("entries", [])
-    unfinished = folder / f"rank-{rank}.json.tmp"
-    unfinished.write_text(json.dumps(entries), encoding="utf-8")
-    unfinished.replace(folder / f"rank-{rank}.json")
+    write_atomic(folder / f"rank-{rank}.json", json.dumps(entries))
 
 
 def wait_for_dumps(folder: Path, world_size: int, timeout_s: float) -> None:

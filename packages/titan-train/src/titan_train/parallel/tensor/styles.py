@@ -17,13 +17,14 @@ Every parameter of the model must be covered: under sequence parallelism, a para
 1/n of its gradient, and nothing would say so.
 """
 
-import difflib
 import fnmatch
 from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
 from titan_fsdp import clean_fqn
 from torch import nn
+
+from titan_train.nearest import did_you_mean
 
 Style = Literal[
     "embedding", "positions", "region", "colwise", "heads", "kv_heads", "rowwise", "replicated", "head"
@@ -77,13 +78,13 @@ def merge_tables(model: nn.Module, family: Table, plan: Mapping[str, str]) -> Ta
     for pattern, style in plan.items():
         if style not in get_args(Style):
             raise ValueError(
-                f"parallel.tp_plan: {pattern!r} = {style!r} is no style; did you mean {_nearest(style, get_args(Style))!r}? "
-                f"There are {', '.join(get_args(Style))}."
+                f"parallel.tp_plan: {pattern!r} = {style!r} is an unknown style. {did_you_mean(style, get_args(Style))}"
+                f"The styles are {', '.join(get_args(Style))}."
             )
         if not any(matches(pattern, name) for name in names):
             raise ValueError(
-                f"parallel.tp_plan: {pattern!r} matches no module of {type(model).__name__}; did you mean "
-                f"{_nearest(pattern, names)!r}? '*' stands for one segment of a name, '**' for any number."
+                f"parallel.tp_plan: {pattern!r} matches no module of {type(model).__name__}. "
+                f"{did_you_mean(pattern, names)}'*' stands for one segment of a name, '**' for any number."
             )
         merged[pattern] = cast(Style, style)
     return {**merged, **{pattern: style for pattern, style in family.items() if pattern not in merged}}
@@ -95,7 +96,3 @@ def _match_segments(pattern: list[str], name: list[str]) -> bool:
     if pattern[0] == "**":
         return any(_match_segments(pattern[1:], name[i:]) for i in range(len(name) + 1))
     return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _match_segments(pattern[1:], name[1:])
-
-
-def _nearest(word: str, choices: list[str] | tuple[str, ...]) -> str:
-    return (difflib.get_close_matches(word, choices, n=1, cutoff=0.0) or [""])[0]

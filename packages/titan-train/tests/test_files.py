@@ -1,0 +1,27 @@
+import os
+
+import pytest
+from titan_train.files import write_atomic
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_is_replaced_whole_and_its_folder_made(tmp_path, sync):
+    file = tmp_path / "new" / "a.txt"
+    write_atomic(file, "one", sync=sync)
+    write_atomic(file, b"two", sync=sync)
+    assert file.read_bytes() == b"two"
+    assert os.listdir(file.parent) == ["a.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    file = tmp_path / "a.txt"
+    write_atomic(file, "old")
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(file, "new", sync=True)
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
