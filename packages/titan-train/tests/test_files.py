@@ -10,7 +10,7 @@ def test_a_file_is_replaced_whole_and_its_folder_made(tmp_path, sync):
     write_atomic(file, "one", sync=sync)
     write_atomic(file, b"two", sync=sync)
     assert file.read_bytes() == b"two"
-    assert os.listdir(file.parent) == ["a.txt"]
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -24,4 +24,4 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_atomic(file, "new", sync=True)
     assert file.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert list(tmp_path.iterdir()) == [file]
