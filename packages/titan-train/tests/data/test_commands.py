@@ -2,8 +2,10 @@ import io
 
 import pytest
 from rich.console import Console
+from titan_train.cli.prepare import prepare_sources
+from titan_train.cli.tokenizer import train_tokenizer
 from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.data import PrepareProgress, prepare, prepare_command, show_progress, train_tokenizer_command
+from titan_train.data import PrepareProgress, prepare, show_progress
 from titan_train.tokenizers import load_tokenizer
 
 
@@ -15,7 +17,7 @@ def corpus(tmp_path, write_jsonl):
 
 def test_trained_tokenizer_is_saved_and_judged_on_held_out_text(tmp_path, corpus, capsys):
     out = io.StringIO()
-    report = train_tokenizer_command(
+    report = train_tokenizer(
         (corpus,),
         output_dir=tmp_path / "tok",
         vocab_size=300,
@@ -34,7 +36,7 @@ def test_trained_tokenizer_is_saved_and_judged_on_held_out_text(tmp_path, corpus
 def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
     out = io.StringIO()
     data = DataConfig(sources=(corpus,), validation_fraction=0.2)
-    (result,) = prepare_command(
+    (result,) = prepare_sources(
         data, TokenizerConfig(kind="bytes"), cache_dir=tmp_path / "cache", console=Console(file=out, width=200)
     )
     assert result.documents == 300

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from titan_train.config.metrics import MetricsConfig
-from titan_train.observe import Progress, ValidationRecord, progress_bar
+from titan_train.observe import TrainProgress, ValidationRecord
 from titan_train.observe.bar import LossTrail, bar_line, step_parts
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
 from titan_train.observe.progress import resolve_mode
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 def lines_of(total_steps, records, **options):
     stream = io.StringIO()
-    with Progress(MetricsConfig(), total_steps=total_steps, stream=stream, **options) as progress:
+    with TrainProgress(MetricsConfig(), total_steps=total_steps, stream=stream, **options) as progress:
         for record in records:
             progress.update(record)
     return stream.getvalue().splitlines()
@@ -41,7 +41,7 @@ def test_a_file_gets_one_key_value_line_a_step(step_record):
 
 def test_validation_and_messages_keep_their_place_among_the_lines(step_record):
     stream = io.StringIO()
-    with Progress(MetricsConfig(progress="lines"), total_steps=3, stream=stream) as progress:
+    with TrainProgress(MetricsConfig(progress="lines"), total_steps=3, stream=stream) as progress:
         progress.message("resumed from step 1")
         progress.update(step_record(2))
         progress.validation(ValidationRecord(step=2, loss=3.25, bits_per_byte=1.125, tokens=64))
@@ -53,7 +53,7 @@ def test_validation_and_messages_keep_their_place_among_the_lines(step_record):
 
 def test_off_prints_messages_only(step_record):
     stream = io.StringIO()
-    with Progress(MetricsConfig(progress="off"), total_steps=3, stream=stream) as progress:
+    with TrainProgress(MetricsConfig(progress="off"), total_steps=3, stream=stream) as progress:
         progress.update(step_record(1))
         progress.message("asked to stop")
     assert stream.getvalue() == "asked to stop\n"
@@ -71,7 +71,7 @@ def test_auto_means_a_bar_only_on_a_terminal_that_can_draw_one(monkeypatch):
 def test_the_bar_shows_the_last_state_when_it_closes_and_leaves_the_cursor_visible(step_record, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Progress(MetricsConfig(progress="bar"), total_steps=20, stream=stream) as progress:
+    with TrainProgress(MetricsConfig(progress="bar"), total_steps=20, stream=stream) as progress:
         for step in range(1, 13):
             progress.update(step_record(step, mfu=0.412))
         progress.validation(ValidationRecord(step=12, loss=4.5, bits_per_byte=None, tokens=64))
@@ -90,7 +90,7 @@ def test_prints_and_log_lines_go_above_the_bar_and_streams_are_given_back(step_r
     monkeypatch.setattr(sys, "stderr", stream)
     handler = logging.StreamHandler(stream)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    with Progress(MetricsConfig(progress="bar"), total_steps=2, stream=stream) as progress:
+    with TrainProgress(MetricsConfig(progress="bar"), total_steps=2, stream=stream) as progress:
         progress.update(step_record(1))
         while handler.stream is stream:  # until the display has taken over
             time.sleep(0.01)
@@ -105,7 +105,7 @@ def test_prints_and_log_lines_go_above_the_bar_and_streams_are_given_back(step_r
 def test_eta_follows_the_last_steps_and_forgets_a_slow_first_one(step_record):
     now = [0.0]
     stream = io.StringIO()
-    with Progress(MetricsConfig(), total_steps=1000, stream=stream, clock=lambda: now[0]) as progress:
+    with TrainProgress(MetricsConfig(), total_steps=1000, stream=stream, clock=lambda: now[0]) as progress:
         now[0] = 500.0  # compilation
         progress.update(step_record(1))
         for step in range(2, 101):
@@ -118,7 +118,7 @@ def test_eta_follows_the_last_steps_and_forgets_a_slow_first_one(step_record):
 
 def test_update_takes_under_50_us_while_the_bar_is_drawn(step_record):
     records = [step_record(step) for step in range(1, 2001)]
-    with Progress(MetricsConfig(progress="bar"), total_steps=2000, stream=Terminal()) as progress:
+    with TrainProgress(MetricsConfig(progress="bar"), total_steps=2000, stream=Terminal()) as progress:
         taken = []
         for record in records:
             started = time.perf_counter()
@@ -143,7 +143,7 @@ class StoppedTerminal(Terminal):
 @pytest.mark.parametrize("mode", ["bar", "lines"])
 def test_a_terminal_that_does_not_take_output_never_blocks_the_training_loop(step_record, mode):
     stream = StoppedTerminal()
-    progress = Progress(MetricsConfig(progress=mode), total_steps=5_000, stream=stream)
+    progress = TrainProgress(MetricsConfig(progress=mode), total_steps=5_000, stream=stream)
     started = time.perf_counter()
     record = step_record(1)
     for _ in range(5_000):
@@ -157,7 +157,7 @@ def test_a_terminal_that_does_not_take_output_never_blocks_the_training_loop(ste
 
 def test_a_reader_that_hung_up_does_not_stop_the_run(step_record):
     stream = io.StringIO()
-    with Progress(MetricsConfig(progress="lines"), total_steps=2, stream=stream) as progress:
+    with TrainProgress(MetricsConfig(progress="lines"), total_steps=2, stream=stream) as progress:
         stream.close()
         progress.update(step_record(1))
         progress.update(step_record(2))
@@ -200,37 +200,6 @@ def test_the_loss_trail_keeps_the_whole_course_in_bounded_memory():
     assert trail.sparkline(8) == "█▇▆▅▄▃▂▁"
     trail.add(float("nan"))
     assert len(trail.sparkline()) == 10
-
-
-def test_a_task_ends_with_one_line_in_a_file(monkeypatch):
-    stream = io.StringIO()
-    with progress_bar("tokenize", 3, "files", stream=stream) as task:
-        for _ in range(3):
-            task.advance()
-        task.message("one file was empty")
-    first, last = stream.getvalue().splitlines()
-    assert first == "one file was empty"
-    assert last.startswith("tokenize: 3/3 files, ")
-
-
-def test_a_task_of_unknown_size_counts_on_a_terminal():
-    stream = Terminal()
-    with progress_bar("read", None, "MB", mode="bar", stream=stream) as task:
-        task.update(1500)
-    assert "1.50k MB" in stream.getvalue().split("read")[-1]
-
-
-def test_a_task_that_fails_gives_the_terminal_back_and_raises():
-    stream = io.StringIO()
-
-    def fail_half_way():
-        with progress_bar("x", 2, stream=stream) as task:
-            task.advance()
-            raise KeyError("y")
-
-    with pytest.raises(KeyError):
-        fail_half_way()
-    assert stream.getvalue().startswith("x: 1/2 it")
 
 
 @pytest.mark.parametrize(

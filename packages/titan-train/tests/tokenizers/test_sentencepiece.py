@@ -114,11 +114,11 @@ def test_a_file_that_is_no_model_is_refused():
 
 @pytest.mark.slow
 def test_8192_pieces_train_in_10_processor_seconds_and_hold_3_2_bytes_each_on_unseen_files(tmp_path):
+    from titan_train.cli.tokenizer import train_tokenizer
     from titan_train.config.data import SourceConfig
-    from titan_train.data import train_tokenizer_command
 
     started = time.process_time()  # other programs' load does not count
-    report = train_tokenizer_command(
+    report = train_tokenizer(
         (SourceConfig(name="stdlib", kind="stdlib"),), output_dir=tmp_path, vocab_size=8192, held_out_fraction=0.1
     )
     # training, judging (encode and decode of the held-out files) and the table

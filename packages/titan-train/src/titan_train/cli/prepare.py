@@ -5,8 +5,14 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_train.config import load_config
+from titan_train.config import DataConfig, TokenizerConfig, load_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -16,7 +22,80 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     arguments, _ = parser.parse_known_args(words[:1])
     config = load_config(arguments.config, words[1:])
 
-    from titan_train.data import prepare_command
-
-    prepare_command(config.data, config.tokenizer)
+    prepare_sources(config.data, config.tokenizer)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSource:
+    """What one source gave."""
+
+    name: str
+    folder: str
+    train_tokens: int
+    validation_tokens: int
+    documents: int
+    bytes_per_token: float
+    bad_documents: int
+
+
+def prepare_sources(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    cache_dir: str | Path | None = None,
+    console: "Console | None" = None,
+) -> list[PreparedSource]:
+    """Tokenize all text sources of a configuration, and print what came of each.
+
+    Args:
+        data: Sources and options.
+        tokenizer: Loaded, or trained first.
+        cache_dir: Where shards go; None takes the configured place.
+        console: Where the result is printed; None takes standard output.
+
+    Raises:
+        ValueError: As `prepare` and `build_tokenizer`.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from titan_train.data import build_tokenizer, cache_folder, prepare, show_progress
+
+    console = console or Console()
+    with show_progress() as progress:
+        built = build_tokenizer(tokenizer, data, cache_dir=cache_dir, progress=progress)
+        folders = prepare(data, built, cache_dir=cache_dir, progress=progress)
+    results = [_describe(folder) for folder in folders]
+    table = Table(title=f"prepared in {cache_folder(data) if cache_dir is None else cache_dir}")
+    for heading in ("source", "train tokens", "held out", "documents", "bytes/token", "left out", "folder"):
+        table.add_column(heading, overflow="fold")
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{result.train_tokens:,}",
+            f"{result.validation_tokens:,}",
+            f"{result.documents:,}",
+            f"{result.bytes_per_token:.2f}",
+            f"{result.bad_documents}",
+            Path(result.folder).name,
+        )
+    console.print(table)
+    return results
+
+
+def _describe(folder: Path) -> PreparedSource:
+    from titan_train.data.shards.manifest import read_manifest
+    from titan_train.data.shards.prepare import TRAIN, VALIDATION
+
+    manifest = read_manifest(folder)
+    tokens = manifest.num_tokens(TRAIN) + manifest.num_tokens(VALIDATION)
+    return PreparedSource(
+        name=manifest.source,
+        folder=str(folder),
+        train_tokens=manifest.num_tokens(TRAIN),
+        validation_tokens=manifest.num_tokens(VALIDATION),
+        documents=manifest.num_documents(TRAIN) + manifest.num_documents(VALIDATION),
+        bytes_per_token=sum(manifest.text_bytes.values()) / tokens if tokens else 0.0,
+        bad_documents=sum(manifest.bad.values()),
+    )

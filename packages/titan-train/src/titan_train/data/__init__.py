@@ -7,13 +7,12 @@ only chooses which part of it to read.
 - `shards/`: tokens on disk, written once and memory-mapped.
 - `order/`: the order of samples, without state.
 - `loader/`: samples, batches and the data loader of one rank.
-- `build`: from the configuration to data sets; `commands`: what the command line calls; `progress`: the progress bar.
+- `build`: from the configuration to data sets; `progress`: the progress bar.
 
 Only `DataLoader` imports torch, when it is constructed.
 """
 
 from titan_train.data.build import build_datasets, build_tokenizer, cache_folder, open_datasets, prepare
-from titan_train.data.commands import PreparedSource, TokenizerReport, prepare_command, train_tokenizer_command
 from titan_train.data.loader.batch import Batch
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.packed import PackedDataset, SampleLocation
@@ -31,19 +30,15 @@ __all__ = [
     "MegatronTokens",
     "PackedDataset",
     "PrepareProgress",
-    "PreparedSource",
     "ProgressCallback",
     "SampleLocation",
     "ShardedTokens",
     "TokenSource",
-    "TokenizerReport",
     "build_datasets",
     "build_tokenizer",
     "cache_folder",
     "open_datasets",
     "prepare",
-    "prepare_command",
     "show_progress",
     "stream_windows",
-    "train_tokenizer_command",
 ]

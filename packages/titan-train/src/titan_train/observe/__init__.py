@@ -7,7 +7,7 @@ to the progress display. Nothing here imports torch, rich or a tracker's package
 from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
 from titan_train.observe.memory import peak_memory_gib
 from titan_train.observe.peak_flops import Dtype, device_peak_flops
-from titan_train.observe.progress import Progress, TaskProgress, progress_bar
+from titan_train.observe.progress import TrainProgress
 from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
 from titan_train.observe.run_info import RunInfo, add_run_info, read_run_info
 from titan_train.observe.throughput import Rates, Throughput
@@ -17,15 +17,14 @@ __all__ = [
     "Dtype",
     "EventRecord",
     "JsonlTracker",
-    "Progress",
     "Rates",
     "RunInfo",
     "RunMetrics",
     "StepRecord",
-    "TaskProgress",
     "TensorBoardTracker",
     "Throughput",
     "Tracker",
+    "TrainProgress",
     "ValidationRecord",
     "WandbTracker",
     "add_run_info",
@@ -33,7 +32,6 @@ __all__ = [
     "check_trackers",
     "device_peak_flops",
     "peak_memory_gib",
-    "progress_bar",
     "read_metrics",
     "read_run_info",
 ]

@@ -3,15 +3,13 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from titan_train.config.metrics import MetricsConfig
-from titan_train.observe._screen import Screen
 from titan_train.observe.bar import LossTrail, Part, bar_line, step_line, step_parts, validation_line
-from titan_train.observe.format import short_count, short_duration
 from titan_train.observe.records import StepRecord, ValidationRecord
+from titan_train.observe.screen import Screen
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,10 +17,9 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "bar", "lines", "off"]
 # The ETA follows the last steps, so that a slow first one (compilation) is forgotten soon.
 _ETA_WINDOW = 32
-_TASK_LINE_EVERY_S = 10.0
 
 
-class Progress:
+class TrainProgress:
     """The display of one training run. Every call returns at once; a thread does the drawing.
 
     Use it as a context manager, or call `close`.
@@ -80,7 +77,7 @@ class Progress:
         """Show the last state and give the terminal back. Safe to call twice."""
         self._screen.close()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "TrainProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,83 +98,6 @@ class Progress:
         eta = self._eta_s() if record.step < self._total else None
         parts = step_parts(record, self._validation, self._total, eta, self._trail)
         return bar_line("train", record.step, self._total, parts, width)
-
-
-class TaskProgress:
-    """The display of one task with a count, such as tokenizing files. Made by `progress_bar`."""
-
-    def __init__(self, description: str, total: float | None, unit: str, mode: Mode, stream: TextIO) -> None:
-        self._description = description
-        self._total = total
-        self._unit = unit
-        self._done = 0.0
-        self._started = time.monotonic()
-        self._next_line = self._started + _TASK_LINE_EVERY_S
-        self._mode = resolve_mode(mode, stream)
-        self._screen = Screen(stream, self._draw if self._mode == "bar" else None)
-
-    def advance(self, amount: float = 1) -> None:
-        """Add to what is done."""
-        self.update(self._done + amount)
-
-    def update(self, done: float) -> None:
-        """Set what is done."""
-        self._done = done
-        if self._mode == "lines" and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _TASK_LINE_EVERY_S
-            self._screen.post(self._line)
-
-    def message(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._screen.post(lambda: text)
-
-    def close(self) -> None:
-        """Show the last state and give the terminal back. Safe to call twice."""
-        if self._mode == "lines":
-            self._screen.post(self._line)
-            self._mode = "off"
-        self._screen.close()
-
-    def _parts(self) -> list[Part]:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        of_total = f"/{short_count(self._total)}" if self._total is not None else ""
-        parts = [Part(f"{short_count(self._done)}{of_total} {self._unit}")]
-        if self._done:
-            parts.append(Part(f"{short_count(self._done / seconds)} {self._unit}/s", "", 2))
-        if self._done and self._total is not None and self._done < self._total:
-            parts.append(Part(f"ETA {short_duration((self._total - self._done) * seconds / self._done)}", "green", 1))
-        else:
-            parts.append(Part(short_duration(seconds), "bright_black", 1))
-        return parts
-
-    def _draw(self, width: int) -> "Text":
-        return bar_line(self._description, self._done, self._total, self._parts(), width)
-
-    def _line(self) -> str:
-        return f"{self._description}: " + ", ".join(part.text for part in self._parts())
-
-
-@contextmanager
-def progress_bar(
-    description: str, total: float | None, unit: str = "it", *, mode: Mode = "auto", stream: TextIO | None = None
-) -> Generator[TaskProgress]:
-    """Show a task's progress while the block runs, in the same look as training.
-
-    Args:
-        description: What is done, such as ``"tokenize"``.
-        total: How much there is of it; None when nobody knows.
-        unit: What is counted, such as ``"files"``.
-        mode: ``lines`` prints one line every 10 s, and one at the end.
-        stream: Where to write; standard output by default.
-
-    Yields:
-        The task, to ``advance(n)`` or ``update(done)``.
-    """
-    task = TaskProgress(description, total, unit, mode, stream if stream is not None else sys.stdout)
-    try:
-        yield task
-    finally:
-        task.close()
 
 
 def resolve_mode(mode: Mode, stream: TextIO) -> Mode:

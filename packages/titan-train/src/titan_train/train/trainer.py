@@ -27,10 +27,10 @@ from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs
 from titan_train.models import named_parameters
 from titan_train.observe import (
-    Progress,
     StepRecord,
     Throughput,
     Tracker,
+    TrainProgress,
     ValidationRecord,
     add_run_info,
     build_trackers,
@@ -118,7 +118,7 @@ class Trainer:
         """Loss of every step this trainer has made."""
 
         self._trackers: list[Tracker] = []
-        self._progress: Progress | None = None
+        self._progress: TrainProgress | None = None
         self._requests = SaveRequests()
         self._nonfinite_in_a_row = 0
         self._closed = False
@@ -331,7 +331,7 @@ class Trainer:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
-        self._progress = Progress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
+        self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
         add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
         for step, damage in self._checkpointer.passed_over:
             self._event("checkpoint_passed_over", passed_step=step, reason=str(damage))
