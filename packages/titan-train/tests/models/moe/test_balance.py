@@ -64,6 +64,32 @@ def test_the_gate_gets_the_gradient_of_the_sequence_wise_losses(scores: str) -> 
     assert got == pytest.approx(float(reference_loss(layer, x).detach()), abs=1e-6)
 
 
+def gate_gradient(scale: float | None, *, training: bool, **changes: object) -> tuple[Tensor, list[int]]:
+    """Of a language-model loss alone, in a layer with balance and z-loss coefficients; and the load it counted."""
+    layer = make(**{"balance_loss": 0.3, "z_loss": 0.02, "bias_rate": 0.01, **changes}).train(training)
+    if scale is not None:
+        set_aux_scale(layer, scale)
+    x, probe = batch()
+    layer(x).backward(probe)
+    assert layer.router.gate.weight.grad is not None
+    return layer.router.gate.weight.grad, layer.load.tolist()
+
+
+def test_auxiliary_losses_give_no_gradient_until_they_are_asked_for() -> None:
+    plain, load = gate_gradient(None, training=True, balance_loss=0.0, z_loss=0.0)
+    unasked, counted = gate_gradient(None, training=True)
+    assert torch.equal(unasked, plain)  # the same kernels on the same shapes: bits
+    assert counted == load  # balancing by the bias needs no asking
+    assert not torch.equal(gate_gradient(1 / ROWS, training=True)[0], plain)
+
+
+def test_in_eval_mode_auxiliary_losses_give_no_gradient_and_nothing_is_counted() -> None:
+    plain, _ = gate_gradient(None, training=False, balance_loss=0.0, z_loss=0.0)
+    asked, counted = gate_gradient(1 / ROWS, training=False)
+    assert torch.equal(asked, plain)
+    assert counted == [0] * 8
+
+
 def gradients(layer: MoE) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
 

@@ -15,11 +15,13 @@ KINDS = {
     "raw-weights": {"normalize_weights": False, "route_scale": 2.5},
     "groups": {"scores": "sigmoid", "num_groups": 4, "top_groups": 2, "experts_per_token": 3},
     "groups-of-one": {"num_groups": 8, "top_groups": 4},
+    "groups-v2": {"num_groups": 4, "top_groups": 2, "group_score": "max", "normalize_weights": False},
 }
 
 
 def reference(logits: list[float], bias: list[float], args: MoEArgs) -> tuple[list[int], list[float]]:
     """The chosen experts and weights of one token, written from DeepSeek-V3's equations 12 to 16."""
+    counted = 1 if args.group_score == "max" else 2  # DeepSeek-V2's section 2.2.2, or V3's 2.1.2
     if args.scores == "sigmoid":
         scores = [1 / (1 + math.exp(-v)) for v in logits]
     else:
@@ -28,7 +30,7 @@ def reference(logits: list[float], bias: list[float], args: MoEArgs) -> tuple[li
     preference = [s + b for s, b in zip(scores, bias, strict=True)]
     size = args.num_experts // args.num_groups
     groups = [preference[g * size : (g + 1) * size] for g in range(args.num_groups)]
-    best = sorted(range(args.num_groups), key=lambda g: -sum(sorted(groups[g])[-2:]))[: args.top_groups]
+    best = sorted(range(args.num_groups), key=lambda g: -sum(sorted(groups[g])[-counted:]))[: args.top_groups]
     allowed = [e for e in range(args.num_experts) if e // size in best]
     chosen = sorted(allowed, key=lambda e: -preference[e])[: args.experts_per_token]
     weights = [scores[e] for e in chosen]
@@ -53,6 +55,15 @@ def test_choices_and_weights_follow_the_definition(kind: str, biased: bool) -> N
         chosen, weights = reference(logits, bias.double().tolist() if biased else [0.0] * 8, router.args)
         assert routing.experts[t].tolist() == chosen
         assert routing.weights[t].tolist() == pytest.approx(weights, abs=1e-12)
+
+
+def test_the_best_two_and_the_maximum_of_a_group_choose_differently() -> None:
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.1, 0.1, 0.1, 0.1]])
+    found = {}
+    for kind in ("max", "top2_sum"):
+        router = Router(MoEArgs(**ARGS, num_groups=4, top_groups=1, group_score=kind))  # type: ignore[arg-type]
+        found[kind] = router._choose(scores).tolist()
+    assert found == {"max": [[0, 1]], "top2_sum": [[2, 3]]}
 
 
 def test_the_bias_changes_choices_but_gets_and_gives_no_weight() -> None:
@@ -89,6 +100,7 @@ def test_confident_rejection_of_all_experts_stays_finite() -> None:
         ({"num_groups": 3}, ["num_groups=3", "num_experts=8", "nearest valid choice is 2"]),
         ({"num_groups": 2, "top_groups": 3}, ["top_groups=3", "nearest valid choice is 2"]),
         ({"num_groups": 8, "top_groups": 1}, ["experts_per_token=2", "the 1 experts", "nearest valid choice is 1"]),
+        ({"group_score": "mean"}, ["group_score='mean'", "'max'", "'top2_sum'"]),
         ({"scores": "tanh"}, ["scores='tanh'", "'softmax' or 'sigmoid'"]),
         ({"route_scale": 0.0}, ["route_scale=0.0"]),
         ({"bias_rate": -1.0}, ["bias_rate=-1.0"]),

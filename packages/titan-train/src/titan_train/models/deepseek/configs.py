@@ -57,6 +57,8 @@ class DeepSeekArgs:
     """Equal groups of experts; 1 lets a token choose among all."""
     top_groups: int = 1
     """Groups that a token's experts may come from."""
+    group_score: str = "top2_sum"
+    """A group's score from its experts': their maximum (max, V2) or the sum of the best two (top2_sum, V3)."""
     bias_rate: float = 0.001
     """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
     balance_loss: float = 0.0001
@@ -129,6 +131,7 @@ class DeepSeekArgs:
             route_scale=self.route_scale,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            group_score=self.group_score,
             bias_rate=self.bias_rate,
             balance_loss=self.balance_loss,
             z_loss=self.z_loss,

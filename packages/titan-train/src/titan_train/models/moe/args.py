@@ -30,6 +30,8 @@ class MoEArgs:
     """Equal groups of experts; 1 lets a token choose among all."""
     top_groups: int = 1
     """Groups that a token's experts may come from."""
+    group_score: str = "top2_sum"
+    """A group's score from its experts': their maximum (max, DeepSeek-V2) or the sum of the best two (top2_sum, V3)."""
     bias_rate: float = 0.0
     """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
     balance_loss: float = 0.0
@@ -48,6 +50,11 @@ class MoEArgs:
                 raise ValueError(f"model.args.{name}={value} must not be negative; 0 turns it off.")
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"model.args.scores={self.scores!r} is not a kind of score: use 'softmax' or 'sigmoid'.")
+        if self.group_score not in ("max", "top2_sum"):
+            raise ValueError(
+                f"model.args.group_score={self.group_score!r} is not a way to score a group: use 'max' (DeepSeek-V2) or "
+                "'top2_sum' (DeepSeek-V3)."
+            )
         if not self.route_scale > 0:
             raise ValueError(
                 f"model.args.route_scale={self.route_scale} must be positive; 1 leaves weights as they are."

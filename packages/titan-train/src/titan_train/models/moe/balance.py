@@ -56,7 +56,9 @@ def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 
 def set_aux_scale(model: nn.Module, scale: float) -> None:
-    """Say what gradients of auxiliary losses are multiplied by.
+    """Turn the gradient of the auxiliary losses on: what it is multiplied by in training mode; 0 turns it off.
+
+    A model that nobody calls this for learns from its language-model loss alone, whatever its coefficients are.
 
     Args:
         model: The model or pipeline stage.

@@ -10,7 +10,7 @@ The balance loss is taken over each row of the batch, as DeepSeek-V3's sequence-
 the mean of the row's normalised scores for it. It adds over rows, so micro-batches, data parallelism and accumulation do
 not change it; where rows are cut over ranks, `MoE.sequence_group` names them and f is summed over them. The z-loss
 (arXiv:2202.08906) is the mean over a row of the squared log-sum-exp of the logits. Both are means over the rows of the
-whole step, which `set_aux_scale` has to say.
+whole step, whose number `set_aux_scale` sets; until then, and in eval mode, they give no gradient.
 
 Shapes: B rows, S tokens of a row, T = B * S, d width, E experts, K experts a token.
 """
@@ -53,8 +53,8 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", torch.zeros(args.num_experts) if args.bias_rate > 0 else None)
         self.sequence_group: dist.ProcessGroup | None = None
         """The ranks that hold parts of the same rows (context and sequence parallelism)."""
-        self.aux_scale = 1.0
-        """What the gradient of a row's auxiliary losses is multiplied by: one over the rows of the whole step."""
+        self.aux_scale = 0.0
+        """What the gradient of a row's auxiliary losses is multiplied by; 0, until `set_aux_scale` sets it, is none."""
         self._start_counting(self.router.gate.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,15 +66,16 @@ class MoE(nn.Module):
             self._start_counting(x.device)
         routing: Routing = self.router(tokens, bias)
         by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
-        weights = self._observe(routing, by_row) if torch.is_grad_enabled() else routing.weights
+        observed = self.training and torch.is_grad_enabled()
+        weights = self._observe(routing, by_row) if observed else routing.weights
         shared = self.shared_experts
         beside = None if shared is None else lambda: shared(x).flatten(0, -2)
         return self.dispatch(tokens, weights, routing.experts, by_row.sum(0), self.experts, beside).view_as(x)
 
     def _observe(self, routing: Routing, by_row: Tensor) -> Tensor:
-        """The routing weights, which in backward note the load and give the auxiliary losses their gradient."""
+        """The routing weights; their backward counts the load and gives the auxiliary losses their gradient."""
         args = self.args
-        trained = args.balance_loss > 0 or args.z_loss > 0
+        trained = self.aux_scale != 0 and (args.balance_loss > 0 or args.z_loss > 0)
         with torch.no_grad():
             of_row = by_row
             if self.sequence_group is not None and trained:

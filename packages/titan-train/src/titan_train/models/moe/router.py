@@ -5,8 +5,9 @@ scores are the logits' sigmoid (DeepSeek-V3) or softmax (Qwen3, DeepSeek-V2); th
 the token. Two things change the choice but not the weights:
 
 - a bias for each expert, which balancing moves (`titan_train.models.moe.balance`; arXiv:2408.15664);
-- groups: experts are split into equal groups, a group's score is the sum of its two best experts, and only experts of
-  the best groups can be chosen, so that a token travels to few nodes (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+- groups: experts are split into equal groups, and only experts of the best groups can be chosen, so that a token
+  travels to few nodes. A group's score is the highest of its experts' (DeepSeek-V2, arXiv:2405.04434, section 2.2.2) or
+  the sum of its best two (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
 Shapes: T tokens, d width, E experts, K experts a token.
 """
@@ -79,7 +80,8 @@ class Router(nn.Module):
         args = self.args
         if args.num_groups > 1:
             grouped = preference.unflatten(-1, (args.num_groups, -1))
-            of_group = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            counted = 1 if args.group_score == "max" else min(2, grouped.shape[-1])
+            of_group = grouped.topk(counted, dim=-1).values.sum(-1)
             best = of_group.topk(args.top_groups, dim=-1).indices
             closed = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
             preference = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
