@@ -1,5 +1,6 @@
 """Real gloo ranks: collectives on every axis, and each way that a mesh could go wrong."""
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -262,3 +263,47 @@ def test_an_unknown_name_is_refused_by_every_accessor():
             mesh.group("ep")
         with pytest.raises(ValueError, match="ep=1"):
             mesh.fsdp_mesh(experts=True)
+
+
+def whole(mesh: Mesh, value: float) -> float:
+    """A DTensor of ``mesh`` that went through an operator, gathered: its groups must be there."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return float((DTensor.from_local(torch.full((2,), value), mesh["dp_shard"], [Shard(0)]) * 2).full_tensor().sum())
+
+
+def meshes_in_turn_and_nested() -> list[float]:
+    found = []
+    for _ in range(3):
+        with build(layout_of("dp2 tp2")) as mesh:
+            found.append(whole(mesh, 1.0))
+    first, second = build(layout_of("dp2 tp2")), build(layout_of("dp2 tp2"))
+    found += [whole(first, 1.0), whole(second, 1.0)]
+    first.close()
+    found.append(whole(second, 1.0))  # DTensor may have put the first, equal mesh under it
+    second.close()
+    with build(layout_of("dp2 tp2")) as mesh:
+        found.append(whole(mesh, 1.0))
+    return found
+
+
+def test_dtensors_gather_in_every_mesh_of_a_process_whatever_closed_before():
+    assert run_ranks(meshes_in_turn_and_nested, 4) == [[8.0] * 7] * 4
+
+
+def owner_closes_first() -> tuple[bool, float, bool]:
+    del os.environ["WORLD_SIZE"]  # as started by hand
+    with_world = build(layout_alone())
+    second = build(layout_alone())
+    with_world.close()
+    found = dist.is_initialized(), whole(second, 1.0)
+    second.close()
+    return *found, dist.is_initialized()
+
+
+def layout_alone() -> Layout:
+    return Layout(MeshSpec.parse("dp1"), world_size=1)
+
+
+def test_the_default_group_stays_until_the_last_mesh_closes():
+    assert run_ranks(owner_closes_first, 1, init=False) == [(True, 4.0, False)]

@@ -7,11 +7,15 @@ and meshes are laid over them with the public ``DeviceMesh.from_group``, in a fi
 dp_shard and cp, tp) whatever the layout's order, so that along each mesh dimension ranks ascend too. The layout's order
 only decides which ranks are in a group.
 
+Several meshes may be open in one process, and DTensor may hand the tensors of one a DeviceMesh of another that is equal
+to it. So groups are destroyed when the last open mesh of the process closes, not before.
+
 Meshes that must combine (FSDP over tensor parallelism: torch concatenates the two) come from tensors with the same
 ranks in the same places, which is what torch checks.
 """
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -24,10 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mesh.groups.agree import agree
 from titan_mesh.groups.pool import GroupPool
-from titan_mesh.groups.torch_private import default_store
+from titan_mesh.groups.torch_private import default_store, forget_meshes
 from titan_mesh.layout.layout import Layout
 from titan_mesh.layout.ranks import EXPERT_AXES
 from titan_mesh.nearest import nearest_name
+
+_open: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
+_closing: list[ProcessGroup] = []  # of closed meshes, while others are open
 
 
 def build_mesh(
@@ -103,6 +110,7 @@ class Mesh:
         self._created = list(created)
         self._owns_world = owns_world
         self._closed = False
+        _open.add(self)
         self._views: dict[tuple[str, ...], DeviceMesh] = {}
         self._check_ranks()
         fsdp = sorted(("dp_shard", "cp"), key=layout.spec.axes.index)
@@ -190,6 +198,8 @@ class Mesh:
     def close(self, *, barrier: bool = True) -> None:
         """Destroy the groups made by `build`, and the default group if `build` made it. Collective; twice is fine.
 
+        While other meshes of this process are open, the groups stay until the last of them closes.
+
         Args:
             barrier: Wait for all ranks first: gloo aborts a process whose peer leaves in the middle of a collective.
                 False after a failure, when not all ranks will come.
@@ -197,15 +207,24 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
+        _open.discard(self)
         self._views.clear()
         self._roots.clear()
         self._groups.clear()
         if not dist.is_initialized():  # someone destroyed everything before us
+            _closing.clear()
             return
         if barrier:
             dist.barrier()
-        while self._created:
-            dist.destroy_process_group(self._created.pop())
+        _closing.extend(self._created)
+        self._created.clear()
+        others = list(_open)
+        if others:
+            others[0]._owns_world |= self._owns_world
+            return
+        forget_meshes()
+        while _closing:
+            dist.destroy_process_group(_closing.pop())
         if self._owns_world:
             dist.destroy_process_group()
 

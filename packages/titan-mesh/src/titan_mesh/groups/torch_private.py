@@ -6,8 +6,11 @@ Checked on torch 2.11 and 2.15 (`tests/test_torch_private.py` names them and fai
   opening a second one would need a second port.
 - ``ProcessGroup._device_types``, ``ProcessGroup._get_backend(device).options._timeout``: a group's time limit, which
   torch lets a caller set and not read.
+- ``torch.distributed.tensor.debug._clear_sharding_prop_cache``: DTensor caches the layout of results by the layout of
+  arguments, and takes two meshes for one if their ranks and names are equal. What it returns holds the first of them.
 """
 
+import sys
 from datetime import timedelta
 from typing import Any, cast
 
@@ -38,3 +41,11 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
         if options is not None:
             return options._timeout
     return None
+
+
+def forget_meshes() -> None:
+    """Drop every DeviceMesh that DTensor's caches hold: their groups are about to end, and equal meshes may follow."""
+    if "torch.distributed.tensor" in sys.modules:  # else nothing is cached
+        from torch.distributed.tensor import debug
+
+        cast(Any, debug)._clear_sharding_prop_cache()
