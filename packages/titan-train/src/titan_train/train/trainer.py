@@ -5,6 +5,7 @@ random number generators. All of it is in every checkpoint, so that ten steps, a
 losses of twenty.
 """
 
+import contextlib
 import datetime
 import gc
 import itertools
@@ -38,7 +39,7 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.optim import build_optimizer, build_scheduler
-from titan_train.plan.run import plan_run
+from titan_train.plan.run import RunPlan, plan_run
 from titan_train.train.build import build_parallel_model, describe_layout
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.place import Place
@@ -73,16 +74,30 @@ class Trainer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         plan = plan_run(config, world_size)
-        layout, mode, schedule = plan.layout, plan.mode, plan.schedule
+        layout, mode = plan.layout, plan.mode
         self.batch_plan = plan.batch
         self.device = _device(config)
         _seed(config.run.seed, config.run.deterministic)
 
+        # what an error ends in a run of one rank; where there are more, another may be waiting in a collective of it
+        self._if_alone = contextlib.ExitStack()
         self.mesh: Mesh | None = None
         if dist.is_initialized() or mode != "none":  # alone, `build` makes a group of one and ends it on close
             self.mesh = build(
                 layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
             )
+            if world_size == 1:
+                self._if_alone.callback(self.mesh.close, barrier=False)
+        self._closed = False
+        try:
+            self._build(config, plan, world_size)
+        except BaseException:
+            self._if_alone.close()
+            raise
+
+    def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
+        """Everything that needs the mesh."""
+        layout, mode, schedule = plan.layout, plan.mode, plan.schedule
         self._place = Place.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._inputs: Inputs = open_inputs(config)
         self.model = build_parallel_model(
@@ -113,6 +128,8 @@ class Trainer:
             keep_every=config.checkpoint.keep_every or None,
             async_=config.checkpoint.async_save,
         )
+        if world_size == 1:
+            self._if_alone.callback(self._checkpointer.close)
         self.step = self._restore()
         self.losses: list[float] = []
         """Loss of every step this trainer has made."""
@@ -121,7 +138,6 @@ class Trainer:
         self._progress: TrainProgress | None = None
         self._requests = SaveRequests()
         self._nonfinite_in_a_row = 0
-        self._closed = False
         if self.rank == 0:
             self._open_run_folder(describe_layout(layout, self.model, schedule))
         self._throughput = Throughput(
@@ -194,6 +210,7 @@ class Trainer:
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+        self._if_alone.close()
 
     def __enter__(self) -> "Trainer":
         return self
