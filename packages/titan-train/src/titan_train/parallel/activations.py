@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_train.config import ActivationsConfig
@@ -106,7 +107,30 @@ def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], Abstra
             return CheckpointPolicy.PREFER_RECOMPUTE if skipped else CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    if torch.compiler.is_compiling():
+        return contexts  # the compiler reads the policy from torch's own classes
+    watched = matmuls | kept
+    return _Watch(contexts[0], watched), _Watch(contexts[1], watched)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows torch's mode only the operators that may be kept; the others run as if it were not there.
+
+    torch demands that recomputation runs the same operators as forward, each as often. Hooks inside the region do not:
+    FSDP gathers an expert unit in forward and may find it gathered in recomputation, or the other way round, and it marks
+    its work for the profiler differently. None of that is kept, so none of it has to match.
+    """
+
+    def __init__(self, mode: Any, watched: set[Any]) -> None:
+        super().__init__()
+        self._mode = mode
+        self._watched = watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._watched:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _offload(module: nn.Module) -> None:
