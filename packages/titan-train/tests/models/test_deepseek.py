@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from titan_train.models import DeepSeekArgs
-from titan_train.models.attention import SequenceContext
-from titan_train.models.deepseek import DEEPSEEK_CONFIGS, DeepSeek
+from titan_train.models.common.attention import SequenceContext
+from titan_train.models.common.rope import rope_frequencies
+from titan_train.models.deepseek.args import DEEPSEEK_CONFIGS
 from titan_train.models.deepseek.attention import LatentAttention
+from titan_train.models.deepseek.model import DeepSeek
 from titan_train.models.deepseek.yarn import yarn_frequencies
-from titan_train.models.rope import rope_frequencies
 from torch import Tensor
 
 ARGS: dict[str, Any] = {

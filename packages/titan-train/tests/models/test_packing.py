@@ -4,7 +4,7 @@ import pytest
 import torch
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
-from titan_train.models.attention import document_mask, document_positions
+from titan_train.models.common.attention import document_mask, document_positions
 from torch import nn
 
 LENGTHS = [[5, 1, 17, 9], [32], [31, 1]]

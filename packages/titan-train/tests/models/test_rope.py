@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from titan_train.models.rope import RopeScaling, apply_rope, rope_cos_sin, rope_frequencies
+from titan_train.models.common.rope import RopeScaling, apply_rope, rope_cos_sin, rope_frequencies
 
 LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
 LLAMA32 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)

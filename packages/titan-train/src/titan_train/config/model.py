@@ -3,34 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
+from titan_train.models.registry import list_models
 from titan_train.nearest import did_you_mean
-
-# The names that `titan_train.models.list_models` returns. They are repeated here because a configuration is checked
-# without importing torch; a test holds the two together.
-SHIPPED_MODELS: tuple[str, ...] = (
-    "llama3_debug",
-    "llama3_small",
-    "llama3_1b",
-    "llama3_3b",
-    "llama3_8b",
-    "llama3_70b",
-    "llama3_405b",
-    "gpt_debug",
-    "gpt3_175b",
-    "qwen3_debug",
-    "qwen3_moe_debug",
-    "qwen3_0.6b",
-    "qwen3_1.7b",
-    "qwen3_4b",
-    "qwen3_8b",
-    "qwen3_14b",
-    "qwen3_32b",
-    "qwen3_30b_a3b",
-    "qwen3_235b_a22b",
-    "deepseek_debug",
-    "deepseek_v2_lite",
-    "deepseek_v3",
-)
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -56,10 +30,10 @@ class ModelConfig:
                     f"model.name={self.name!r} is not a dotted path: write the module, one colon, and the callable in "
                     "it, such as 'my_package.my_model:build'."
                 )
-        elif self.name not in SHIPPED_MODELS:
+        elif self.name not in (known := list_models()):
             raise ValueError(
-                f"model.name={self.name!r} is not a shipped model. {did_you_mean(self.name, SHIPPED_MODELS)}Shipped are "
-                f"{', '.join(SHIPPED_MODELS)}; your own module is named 'package.module:callable'."
+                f"model.name={self.name!r} is not a known model. {did_you_mean(self.name, known)}Known models are "
+                f"{', '.join(known)}. Name your own module as 'package.module:callable'."
             )
         if self.seq_len < 1:
             raise ValueError(f"model.seq_len={self.seq_len} must be at least 1 token; the nearest valid choice is 1.")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs, unwrap
-from titan_train.models.attention import attend
+from titan_train.models.common.attention import attend
 
 
 class CachedAttention(nn.Module):

@@ -1,27 +1,65 @@
-"""Models: the shipped families, and what makes any `torch.nn.Module` a model of a run.
+"""Models: the registered families, and what makes any `torch.nn.Module` a model of a run.
 
 A model is a plain module whose ``forward(tokens)`` returns logits. It may also accept ``positions`` and ``cu_seqlens``
 (packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
+
+- `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
+- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``: one folder per family.
+- ``common/``: the blocks that families share. ``moe/``: mixture of experts.
+- `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
+
+Names are imported on first use, so that ``import titan_train.models`` is light.
 """
 
-from titan_fsdp import clean_fqn, named_parameters, unwrap
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from titan_train.models.attention import CausalAttention, SequenceContext
-from titan_train.models.build import build_model, list_models
-from titan_train.models.call import TokenBatch, accepted_inputs, call_model
-from titan_train.models.deepseek import DeepSeek, DeepSeekArgs
-from titan_train.models.flops import count_active_parameters, count_parameters, flops_per_token
-from titan_train.models.gpt import GPT, GPTArgs
-from titan_train.models.initialize import InitFn, init_for
-from titan_train.models.llama import Llama, LlamaArgs
-from titan_train.models.moe import MoE, MoEArgs
-from titan_train.models.qwen3 import Qwen3, Qwen3Args
+if TYPE_CHECKING:
+    from titan_fsdp import clean_fqn, named_parameters, unwrap
+
+    from titan_train.models.build import build_model
+    from titan_train.models.call import TokenBatch, accepted_inputs, call_model
+    from titan_train.models.common.attention import CausalAttention, SequenceContext
+    from titan_train.models.deepseek.args import DeepSeekArgs
+    from titan_train.models.deepseek.model import DeepSeek
+    from titan_train.models.family import Family
+    from titan_train.models.flops import count_active_parameters, count_parameters, flops_per_token
+    from titan_train.models.gpt.args import GPTArgs
+    from titan_train.models.gpt.model import GPT
+    from titan_train.models.initialize import InitFn, init_for
+    from titan_train.models.llama.args import LlamaArgs
+    from titan_train.models.llama.model import Llama
+    from titan_train.models.moe import MoE, MoEArgs
+    from titan_train.models.qwen3.args import Qwen3Args
+    from titan_train.models.qwen3.model import Qwen3
+    from titan_train.models.registry import families, list_models, register_family
+
+_WHERE = {
+    "titan_fsdp": ("clean_fqn", "named_parameters", "unwrap"),
+    "titan_train.models.build": ("build_model",),
+    "titan_train.models.call": ("TokenBatch", "accepted_inputs", "call_model"),
+    "titan_train.models.common.attention": ("CausalAttention", "SequenceContext"),
+    "titan_train.models.deepseek.args": ("DeepSeekArgs",),
+    "titan_train.models.deepseek.model": ("DeepSeek",),
+    "titan_train.models.family": ("Family",),
+    "titan_train.models.flops": ("count_active_parameters", "count_parameters", "flops_per_token"),
+    "titan_train.models.gpt.args": ("GPTArgs",),
+    "titan_train.models.gpt.model": ("GPT",),
+    "titan_train.models.initialize": ("InitFn", "init_for"),
+    "titan_train.models.llama.args": ("LlamaArgs",),
+    "titan_train.models.llama.model": ("Llama",),
+    "titan_train.models.moe": ("MoE", "MoEArgs"),
+    "titan_train.models.qwen3.args": ("Qwen3Args",),
+    "titan_train.models.qwen3.model": ("Qwen3",),
+    "titan_train.models.registry": ("families", "list_models", "register_family"),
+}
 
 __all__ = [
     "GPT",
     "CausalAttention",
     "DeepSeek",
     "DeepSeekArgs",
+    "Family",
     "GPTArgs",
     "InitFn",
     "Llama",
@@ -38,9 +76,18 @@ __all__ = [
     "clean_fqn",
     "count_active_parameters",
     "count_parameters",
+    "families",
     "flops_per_token",
     "init_for",
     "list_models",
     "named_parameters",
+    "register_family",
     "unwrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Build a model from its configuration: a shipped one by name, or a user's own by dotted path."""
+"""Build a model from its configuration: one of a registered family by name, or any module by dotted path."""
 
 import dataclasses
 import difflib
@@ -8,26 +8,36 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from titan_train.config.model import ModelConfig
-from titan_train.models.deepseek import DEEPSEEK_CONFIGS, DeepSeek
-from titan_train.models.gpt import GPT, GPT_CONFIGS
-from titan_train.models.llama import LLAMA_CONFIGS, Llama
-from titan_train.models.qwen3 import QWEN3_CONFIGS, Qwen3
+from titan_train.models.registry import find_model
 
 _Args = TypeVar("_Args")
 
 
-def list_models() -> list[str]:
-    """Names of the shipped models."""
-    return [*LLAMA_CONFIGS, *GPT_CONFIGS, *QWEN3_CONFIGS, *DEEPSEEK_CONFIGS]
+class ModelChoice(Protocol):
+    """Which model to build; `titan_train.config.ModelConfig` is one."""
+
+    @property
+    def name(self) -> str:
+        """A shipped configuration, or ``"package.module:callable"``."""
+        ...
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Changes to its arguments."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in one training sequence."""
+        ...
 
 
-def build_model(config: ModelConfig, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
+def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
     """Build a model. Its weights are not initialised: see `titan_train.models.init_for`.
 
     Args:
@@ -45,23 +55,22 @@ def build_model(config: ModelConfig, *, vocab_size: int | None, device: torch.de
     with torch.device(device):
         if ":" in config.name:
             return _build_own(config, vocab_size)
-        if config.name in LLAMA_CONFIGS:
-            return Llama(_override(LLAMA_CONFIGS[config.name], config, vocab_size))
-        if config.name in QWEN3_CONFIGS:
-            return Qwen3(_override(QWEN3_CONFIGS[config.name], config, vocab_size))
-        if config.name in DEEPSEEK_CONFIGS:
-            return DeepSeek(_override(DEEPSEEK_CONFIGS[config.name], config, vocab_size))
-        gpt_args = _override(GPT_CONFIGS[config.name], config, vocab_size)
-        if config.seq_len > gpt_args.max_seq_len:
-            raise ValueError(
-                f"model.seq_len={config.seq_len} is longer than the {gpt_args.max_seq_len} learned positions of "
-                f"{config.name}: the nearest valid choice is {gpt_args.max_seq_len}, or set "
-                f"model.args.max_seq_len={config.seq_len}."
-            )
-        return GPT(gpt_args)
+        return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))
 
 
-def _override(shipped: _Args, config: ModelConfig, vocab_size: int | None) -> _Args:
+def model_args(config: ModelChoice, *, vocab_size: int | None) -> Any:
+    """The arguments of the model that ``config`` names, with its changes; arguments and errors as in `build_model`."""
+    args = _override(find_model(config.name)[1], config, vocab_size)
+    longest = getattr(args, "max_seq_len", config.seq_len)
+    if config.seq_len > longest:
+        raise ValueError(
+            f"model.seq_len={config.seq_len} is longer than the {longest} learned positions of {config.name}: the nearest "
+            f"valid choice is {longest}, or set model.args.max_seq_len={config.seq_len}."
+        )
+    return args
+
+
+def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _Args:
     """The shipped arguments with the configuration's changes, each checked for name and type."""
     types = typing.get_type_hints(type(shipped))
     changes: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
@@ -89,7 +98,7 @@ def _override(shipped: _Args, config: ModelConfig, vocab_size: int | None) -> _A
     return dataclasses.replace(typing.cast("Any", shipped), **changes)
 
 
-def _build_own(config: ModelConfig, vocab_size: int | None) -> nn.Module:
+def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
     """Call the user's callable with ``args``, and with ``vocab_size`` where its signature has it."""
     build = _import_callable(config.name)
     signature = inspect.signature(build)

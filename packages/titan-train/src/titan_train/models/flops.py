@@ -11,8 +11,7 @@ Recomputation (activation checkpointing) is never counted: these are FLOPs of th
 from titan_fsdp import unwrap
 from torch import nn
 
-from titan_train.models.attention import CausalAttention
-from titan_train.models.deepseek.attention import LatentAttention
+from titan_train.models.common.attention import CausalAttention
 from titan_train.models.moe import MoE
 
 
@@ -44,10 +43,10 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
     multiplied = {id(p) for m in others for p in m.parameters(recurse=False)}
     matrices = sum(count for key, count in used.items() if key not in looked_up or key in multiplied)
     matrices -= _idle_parameters(model)
-    # twice the width of a head: once for the scores, once for the values
-    attention = sum(2 * m.num_heads * m.head_dim for m in model.modules() if isinstance(m, CausalAttention))
-    padding = sum(m.num_heads * m.padding for m in model.modules() if isinstance(m, LatentAttention))
-    return 6.0 * matrices + (3.0 if causal else 6.0) * (attention - padding) * seq_len
+    # the width of a key for the scores, the width of a value for their use
+    inners = [m for m in model.modules() if isinstance(m, CausalAttention)]
+    attention = sum(m.num_heads * (m.head_dim + m.value_dim) for m in inners)
+    return 6.0 * matrices + (3.0 if causal else 6.0) * attention * seq_len
 
 
 def _idle_parameters(model: nn.Module) -> int:

@@ -40,7 +40,7 @@ from titan_train.parallel.tensor import (
 )
 from titan_train.parallel.tensor.float8_linears import can_gather_float8, gathers_same_bits
 from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan, plan_batch
 from titan_train.plan.layout import Mode
 from titan_train.plan.schedule import plan_pipeline

@@ -24,7 +24,7 @@ from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.cut import slice_parameter
 from titan_train.parallel.pipeline import take_stage
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode
 from titan_train.train.build import blocks_of, fsdp_policy, stage_layers

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from titan_testing import assert_close
-from titan_train.models.blocks import SwiGLU
+from titan_train.models.common.blocks import SwiGLU
 from titan_train.models.moe import GroupedMM, MoE, MoEArgs, grouped_mm_loop, grouped_mm_masked, update_expert_bias
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

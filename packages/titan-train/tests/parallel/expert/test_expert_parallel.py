@@ -7,7 +7,7 @@ from titan_testing import assert_close, run_ranks
 from titan_train.config import ActivationsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
-from titan_train.models.blocks import SwiGLU
+from titan_train.models.common.blocks import SwiGLU
 from titan_train.models.moe import MoE, MoEArgs, grouped_mm_loop, set_aux_scale, update_expert_bias
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.cut import Cut

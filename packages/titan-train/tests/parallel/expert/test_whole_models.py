@@ -15,7 +15,7 @@ from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
 from titan_train.parallel.tensor import apply_tensor_parallel, vocab_parallel_cross_entropy_sum
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

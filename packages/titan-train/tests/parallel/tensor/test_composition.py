@@ -11,7 +11,7 @@ from titan_testing import run_ranks
 from titan_train.config.model import ModelConfig
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs, build_model, init_for
 from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules, vocab_parallel_cross_entropy_sum
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -13,7 +13,7 @@ from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules, vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode

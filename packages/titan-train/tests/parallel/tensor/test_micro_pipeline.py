@@ -23,7 +23,7 @@ from titan_train.parallel.tensor.micro_pipeline import (
     micro_pipeline_options,
     overlaps_by_compiler,
 )
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.run import plan_run
 from titan_train.train import build
 from torch._dynamo.backends.common import aot_autograd

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from titan_testing import run_ranks
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs
 from titan_train.parallel.tensor import apply_tensor_parallel, vocab_parallel_cross_entropy_sum
-from titan_train.parallel.tensor.tables import table_for
+from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 
 SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 8, "ffn_dim": 48, "vocab_size": 96}

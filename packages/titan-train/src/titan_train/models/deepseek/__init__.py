@@ -1,6 +1,19 @@
-"""The DeepSeek V2 and V3 family: latent attention, many small experts; the module and its shipped configurations."""
+"""DeepSeek V2 and V3: latent attention, many small experts.
 
-from titan_train.models.deepseek.configs import DEEPSEEK_CONFIGS, DeepSeekArgs
-from titan_train.models.deepseek.model import DeepSeek
+- `args`: the arguments of a model, and the shipped configurations.
+- `model`: the module.
+- `attention`, `yarn`: latent attention, and its stretched rotary positions.
+- `tp`: how each module takes part in tensor parallelism.
+"""
 
-__all__ = ["DEEPSEEK_CONFIGS", "DeepSeek", "DeepSeekArgs"]
+from titan_train.models.deepseek.args import DEEPSEEK_CONFIGS, DeepSeekArgs
+from titan_train.models.deepseek.tp import DEEPSEEK_TENSOR_STYLES
+from titan_train.models.family import Family
+
+DEEPSEEK_FAMILY = Family(
+    name="deepseek",
+    args=DeepSeekArgs,
+    configs=DEEPSEEK_CONFIGS,
+    model="titan_train.models.deepseek.model:DeepSeek",
+    tensor_styles=DEEPSEEK_TENSOR_STYLES,
+)

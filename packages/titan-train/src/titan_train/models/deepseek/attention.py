@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.attention import CausalAttention, SequenceContext
-from titan_train.models.deepseek.configs import DeepSeekArgs
+from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.rope import apply_rope
+from titan_train.models.common.shared_input import SharedInput
+from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.deepseek.yarn import yarn_score_scale
-from titan_train.models.rope import apply_rope
-from titan_train.models.shared_input import SharedInput
 
 
 class LatentAttention(nn.Module):
@@ -47,7 +47,9 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(args.kv_lora_rank, args.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.wo = nn.Linear(args.num_heads * self.v_dim, args.dim, bias=False)
         self.linears = SharedInput()
-        self.inner_attention = CausalAttention(args.num_heads, args.num_heads, args.qk_head_dim)
+        self.inner_attention = CausalAttention(
+            args.num_heads, args.num_heads, args.qk_head_dim, value_dim=args.v_head_dim
+        )
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""

@@ -7,10 +7,10 @@ Nothing here knows of ranks.
 
 from torch import Tensor, nn
 
-from titan_train.models.blocks import DecoderBlock, SwiGLU
-from titan_train.models.decoder import Decoder
+from titan_train.models.common.blocks import DecoderBlock, SwiGLU
+from titan_train.models.common.decoder import Decoder
+from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.deepseek.attention import LatentAttention
-from titan_train.models.deepseek.configs import DeepSeekArgs
 from titan_train.models.deepseek.yarn import yarn_frequencies
 from titan_train.models.moe import MoE
 

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from titan_train.models.deepseek.configs import DeepSeekArgs
-from titan_train.models.rope import rope_frequencies
+from titan_train.models.common.rope import rope_frequencies
+from titan_train.models.deepseek.args import DeepSeekArgs
 
 
 def yarn_frequencies(args: DeepSeekArgs, device: torch.device | None = None) -> Tensor:

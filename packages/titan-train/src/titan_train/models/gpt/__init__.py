@@ -1,6 +1,18 @@
-"""The GPT-3 family: the module and its shipped configurations."""
+"""GPT-2 and GPT-3.
 
-from titan_train.models.gpt.configs import GPT_CONFIGS, GPTArgs
-from titan_train.models.gpt.model import GPT
+- `args`: the arguments of a model, and the shipped configurations.
+- `model`: the module.
+- `tp`: how each module takes part in tensor parallelism.
+"""
 
-__all__ = ["GPT", "GPT_CONFIGS", "GPTArgs"]
+from titan_train.models.family import Family
+from titan_train.models.gpt.args import GPT_CONFIGS, GPTArgs
+from titan_train.models.gpt.tp import GPT_TENSOR_STYLES
+
+GPT_FAMILY = Family(
+    name="gpt",
+    args=GPTArgs,
+    configs=GPT_CONFIGS,
+    model="titan_train.models.gpt.model:GPT",
+    tensor_styles=GPT_TENSOR_STYLES,
+)

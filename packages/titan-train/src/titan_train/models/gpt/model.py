@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.attention import CausalAttention, SequenceContext, document_mask, document_positions
-from titan_train.models.gpt.configs import GPTArgs
-from titan_train.models.shared_input import SharedInput
+from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask, document_positions
+from titan_train.models.common.shared_input import SharedInput
+from titan_train.models.gpt.args import GPTArgs
 
 
 class GPT(nn.Module):

@@ -1,6 +1,18 @@
-"""The Llama-3 family: the module and its shipped configurations."""
+"""Llama 3.
 
-from titan_train.models.llama.configs import LLAMA_CONFIGS, LlamaArgs
-from titan_train.models.llama.model import Llama
+- `args`: the arguments of a model, and the shipped configurations.
+- `model`: the module.
+- `tp`: how each module takes part in tensor parallelism.
+"""
 
-__all__ = ["LLAMA_CONFIGS", "Llama", "LlamaArgs"]
+from titan_train.models.family import Family
+from titan_train.models.llama.args import LLAMA_CONFIGS, LlamaArgs
+from titan_train.models.llama.tp import LLAMA_TENSOR_STYLES
+
+LLAMA_FAMILY = Family(
+    name="llama",
+    args=LlamaArgs,
+    configs=LLAMA_CONFIGS,
+    model="titan_train.models.llama.model:Llama",
+    tensor_styles=LLAMA_TENSOR_STYLES,
+)

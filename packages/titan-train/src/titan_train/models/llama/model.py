@@ -6,10 +6,10 @@ attention, rotary positions with Llama 3.1's scaling, RMSNorm, SwiGLU, no biases
 
 from torch import Tensor
 
-from titan_train.models.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
-from titan_train.models.decoder import Decoder
-from titan_train.models.llama.configs import LlamaArgs
-from titan_train.models.rope import RopeScaling, rope_cos_sin
+from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
+from titan_train.models.common.decoder import Decoder
+from titan_train.models.common.rope import RopeScaling, rope_cos_sin
+from titan_train.models.llama.args import LlamaArgs
 
 
 class Llama(Decoder):

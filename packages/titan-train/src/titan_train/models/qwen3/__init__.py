@@ -1,6 +1,18 @@
-"""The Qwen3 family: the module and its shipped configurations, dense and mixture of experts."""
+"""Qwen3, dense and mixture of experts.
 
-from titan_train.models.qwen3.configs import QWEN3_CONFIGS, Qwen3Args
-from titan_train.models.qwen3.model import Qwen3
+- `args`: the arguments of a model, and the shipped configurations.
+- `model`: the module.
+- `tp`: how each module takes part in tensor parallelism.
+"""
 
-__all__ = ["QWEN3_CONFIGS", "Qwen3", "Qwen3Args"]
+from titan_train.models.family import Family
+from titan_train.models.qwen3.args import QWEN3_CONFIGS, Qwen3Args
+from titan_train.models.qwen3.tp import QWEN3_TENSOR_STYLES
+
+QWEN3_FAMILY = Family(
+    name="qwen3",
+    args=Qwen3Args,
+    configs=QWEN3_CONFIGS,
+    model="titan_train.models.qwen3.model:Qwen3",
+    tensor_styles=QWEN3_TENSOR_STYLES,
+)

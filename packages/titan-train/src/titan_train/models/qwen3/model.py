@@ -6,10 +6,10 @@ which each token takes 8, in place of the feed-forward. Nothing here knows of ra
 
 from torch import nn
 
-from titan_train.models.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
-from titan_train.models.decoder import Decoder
+from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
+from titan_train.models.common.decoder import Decoder
 from titan_train.models.moe import MoE
-from titan_train.models.qwen3.configs import Qwen3Args
+from titan_train.models.qwen3.args import Qwen3Args
 
 
 class Qwen3(Decoder):

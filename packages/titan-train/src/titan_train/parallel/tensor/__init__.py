@@ -1,7 +1,6 @@
 """Tensor parallelism with sequence parallelism, from one declarative table per model.
 
-- `styles`: the words of a table, and how it is read.
-- `tables`: the tables of the shipped families (imported by itself, since it imports the models).
+- `styles`: find a model's table of styles, and read it. Families write it in `titan_train.models.common.tensor_styles`.
 - `plan`, `checks`: what each rank holds, and what is refused, before any rank starts.
 - `apply`: cuts the parameters (`cutting`) and puts hooks (`boundaries`) with the `collectives` around them.
 - `async_matmul`, `async_linears`: the same with the transfers behind the matrix products.
@@ -10,6 +9,7 @@
 - `loss`: cross-entropy on logits cut along the vocabulary.
 """
 
+from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -17,12 +17,12 @@ from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
 from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.micro_pipeline import FusedProducts, can_micro_pipeline, micro_pipeline_options
-from titan_train.parallel.tensor.styles import Style, Table, merge_tables
+from titan_train.parallel.tensor.styles import merge_tables, table_for
 
 __all__ = [
     "FusedProducts",
     "Style",
-    "Table",
+    "StyleTable",
     "all_gather_matmul",
     "apply_tensor_parallel",
     "can_micro_pipeline",
@@ -32,5 +32,6 @@ __all__ = [
     "merge_tables",
     "micro_pipeline_options",
     "overlapped_modules",
+    "table_for",
     "vocab_parallel_cross_entropy_sum",
 ]

@@ -8,6 +8,7 @@ returned table says which box of the whole each one is.
 import torch.distributed as dist
 from torch import nn
 
+from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.cut import Cut
 from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
@@ -15,14 +16,13 @@ from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
 from titan_train.parallel.tensor.cutting import cut_parameters
 from titan_train.parallel.tensor.float8_linears import gather_in_float8
 from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
-from titan_train.parallel.tensor.styles import Table
 
 
 def apply_tensor_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
     *,
-    table: Table,
+    table: StyleTable,
     sequence_parallel: bool,
     replicate_kv: bool = False,
     async_tp: bool = False,

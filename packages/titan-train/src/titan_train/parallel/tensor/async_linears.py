@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn
 from torch import Tensor, nn
 
-from titan_train.models.shared_input import SharedInput
+from titan_train.models.common.shared_input import SharedInput
 from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.plan import PlannedModule
 

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
-from titan_train.parallel.tensor.styles import Table
 
 ASYNC_WITHOUT_SEQUENCE_PARALLEL = (
     "asynchronous tensor parallelism over tp={tp} ranks overlaps the gather and scatter of sequence parallelism, which is "
@@ -15,7 +15,7 @@ def check_tensor_parallel(
     model: nn.Module,
     tp: int,
     *,
-    table: Table,
+    table: StyleTable,
     seq_len_local: int,
     sequence_parallel: bool,
     replicate_kv: bool = False,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from titan_fsdp import clean_fqn, named_parameters
 from torch import nn
 
-from titan_train.parallel.tensor.styles import Style, Table, style_of
+from titan_train.parallel.tensor.styles import Style, StyleTable, style_of
 
 ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "head")
 """Styles that cut dimension 0 of the weight (and the bias, where there is one)."""
@@ -63,7 +63,7 @@ def own_units(units: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def plan_tensor_parallel(
-    model: nn.Module, tp: int, *, table: Table, sequence_parallel: bool, replicate_kv: bool
+    model: nn.Module, tp: int, *, table: StyleTable, sequence_parallel: bool, replicate_kv: bool
 ) -> TensorPlan:
     """Read a table against a model, or a pipeline stage of one.
 
@@ -191,7 +191,7 @@ def _check_regions(regions: list[str], planned: list[PlannedModule]) -> None:
 
 
 def _partial_parameters(
-    model: nn.Module, table: Table, styles: dict[str, Style], regions: list[str], sequence_parallel: bool
+    model: nn.Module, table: StyleTable, styles: dict[str, Style], regions: list[str], sequence_parallel: bool
 ) -> Iterator[str]:
     """Whole parameters of which each rank sees some of the tokens, or some of the heads."""
     forgotten: list[str] = []

@@ -1,29 +1,13 @@
-"""The words of a tensor-parallel table, and how a table is read.
-
-A table maps patterns of module names to styles, in order; the first pattern that matches a module decides. ``*`` stands
-for one segment of a name, ``**`` for any number of them:
-
-    {
-        "tok_embeddings": "embedding",
-        "layers.*.attention": "region",
-        "layers.*.attention.wq": "heads",
-        "layers.*.attention.w[kv]": "kv_heads",
-        "layers.*.attention.wo": "rowwise",
-        "layers.*.*_norm": "replicated",
-        ...
-    }
-
-Every parameter of the model must be covered: under sequence parallelism, a parameter that the table forgot would get
-1/n of its gradient, and nothing would say so.
-"""
+"""Read a table of tensor-parallel styles: which style a module has, and a user's table merged with the family's."""
 
 import fnmatch
 from collections.abc import Mapping
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 from titan_fsdp import clean_fqn
 from torch import nn
 
+<<<<<<< HEAD
 from titan_train.nearest import did_you_mean
 
 Style = Literal[
@@ -47,9 +31,19 @@ A linear outside of every region makes its input whole, or sums its output, by i
 
 Table = Mapping[str, Style]
 """Pattern of module names to style; the first that matches decides."""
+=======
+from titan_train.models.common.tensor_styles import Style, StyleTable
+from titan_train.models.registry import family_of
+>>>>>>> c7f8c32 (titan-train: a family is one folder and one value, in one registry)
 
 
-def style_of(fqn: str, table: Table) -> Style | None:
+def table_for(model: nn.Module) -> StyleTable:
+    """The table of the model's family; empty for a model of no registered family, which ``parallel.tp_plan`` describes."""
+    family = family_of(model)
+    return {} if family is None else family.tensor_styles
+
+
+def style_of(fqn: str, table: StyleTable) -> Style | None:
     """The style of the module (or parameter) of this name, or None where no pattern matches it."""
     for pattern, style in table.items():
         if matches(pattern, fqn):
@@ -62,7 +56,7 @@ def matches(pattern: str, fqn: str) -> bool:
     return _match_segments(pattern.split("."), fqn.split("."))
 
 
-def merge_tables(model: nn.Module, family: Table, plan: Mapping[str, str]) -> Table:
+def merge_tables(model: nn.Module, family: StyleTable, plan: Mapping[str, str]) -> StyleTable:
     """A user's ``parallel.tp_plan`` before the family's table, so that it wins where both match.
 
     Args:

@@ -1,8 +1,8 @@
-"""How each module of GPT takes part in tensor parallelism; the words are explained in `parallel.tensor.styles`."""
+"""How each module of GPT takes part in tensor parallelism; `models.common.tensor_styles` explains the words."""
 
-from titan_train.parallel.tensor.styles import Table
+from titan_train.models.common.tensor_styles import StyleTable
 
-GPT_TENSOR_STYLES: Table = {
+GPT_TENSOR_STYLES: StyleTable = {
     "tok_embeddings": "embedding",
     "pos_embeddings": "positions",
     "layers.*.attention_norm": "replicated",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.attention import SequenceContext, document_mask, document_positions
-from titan_train.models.rope import rope_cos_sin
+from titan_train.models.common.attention import SequenceContext, document_mask, document_positions
+from titan_train.models.common.rope import rope_cos_sin
 
 
 class Decoder(nn.Module):

@@ -42,12 +42,20 @@ class SequenceContext:
 class CausalAttention(nn.Module):
     """Scaled dot-product attention in which a token sees itself and what precedes it in its document."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        """Record the shape, which FLOP counting and the key-value cache read; there are no parameters."""
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, *, value_dim: int | None = None) -> None:
+        """Record the shape, which FLOP counting and context parallelism read; there are no parameters.
+
+        Args:
+            num_heads: H.
+            num_kv_heads: K.
+            head_dim: D.
+            value_dim: Channels of a value that carry data, where values are padded to D; None takes D.
+        """
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attend.

@@ -1,12 +1,12 @@
-"""How each module of Qwen3 takes part in tensor parallelism; the words are explained in `parallel.tensor.styles`.
+"""How each module of Qwen3 takes part in tensor parallelism; `models.common.tensor_styles` explains the words.
 
 Norms of query and key heads are whole on every rank, which has only some of the heads: their gradients are summed. The
 mixture of experts is no region: under sequence parallelism each rank routes its own tokens, to whole experts.
 """
 
-from titan_train.parallel.tensor.styles import Table
+from titan_train.models.common.tensor_styles import StyleTable
 
-QWEN3_TENSOR_STYLES: Table = {
+QWEN3_TENSOR_STYLES: StyleTable = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "replicated",
     "layers.*.attention": "region",

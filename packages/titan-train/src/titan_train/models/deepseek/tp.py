@@ -1,13 +1,13 @@
-"""How each module of DeepSeek takes part in tensor parallelism; the words are explained in `parallel.tensor.styles`.
+"""How each module of DeepSeek takes part in tensor parallelism; `models.common.tensor_styles` explains the words.
 
 Latents are the same for all heads, so the projections to them and their norms are whole on every rank, inside the region:
 each rank's heads give a part of their gradients, which are summed. The mixture of experts is no region: under sequence
 parallelism each rank routes its own tokens, to whole experts.
 """
 
-from titan_train.parallel.tensor.styles import Table
+from titan_train.models.common.tensor_styles import StyleTable
 
-DEEPSEEK_TENSOR_STYLES: Table = {
+DEEPSEEK_TENSOR_STYLES: StyleTable = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "replicated",
     "layers.*.attention": "region",

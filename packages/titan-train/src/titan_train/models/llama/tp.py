@@ -1,8 +1,8 @@
-"""How each module of Llama takes part in tensor parallelism; the words are explained in `parallel.tensor.styles`."""
+"""How each module of Llama takes part in tensor parallelism; `models.common.tensor_styles` explains the words."""
 
-from titan_train.parallel.tensor.styles import Table
+from titan_train.models.common.tensor_styles import StyleTable
 
-LLAMA_TENSOR_STYLES: Table = {
+LLAMA_TENSOR_STYLES: StyleTable = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "replicated",
     "layers.*.attention": "region",

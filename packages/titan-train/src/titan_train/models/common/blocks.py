@@ -10,10 +10,10 @@ Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head w
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.attention import CausalAttention, SequenceContext
+from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.rope import apply_rope
+from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.moe import MoE
-from titan_train.models.rope import apply_rope
-from titan_train.models.shared_input import SharedInput
 
 
 class DecoderBlock(nn.Module):
