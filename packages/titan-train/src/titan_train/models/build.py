@@ -1,7 +1,6 @@
 """Build a model from its configuration: one of a registered family by name, or any module by dotted path."""
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import sys
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from titan_train.models.registry import find_model
+from titan_train.nearest import did_you_mean
 
 _Args = TypeVar("_Args")
 
@@ -77,7 +77,7 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
     for key, value in config.args.items():
         if key not in types:
             raise ValueError(
-                f"model.args.{key}={value!r}: {config.name} has no such argument; did you mean {_nearest(key, types)}? "
+                f"model.args.{key}={value!r}: {config.name} has no such argument. {did_you_mean(key, types)}"
                 f"It takes {', '.join(types)}."
             )
         wanted = types[key]
@@ -109,8 +109,8 @@ def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
     for key, value in config.args.items():
         if key not in signature.parameters and not takes_any:
             raise ValueError(
-                f"model.args.{key}={value!r}: {config.name} has no such argument; it takes "
-                f"{', '.join(signature.parameters) or 'none'}. Did you mean {_nearest(key, signature.parameters)}?"
+                f"model.args.{key}={value!r}: {config.name} has no such argument. "
+                f"{did_you_mean(key, signature.parameters)}It takes {', '.join(signature.parameters) or 'none'}."
             )
     try:
         signature.bind(**arguments)
@@ -143,16 +143,12 @@ def _import_callable(path: str) -> Callable[..., Any]:
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = _nearest(part, vars(found))
-            raise ValueError(f"model.name={path!r}: {module_name} has no {attribute!r}; did you mean {near}?")
+            raise ValueError(
+                f"model.name={path!r}: {module_name} has no {attribute!r}. {did_you_mean(part, vars(found))}".strip()
+            )
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(
             f"model.name={path!r} is a {type(found).__name__}; it must be a class or a function that returns a module."
         )
     return found
-
-
-def _nearest(word: str, choices: Mapping[str, Any]) -> str:
-    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.0)
-    return repr(found[0]) if found else "something else"

@@ -19,6 +19,7 @@ from titan_train.models.family import Family, class_path
 from titan_train.models.gpt import GPT_FAMILY
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.qwen3 import QWEN3_FAMILY
+from titan_train.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,9 @@ def find_model(name: str) -> tuple[Family, Any]:
     for family in families().values():
         if name in family.configs:
             return family, family.configs[name]
-    raise ValueError(f"unknown model {name!r}. Known are {', '.join(list_models())}.")
+    raise ValueError(
+        f"unknown model {name!r}. {did_you_mean(name, list_models())}Known are {', '.join(list_models())}."
+    )
 
 
 def family_of(model: "nn.Module") -> Family | None:

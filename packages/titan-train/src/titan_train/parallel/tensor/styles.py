@@ -7,34 +7,9 @@ from typing import cast, get_args
 from titan_fsdp import clean_fqn
 from torch import nn
 
-<<<<<<< HEAD
-from titan_train.nearest import did_you_mean
-
-Style = Literal[
-    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "rowwise", "replicated", "head"
-]  # fmt: skip
-"""How a module takes part in tensor parallelism. Weights are ``[out, in]``, as in `torch.nn.Linear`.
-
-- ``embedding``: an `nn.Embedding` cut by rows (the vocabulary); its output is summed over the ranks.
-- ``positions``: an `nn.Embedding` that is whole on every rank; under sequence parallelism each looks up its own tokens.
-- ``region``: a module (attention, feed-forward) whose first argument is made whole on every rank, and whose output is a
-  partial sum that is summed over the ranks. It holds the cut linears.
-- ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
-- ``heads``, ``kv_heads``: colwise in whole attention heads; the module that holds it, or a module beside it, tells how
-  many there are by its attributes ``num_heads`` and ``num_kv_heads``, which become this rank's numbers.
-- ``rowwise``: a linear cut by columns of its weight: each rank's output is a summand. Its bias is with the first rank.
-- ``replicated``: whole on every rank, with all that it holds: norms, routers, projections to a shared latent.
-- ``head``: the linear to the vocabulary, cut by rows; its input is made whole, its output stays cut (the loss sums).
-
-A linear outside of every region makes its input whole, or sums its output, by itself.
-"""
-
-Table = Mapping[str, Style]
-"""Pattern of module names to style; the first that matches decides."""
-=======
 from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.registry import family_of
->>>>>>> c7f8c32 (titan-train: a family is one folder and one value, in one registry)
+from titan_train.nearest import did_you_mean
 
 
 def table_for(model: nn.Module) -> StyleTable:
