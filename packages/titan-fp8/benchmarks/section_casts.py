@@ -3,7 +3,7 @@
 import torch
 from measure import Bench
 from titan_fp8 import ops, reference
-from titan_fp8.backends import backends
+from titan_fp8.dispatch import backends
 
 E4M3 = torch.float8_e4m3fn
 

@@ -1,5 +1,6 @@
 """FSDP2 gathers weights in float8: the same bits as one process, on even, uneven and misaligned shards."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,14 @@ def train(net: nn.Module, steps: int, *, sync: bool = False, loss_share: float =
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     outs, weights = [], []
+    constant = titan_fp8.ConstantWeights(net) if sync else contextlib.nullcontext()
     for _ in range(steps):
-        out = net(x)
-        (out.square().mean() * loss_share).backward()
+        with constant:
+            out = net(x)
+            (out.square().mean() * loss_share).backward()
         outs.append(out.detach())
         optimizer.step()
         optimizer.zero_grad()
-        if sync:
-            titan_fp8.sync_scales(net)
         weight = net.first.weight.detach()
         weights.append((weight.full_tensor() if isinstance(weight, DTensor) else weight).clone())
     return outs + weights
@@ -107,13 +108,10 @@ def test_gathered_weights_give_the_bits_of_one_process(recipe: str, ranks: int) 
 def collectives_of_a_step(widths: tuple[int, int, int], recipe: str, sync: bool) -> tuple[list[str], int, int]:
     net = sharded(widths, recipe, dtype=torch.bfloat16)
     train(net, 1, sync=sync)
-    with Collectives() as seen:
+    constant = titan_fp8.ConstantWeights(net) if sync else contextlib.nullcontext()
+    with Collectives() as on_entry, constant, Collectives() as seen:
         net(torch.zeros(8, 64))
-    gathered, calls = seen.gathered_bytes, seen.calls
-    with Collectives() as seen:
-        made = titan_fp8.sync_scales(net)
-    assert seen.calls.count("allreduce_") == made
-    return calls, gathered, made
+    return seen.calls, seen.gathered_bytes, on_entry.calls.count("allreduce_") - seen.calls.count("allreduce_")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +254,10 @@ def replicated_shards(recipe: str) -> tuple[list[torch.Tensor], int]:
         fully_shard(module, mesh=mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return train(net, 2, sync=True, loss_share=float(dist.get_rank() == 0)), titan_fp8.sync_scales(net)
+    outs = train(net, 2, sync=True, loss_share=float(dist.get_rank() == 0))
+    with Collectives() as seen, titan_fp8.ConstantWeights(net):
+        pass
+    return outs, seen.calls.count("allreduce_")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -265,3 +266,89 @@ def test_replicas_of_shards_find_scales_within_their_shard_group(recipe: str) ->
     for got, collectives in run_ranks(replicated_shards, 4, recipe):
         assert collectives == 1
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class ShardCasts(TorchDispatchMode):
+    """Counts casts of weights' shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("titan_fp8::cast_weight_block", "titan_fp8::cast_tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def shard_casts_of_a_step(recipe: str) -> tuple[int, int]:
+    net = sharded(WIDTHS["aligned"], recipe)
+    x = torch.ones(8, 64)
+    counts: list[int] = []
+    for constant in (titan_fp8.ConstantWeights(net), contextlib.nullcontext()):
+        with constant, ShardCasts() as casts:
+            for _ in range(2):  # microbatches, each gathers for forward and for backward
+                # The three layers' inputs and gradients are cast too; under tensorwise by another op, in both layouts.
+                net(x).sum().backward()
+        counts.append(casts.count)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_shard_is_cast_once_in_a_declared_step_and_at_each_gather_outside(recipe: str) -> None:
+    for declared, undeclared in run_ranks(shard_casts_of_a_step, 2, recipe):
+        assert (declared, undeclared) == (3, 3 * 2 * 2)
+
+
+def outputs_after_changes(recipe: str) -> None:
+    """Each change reaches the next forward, in declared steps and outside of them."""
+    changes = {
+        "parameter": lambda p, new: p.copy_(new),
+        "data": lambda p, new: p.data.copy_(new),
+        "local": lambda p, new: p.to_local().copy_(new.to_local()),
+        "data of local": lambda p, new: p.to_local().data.copy_(new.to_local()),
+        "inner": lambda p, new: p._local_tensor.tensor.copy_(new.to_local()),
+        "numpy": lambda p, new: p._local_tensor.tensor.numpy().__setitem__(..., new.to_local().numpy()),
+    }
+    for constant_step in (False, True):
+        net = sharded(WIDTHS["uneven"], recipe)
+        constant = titan_fp8.ConstantWeights(net) if constant_step else contextlib.nullcontext()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+        for seed, change in enumerate(changes.values()):
+            with constant:
+                net(x).sum().backward()
+            for p in net.parameters():
+                p.grad = None if seed % 2 else p.grad
+            new = torch.randn(301, 64, generator=torch.Generator().manual_seed(seed)) * 4.0**seed
+            weight = net.first.weight
+            with torch.no_grad():
+                change(weight, distribute_tensor(new, weight.device_mesh, weight.placements))
+            with constant:
+                got = net(x)
+            plain = build(WIDTHS["uneven"], recipe)
+            with torch.no_grad():
+                plain.first.weight.copy_(new)
+            assert torch.equal(got, plain(x)), (constant_step, seed)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_every_change_of_a_shard_reaches_the_next_forward(recipe: str) -> None:
+    run_ranks(outputs_after_changes, 2, recipe)
+
+
+def change_inside_a_block(check: bool) -> None:
+    net = sharded(WIDTHS["uneven"], "tensorwise")
+    x = torch.ones(8, 64)
+    with titan_fp8.ConstantWeights(net, check=check):
+        net(x)
+        shard = net.first.weight._local_tensor
+        if check:
+            shard.tensor.numpy()[...] = 3.0
+        else:
+            shard.data.fill_(3.0)
+        with pytest.raises(RuntimeError, match=r"first\.weight was changed after it was cast"):
+            net(x)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_shard_that_changes_inside_a_block_is_refused(check: bool) -> None:
+    run_ranks(change_inside_a_block, 2, check)

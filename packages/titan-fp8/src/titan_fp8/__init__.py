@@ -1,19 +1,24 @@
 """float8 training for any PyTorch model: casts, products, layers and a converter.
 
-Start with `convert_to_float8` on a model, or `linear`, `linears` and `grouped_mm` in one of your own. Under FSDP2 add
-`apply_float8_all_gather` before ``fully_shard`` and `sync_scales` after each optimizer step; under tensor parallelism
-use `all_gather_linears` and `linear_reduce_scatter`. `stats` says what float8 costs, `backends` which kernels run.
+Start with `convert_to_float8` on a model, or `linear`, `linears` and `grouped_mm` in one of your own. `ConstantWeights`
+around the forwards and backwards of a step casts each weight once. Under FSDP2 add `apply_float8_all_gather` before
+``fully_shard``; under tensor parallelism use `all_gather_linears` and `linear_reduce_scatter`. `stats` says what float8
+costs, `backends` which kernels run.
 """
 
-from titan_fp8._convert import DEFAULT_SKIP, convert_to_float8
-from titan_fp8._export import export_hf_fp8
-from titan_fp8._fsdp import apply_float8_all_gather, sync_scales
-from titan_fp8._functional import linear, linear_deferred, linears
-from titan_fp8._grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
-from titan_fp8._linear import Float8Linear
-from titan_fp8._parallel_styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
-from titan_fp8._precast import precast_weights
-from titan_fp8._products import (
+from titan_fp8.convert.convert import DEFAULT_SKIP, convert_to_float8
+from titan_fp8.convert.report import ConversionReport, ConvertedLayer
+from titan_fp8.convert.roofline import H200, Hardware, predict_speedup
+from titan_fp8.dispatch import backends
+from titan_fp8.export import export_hf_fp8
+from titan_fp8.layers.functional import linear, linear_deferred, linears
+from titan_fp8.layers.grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
+from titan_fp8.layers.linear import Float8Linear
+from titan_fp8.lifetime import ConstantWeights
+from titan_fp8.parallel.fsdp import apply_float8_all_gather
+from titan_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
+from titan_fp8.parallel.tensor import all_gather_float8, all_gather_linears, linear_reduce_scatter
+from titan_fp8.products import (
     QTensor,
     cast,
     cast_grad,
@@ -24,18 +29,16 @@ from titan_fp8._products import (
     scaled_mm,
     weight_gradient,
 )
-from titan_fp8._recipe import RECIPES, Recipe, Scaling
-from titan_fp8._report import ConvertedLayer, Report
-from titan_fp8._roofline import H200, Hardware, predict_speedup
-from titan_fp8._stats import TensorStats, record_stats, stats, tensor_stats
-from titan_fp8._tensor_parallel import all_gather_float8, all_gather_linears, linear_reduce_scatter
-from titan_fp8._weight_cache import WeightCache
-from titan_fp8.backends import backends
+from titan_fp8.recipe import RECIPES, Recipe, Scaling
+from titan_fp8.statistics import TensorStats, record_stats, stats, tensor_stats
+from titan_fp8.weights.cache import WeightCache
 
 __all__ = [
     "DEFAULT_SKIP",
     "H200",
     "RECIPES",
+    "ConstantWeights",
+    "ConversionReport",
     "ConvertedLayer",
     "Float8ColwiseParallel",
     "Float8GroupedExpertsMixin",
@@ -46,7 +49,6 @@ __all__ = [
     "PrepareFloat8Input",
     "QTensor",
     "Recipe",
-    "Report",
     "Scaling",
     "TensorStats",
     "WeightCache",
@@ -68,12 +70,10 @@ __all__ = [
     "linear_deferred",
     "linear_reduce_scatter",
     "linears",
-    "precast_weights",
     "predict_speedup",
     "record_stats",
     "scaled_mm",
     "stats",
-    "sync_scales",
     "tensor_stats",
     "weight_gradient",
 ]

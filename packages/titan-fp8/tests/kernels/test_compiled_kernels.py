@@ -49,7 +49,7 @@ def _run(script, *arguments):
 
 @pytest.fixture(scope="module")
 def hopper():
-    return _run("_aot.py", "90")
+    return _run("aot.py", "90")
 
 
 def _spills(kernel):
@@ -106,7 +106,7 @@ def test_product_promotes_partial_sums_to_float32(hopper, name):
 
 @pytest.mark.slow
 def test_every_kernel_also_compiles_for_blackwell():
-    kernels = _run("_aot.py", "100")
+    kernels = _run("aot.py", "100")
     assert sorted(kernels) == sorted(KERNELS)
     # Triton 3.9 keeps six registers of this reduction on the stack there; nothing of the loops does.
     assert {name for name, kernel in kernels.items() if _spills(kernel)} <= {"row_column_amax"}
@@ -114,7 +114,7 @@ def test_every_kernel_also_compiles_for_blackwell():
 
 @pytest.mark.slow
 def test_every_launch_binds_and_compiles_for_every_kind_of_shape():
-    result = _run("_launches.py")
+    result = _run("launches.py")
     # More kernels than there are sources: an integer that is 1 or not a multiple of 16 is another kernel.
     assert result["launches"] > result["kernels"] > len(KERNELS)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
-compile_module = pytest.importorskip("titan_fp8.kernels.cuda._compile")
+compile_module = pytest.importorskip("titan_fp8.kernels.cuda.compile")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -71,7 +71,7 @@ def test_a_source_that_does_not_compile_is_reported_with_its_log():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_cast_block_dual_equals_the_reference_with_cpu_threads_for_cuda_threads():
-    script = Path(__file__).with_name("_cuda_on_cpu.py")
+    script = Path(__file__).with_name("cuda_on_cpu.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0"] * 8  # mismatches: q, scale, qt, scale_t, for e4m3 pow2 and e5m2 exact

@@ -58,7 +58,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def interpreted():
-    script = Path(__file__).with_name("_interpreted.py")
+    script = Path(__file__).with_name("interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, env=environment

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from titan_fp8 import ops, reference
-from titan_fp8.backends import backends
+from titan_fp8.dispatch import backends
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from titan_fp8 import ops
-from titan_fp8.backends import backends, implementation
+from titan_fp8.dispatch import backends, implementation
 from titan_fp8.reference import dequantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -214,4 +214,4 @@ def test_backends_reports_the_choice_and_the_reason_for_every_op():
     assert set(by_op["scaled_mm[row·row]"].skipped) == {"cublaslt", "bf16"}
     named = {report.op.split("[")[0] for report in reports}
     assert named == set(ops.__all__)
-    assert implementation("cast_block", torch.device("cpu")).__module__ == "titan_fp8.reference._cast"
+    assert implementation("cast_block", torch.device("cpu")).__module__ == "titan_fp8.reference.cast"

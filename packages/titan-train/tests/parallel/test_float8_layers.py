@@ -1,8 +1,10 @@
 """Float8 layers under accumulation and under schedules that split backward."""
 
 import collections
+import contextlib
 
 import pytest
+import titan_fp8
 import torch
 from titan_pipeline.runtime import WeightGradEngine
 from titan_train.config import ActivationsConfig, Float8Config
@@ -29,10 +31,10 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make(recipe, **options):
+def make(recipe):
     torch.manual_seed(0)
     model = Llama(ARGS)
-    convert_to_float8(model, Float8Config(recipe=recipe, min_speedup=0.0), tokens=64, **options)
+    convert_to_float8(model, Float8Config(recipe=recipe, min_speedup=0.0), tokens=64)
     return model
 
 
@@ -50,16 +52,16 @@ def worst(got, want):
     return max(float((got[name] - want[name]).norm() / want[name].norm()) for name in want)
 
 
-@pytest.mark.parametrize("keep_casts", [False, True])
-def test_weights_are_cast_once_a_step_where_they_stay_in_memory(keep_casts):
-    model, microbatches = make("blockwise", keep_casts=keep_casts), 3
+@pytest.mark.parametrize("declared", [False, True])
+def test_weights_are_cast_once_a_step_where_the_step_is_declared(declared):
+    model, microbatches = make("blockwise"), 3
+    constant = titan_fp8.ConstantWeights(model) if declared else contextlib.nullcontext()
     for step in range(2):
-        with Casts() as casts:
+        with Casts() as casts, constant:
             for index in range(microbatches):
                 loss_of(model, index).backward()
-        shared = 5 * ARGS.num_layers  # of 7; the others keep theirs by themselves
-        again = 0 if keep_casts else shared * (2 * microbatches - 1)
-        assert casts.calls["cast_weight_block"] == LINEARS + again, step
+        per_step = 1 if declared else 2 * microbatches
+        assert casts.calls["cast_weight_block"] == LINEARS * per_step, step
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
@@ -67,12 +69,14 @@ def test_weights_are_cast_once_a_step_where_they_stay_in_memory(keep_casts):
 
 
 def test_kept_casts_change_no_bit():
-    models = [make("blockwise", keep_casts=kept) for kept in (False, True)]
-    for model in models:
+    models = [make("blockwise"), make("blockwise")]
+    for model, declared in zip(models, (False, True), strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        constant = titan_fp8.ConstantWeights(model) if declared else contextlib.nullcontext()
         for step in range(3):
-            for index in range(2):
-                loss_of(model, 2 * step + index).backward()
+            with constant:
+                for index in range(2):
+                    loss_of(model, 2 * step + index).backward()
             optimizer.step()
             optimizer.zero_grad()
     for a, b in zip(*(model.parameters() for model in models), strict=True):

@@ -1,1 +1,4 @@
-"""Other packages' entry points, for frameworks that call those."""
+"""Calls of other libraries, served by this one.
+
+- `torchao`: its float8 training calls.
+"""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from titan_fp8._convert import convert_to_float8
-from titan_fp8._fsdp import apply_float8_all_gather, sync_scales
-from titan_fp8._recipe import Recipe
+from titan_fp8.convert.convert import convert_to_float8
+from titan_fp8.parallel.fsdp import apply_float8_all_gather
+from titan_fp8.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +74,9 @@ def convert_to_float8_training(
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """`titan_fp8.sync_scales`: call it after ``optimizer.step()``."""
-    sync_scales(module)
+    """Does nothing: accepted so that a training loop written for torchao runs unchanged.
+
+    Each weight then finds its scale when it is gathered. `titan_fp8.ConstantWeights` around a step's forwards and
+    backwards finds all of them in one all-reduce.
+    """
+    del module

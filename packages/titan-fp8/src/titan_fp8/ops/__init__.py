@@ -25,7 +25,7 @@ Conventions:
 - ``backend`` is ``"auto"`` or the name of one implementation; see `titan_fp8.backends`.
 """
 
-from titan_fp8.ops._casts import (
+from titan_fp8.ops.casts import (
     amax,
     cast_block,
     cast_block_dual,
@@ -36,10 +36,10 @@ from titan_fp8.ops._casts import (
     cast_tensor,
     cast_tensor_dual,
 )
-from titan_fp8.ops._fused import rmsnorm_backward, rmsnorm_cast_block, swiglu_backward_cast_block, swiglu_cast_block
-from titan_fp8.ops._grouped import cast_grouped
-from titan_fp8.ops._products import grouped_scaled_mm, grouped_scaled_mm_wgrad, scaled_mm
-from titan_fp8.ops._weights import cast_weight_block, cast_weights_block
+from titan_fp8.ops.fused import rmsnorm_backward, rmsnorm_cast_block, swiglu_backward_cast_block, swiglu_cast_block
+from titan_fp8.ops.grouped import cast_grouped
+from titan_fp8.ops.products import grouped_scaled_mm, grouped_scaled_mm_wgrad, scaled_mm
+from titan_fp8.ops.weights import cast_weight_block, cast_weights_block
 
 __all__ = [
     "amax",

@@ -1,6 +1,6 @@
 """Casts, products and fusions in plain torch: what the kernels must equal, and what runs where there are none."""
 
-from titan_fp8.reference._cast import (
+from titan_fp8.reference.cast import (
     amax,
     cast_block,
     cast_block_dual,
@@ -15,7 +15,7 @@ from titan_fp8.reference._cast import (
     pad_matrix,
     round_up,
 )
-from titan_fp8.reference._fused import (
+from titan_fp8.reference.fused import (
     rmsnorm_backward,
     rmsnorm_cast_block,
     swiglu,
@@ -23,16 +23,16 @@ from titan_fp8.reference._fused import (
     swiglu_backward_cast_block,
     swiglu_cast_block,
 )
-from titan_fp8.reference._grouped import (
+from titan_fp8.reference.grouped import (
     cast_grouped,
     grouped_scaled_mm,
     grouped_scaled_mm_wgrad,
     padded_offsets,
     padded_tokens,
 )
-from titan_fp8.reference._matmul import dequantize, scaled_mm
-from titan_fp8.reference._round import round_to_float8
-from titan_fp8.reference._scale import FLOAT8_EMAX, FLOAT8_MAX, encode_decode_scales, encode_exponent, finite_amax
+from titan_fp8.reference.matmul import dequantize, scaled_mm
+from titan_fp8.reference.round import round_to_float8
+from titan_fp8.reference.scale import FLOAT8_EMAX, FLOAT8_MAX, encode_decode_scales, encode_exponent, finite_amax
 
 __all__ = [
     "FLOAT8_EMAX",

@@ -4,15 +4,14 @@ Conversion comes before tensor parallelism, which then cuts float8 layers like o
 tensor are told the ranks that hold its other parts, so that the scale is the same for any number of them. Several
 linears of one input share its cast; experts multiply in float8 too.
 
-A weight's cast is kept over the micro-batches of a step, by each float8 layer and here for those that share an input;
-under FSDP, which casts shards when it gathers them, only as long as the gathered weight is there.
+A weight's cast is kept by its layer over the micro-batches of a step, which `titan_train.train.step` declares with
+`titan_fp8.ConstantWeights`; a weight that FSDP gathered in high precision keeps it only until the weight is freed.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import titan_fp8
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,12 +25,6 @@ _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off":
 class SharedFloat8Input(SharedInput):
     """Linears of one input that is cast once."""
 
-    def __init__(self, *, keep_casts: bool = False) -> None:
-        """With ``keep_casts`` each weight is cast once a step: for weights that stay whole in memory."""
-        super().__init__()
-        self._keep_casts = keep_casts
-        self._caches: list[titan_fp8.WeightCache] = []
-
     def forward(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
         """As `SharedInput`; linears that are not all float8 of one recipe run one by one."""
         layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
@@ -40,10 +33,7 @@ class SharedFloat8Input(SharedInput):
         first = layers[0]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
-        caches = None
-        if self._keep_casts and not torch.compiler.is_compiling():
-            self._caches += [titan_fp8.WeightCache() for _ in layers[len(self._caches) :]]
-            caches = self._caches[: len(layers)]
+        caches = [layer.weight_cache for layer in layers]
         return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
 
 
@@ -76,16 +66,13 @@ DEFERRING_RULES: Mapping[type[nn.Module], Callable[..., Any]] = {
 """For `titan_pipeline.runtime.TorchStage`: how float8 layers take part in schedules that split backward."""
 
 
-def convert_to_float8(
-    model: nn.Module, config: Float8Config, *, tokens: int, keep_casts: bool = False
-) -> titan_fp8.Report:
+def convert_to_float8(model: nn.Module, config: Float8Config, *, tokens: int) -> titan_fp8.ConversionReport:
     """Make the linears and experts of ``model`` compute in float8; in place, on any device, before anything is cut.
 
     Args:
         model: The whole model or a pipeline stage.
         config: Recipe and exceptions.
         tokens: That one rank computes at once, for the prediction of speed.
-        keep_casts: Weights that share an input are cast once a step; without FSDP, whose gathered weights come and go.
 
     Returns:
         What was converted, what was not, and why.
@@ -104,7 +91,7 @@ def convert_to_float8(
     )
     for name, module in list(model.named_modules()):
         if type(module) is SharedInput:
-            model.set_submodule(name, SharedFloat8Input(keep_casts=keep_casts))
+            model.set_submodule(name, SharedFloat8Input())
         elif isinstance(module, Experts):
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
     return report

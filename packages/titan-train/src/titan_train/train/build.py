@@ -113,7 +113,6 @@ def build_parallel_model(
                 part,
                 config.float8,
                 tokens=config.model.seq_len // spec.cp * (config.train.microbatch or 1),
-                keep_casts=mode in ("none", "ddp"),
             )
         if spec.tp > 1:
             assert mesh is not None

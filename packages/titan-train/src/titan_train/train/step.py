@@ -72,6 +72,8 @@ class OptimizerStep:
         self._accumulate: fsdp.Accumulate = accumulate
         self._place = place
         self._device = device
+        # Float8 layers cast each weight once for all micro-batches of a step.
+        self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
 
     def __call__(self, batches: Sequence[Batch], requests: Sequence[bool] = ()) -> StepResult:
         """Train on one step's micro-batches.
@@ -87,7 +89,8 @@ class OptimizerStep:
         agreed = self._place.sum(counts).tolist()
         num_labels = max(1, agreed[0])
 
-        total = self._forward_backward(batches, num_labels)
+        with self._constant_weights:
+            total = self._forward_backward(batches, num_labels)
         gradients = self._model.gradients
         gradients.finish()
         sums = torch.stack([total, gradients.square_norm().to(self._device)])
@@ -105,8 +108,6 @@ class OptimizerStep:
         routing = share_routing(routing, self._model.experts, self._place.pipeline_group, self._device)
         if not skipped:
             self._optimizer.step()
-            for part in self._model.parts:
-                titan_fp8.sync_scales(part)
         self._optimizer.zero_grad(set_to_none=True)
         flags = tuple(flag > 0 for flag in agreed[1:])
         return StepResult(loss_value, norm_value, agreed[0], skipped, flags, routing_statistics(routing))

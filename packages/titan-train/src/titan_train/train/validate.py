@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+import titan_fp8
 import torch
 
 from titan_train.data import Batch
@@ -32,15 +33,16 @@ def validation_loss(
         part.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     remaining = iter(batches)
-    while group := list(itertools.islice(remaining, accumulation)):
-        cut = group if model.context is None else [model.context.cut(batch) for batch in group]
-        if model.pipeline is not None:
-            sums[0] += model.pipeline.evaluate(cut) * place.speaks_for_loss
-        else:
-            for batch in cut:
-                sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * place.speaks_for_loss
-        if place.counts_labels:
-            sums[1] += sum(count_valid(batch.labels) for batch in group)
+    with titan_fp8.ConstantWeights(*model.parts):
+        while group := list(itertools.islice(remaining, accumulation)):
+            cut = group if model.context is None else [model.context.cut(batch) for batch in group]
+            if model.pipeline is not None:
+                sums[0] += model.pipeline.evaluate(cut) * place.speaks_for_loss
+            else:
+                for batch in cut:
+                    sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * place.speaks_for_loss
+            if place.counts_labels:
+                sums[1] += sum(count_valid(batch.labels) for batch in group)
     place.sum(sums)
     for part, training in zip(model.parts, was_training, strict=True):
         part.train(training)

@@ -1,1 +1,5 @@
-"""CUDA C++ kernels: sources as package data, compiled on first use by NVRTC (no nvcc, no ABI to match), then cached."""
+"""CUDA C++ kernels, compiled by NVRTC when first used.
+
+- `compile`: source to binary.
+- `launch`: binary to torch's stream.
+"""

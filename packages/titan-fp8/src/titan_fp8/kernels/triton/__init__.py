@@ -1,1 +1,7 @@
-"""Triton kernels, each the twin of a function in `titan_fp8.reference`, with the same signature."""
+"""Triton kernels: casts, fused casts and grouped products, each equal to its reference bit for bit.
+
+- `round`: rounding to float8 and scales, shared by all.
+- `tensor`, `row`, `block`, `mx`, `weights`: casts by granularity.
+- `fused`: RMSNorm and SwiGLU that end in a cast.
+- `grouped_cast`, `grouped_mm`: experts.
+"""

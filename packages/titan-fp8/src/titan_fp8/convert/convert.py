@@ -1,0 +1,122 @@
+"""Turn a model's linear layers into float8 layers, in place, and say what was done.
+
+A converted layer is the same module object with the same parameters, names and dtypes; only its forward differs. So
+optimizers, checkpoints, hooks and later wrapping (tensor parallel, activation checkpointing, compile, FSDP2) see what
+they saw before. Works on the meta device.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from titan_fp8.convert.patterns import check_patterns, clean_fqn, matching_pattern
+from titan_fp8.convert.report import ConversionReport, ConvertedLayer
+from titan_fp8.convert.roofline import H200, Hardware, predict_speedup
+from titan_fp8.layers.linear import Float8Linear
+from titan_fp8.recipe import Recipe
+
+DEFAULT_SKIP = ("lm_head", "router")
+"""The head (its error goes straight into the loss) and routers of experts (tiny, and their order decides)."""
+
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def convert_to_float8(
+    model: nn.Module,
+    recipe: str | Recipe = "blockwise",
+    *,
+    module_filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    skip: Sequence[str] | None = None,
+    min_speedup: float = 1.0,
+    tokens: int = 16384,
+    hardware: Hardware = H200,
+    strict_filters: bool = True,
+    fsdp_all_gather: bool | Literal["auto"] = "auto",
+) -> ConversionReport:
+    """Make the linear layers of a model compute in float8.
+
+    Args:
+        model: Any module, on any device (meta too), before tensor parallelism and FSDP2. Changed in place: each chosen
+            ``nn.Linear`` becomes a `Float8Linear`, keeping object, parameters, names, dtypes and hooks.
+        recipe: A recipe or its name: tensorwise, rowwise, rowwise_gw_hp, blockwise, mxfp8.
+        module_filter_fn: ``fn(module, fqn) -> bool``; False leaves the layer alone. Called for linear layers only.
+        skip: Patterns of names to leave alone (see `titan_fp8.convert.patterns`); None takes `DEFAULT_SKIP`.
+        min_speedup: Leave a layer alone if it is predicted to be less than this many times as fast as in bfloat16;
+            0 converts any size.
+        tokens: Rows one device computes at once, for that prediction.
+        hardware: The device, for that prediction.
+        strict_filters: Refuse a given skip pattern that matches no linear layer.
+        fsdp_all_gather: Whether `apply_float8_all_gather` later takes these layers: ``"auto"`` where the recipe can.
+
+    Returns:
+        What was converted, what was not, and why.
+
+    Raises:
+        ValueError: If a pattern matches nothing, the recipe is unknown, or ``fsdp_all_gather=True`` with a recipe
+            whose weights cannot be gathered in float8. The model is unchanged then.
+    """
+    chosen = Recipe.get(recipe)
+    if fsdp_all_gather is True and not chosen.fsdp_all_gather:
+        raise ValueError(
+            f"fsdp_all_gather=True with recipe {chosen.name!r}: {_ALL_GATHER_IMPOSSIBLE} Use blockwise or tensorwise, "
+            "or fsdp_all_gather='auto'."
+        )
+    layers = {clean_fqn(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    patterns = DEFAULT_SKIP if skip is None else tuple(skip)
+    if strict_filters and skip is not None:
+        check_patterns(patterns, layers)
+    gather = chosen.fsdp_all_gather if fsdp_all_gather == "auto" else fsdp_all_gather
+
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    skipped: dict[str, str] = {}
+    converted: list[ConvertedLayer] = []
+    for fqn, layer in layers.items():
+        speedup = predict_speedup(tokens, layer.in_features, layer.out_features, chosen, hardware)
+        if (pattern := matching_pattern(fqn, patterns)) is not None:
+            skipped[fqn] = f"named by skip pattern {pattern!r}"
+        elif (reason := _unfit(layer, uses[id(layer.weight)])) is not None:
+            skipped[fqn] = reason
+        elif module_filter_fn is not None and not module_filter_fn(layer, fqn):
+            skipped[fqn] = "refused by module_filter_fn"
+        elif speedup < min_speedup:
+            skipped[fqn] = (
+                f"[{layer.out_features}, {layer.in_features}] is predicted {speedup:.2f}x as fast as bfloat16 with "
+                f"{tokens} tokens on {hardware.name}, below min_speedup={min_speedup:g}"
+            )
+        else:
+            converted.append(ConvertedLayer(fqn, layer.in_features, layer.out_features, speedup))
+    for entry in converted:
+        Float8Linear.from_linear(layers[entry.fqn], chosen, fsdp_all_gather=gather)
+    return ConversionReport(chosen.name, tuple(converted), skipped, _all_gather_note(chosen, gather))
+
+
+def _unfit(layer: nn.Linear, uses: int) -> str | None:
+    """Why a layer cannot be converted, or None."""
+    if isinstance(layer, Float8Linear):
+        return "is a float8 layer already"
+    if type(layer) is not nn.Linear:
+        return f"is a {type(layer).__name__}, whose own forward would be lost"
+    if type(layer.weight) is not nn.Parameter:
+        return f"its weight is a {type(layer.weight).__name__}: convert before tensor parallelism and FSDP2"
+    if uses > 1:
+        return "shares its weight with another module, which needs it in high precision"
+    if layer.weight.dtype not in _WEIGHT_DTYPES:
+        return f"its weight is {layer.weight.dtype}, not bfloat16, float16 or float32"
+    if min(layer.in_features, layer.out_features) == 0:
+        return "is empty"
+    return None
+
+
+_ALL_GATHER_IMPOSSIBLE = (
+    "its backward takes the weight with column scales, which span the ranks: float8 would be sent twice, for no gain."
+)
+
+
+def _all_gather_note(recipe: Recipe, gather: bool) -> str:
+    if gather:
+        amax = "one amax collective a step" if recipe.w.gran == "tensor" else "no amax collective for aligned shards"
+        return f"float8 once apply_float8_all_gather has been called ({amax})"
+    return "high precision: " + ("asked for" if recipe.fsdp_all_gather else _ALL_GATHER_IMPOSSIBLE)

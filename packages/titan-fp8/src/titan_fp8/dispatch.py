@@ -1,0 +1,201 @@
+"""Which implementation of each op runs, decided in this one place.
+
+Every op has a plain-torch reference, which runs anywhere, and faster implementations that need a device or a package.
+An op's ``backend`` argument is ``"auto"`` (the first of its candidates that works here) or a candidate's name. Nothing
+is imported until an op that could use it is called; `backends` says, for each op, what would run and why not the others.
+
+Opt-in candidates never run under ``"auto"``: a kernel stays opt-in until it is measured at least 5 % faster than the
+one before it.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation of an op."""
+
+    name: str
+    """``cuda``, ``triton``, ``cublaslt``, ``bf16`` or ``reference``."""
+    target: str
+    """``module:function``, imported when it is first chosen."""
+    opt_in: bool = False
+    """Whether only ``backend=name`` chooses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """What runs for one op on one device."""
+
+    op: str
+    """The op's name; a product's carries its scalings, ``scaled_mm[block1x128·block128]``."""
+    chosen: str
+    """The candidate that ``backend="auto"`` runs."""
+    skipped: dict[str, str]
+    """The candidates passed over on the way, and why; opt-in candidates that work say so."""
+
+
+_TRITON = "titan_fp8.kernels.triton"
+_REFERENCE = "titan_fp8.reference"
+
+
+_TRITON_MODULES = {
+    "amax": "tensor",
+    "cast_tensor": "tensor",
+    "cast_tensor_dual": "tensor",
+    "cast_row": "row",
+    "cast_row_dual": "tensor",
+    "cast_block": "block",
+    "cast_block_dual": "block",
+    "cast_weight_block": "weights",
+    "cast_weights_block": "weights",
+    "cast_mx": "mx",
+    "cast_mx_dual": "mx",
+    "cast_grouped": "grouped_cast",
+    "grouped_scaled_mm": "grouped_mm",
+    "grouped_scaled_mm_wgrad": "grouped_mm",
+    "rmsnorm_cast_block": "fused",
+    "rmsnorm_backward": "fused",
+    "swiglu_cast_block": "fused",
+    "swiglu_backward_cast_block": "fused",
+}
+
+# In order of preference. Every list ends with the reference, which always works.
+_CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    op: (Candidate("triton", f"{_TRITON}.{module}:{op}"), Candidate("reference", f"{_REFERENCE}:{op}"))
+    for op, module in _TRITON_MODULES.items()
+}
+_CANDIDATES["cast_block_dual"] = (
+    # Half of the Triton kernel's instructions, but not yet measured on a device.
+    Candidate("cuda", "titan_fp8.kernels.cuda.launch:cast_block_dual", opt_in=True),
+    *_CANDIDATES["cast_block_dual"],
+)
+_CANDIDATES["scaled_mm"] = (
+    Candidate("cublaslt", "titan_fp8.kernels.products:scaled_mm_cublaslt"),
+    Candidate("bf16", "titan_fp8.kernels.products:scaled_mm_bf16"),
+    Candidate("reference", f"{_REFERENCE}:scaled_mm"),
+)
+
+# The pairs of scalings that products are asked for: forward and input gradient, then weight gradient.
+_CASES = {
+    "scaled_mm": ("tensor·tensor", "row·row", "block1x128·block128", "block1x128·block1x128", "mx32·mx32"),
+    "cast_grouped": ("tensor", "row", "block1x128", "mx32"),
+    "grouped_scaled_mm": ("tensor·tensor", "row·row", "block1x128·block128", "mx32·mx32"),
+    "grouped_scaled_mm_wgrad": ("block1x128", "mx32"),
+}
+
+
+@functools.cache
+def implementation(op: str, device: torch.device, backend: str = "auto", case: str = "") -> Callable[..., Any]:
+    """The function that runs ``op`` on ``device``.
+
+    Args:
+        op: An op's name without its namespace.
+        device: Where the operands are.
+        backend: ``"auto"`` or a candidate's name.
+        case: What the choice may depend on besides: scaling names, joined by ``·``.
+
+    Raises:
+        ValueError: If there is no such candidate, or it does not work on this device.
+    """
+    if backend == "auto":
+        return _load(_CANDIDATES[op][_first_working(op, device, case)])
+    for candidate in _CANDIDATES[op]:
+        if candidate.name == backend:
+            problem = _problem(candidate, device, case)
+            if problem:
+                raise ValueError(f"{op} with backend={backend!r} on {device}: {problem}. Use backend='auto'.")
+            return _load(candidate)
+    names = ", ".join(["auto", *(candidate.name for candidate in _CANDIDATES[op])])
+    raise ValueError(f"backend={backend!r} does not implement {op}. Its backends are: {names}.")
+
+
+def backends(device: torch.device | str | None = None) -> list[BackendReport]:
+    """What ``backend="auto"`` runs for every op, and why not the candidates before it.
+
+    Args:
+        device: Device to report on; by default the current CUDA device, or the CPU where there is none.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    reports: list[BackendReport] = []
+    for op, candidates in _CANDIDATES.items():
+        for case in _CASES.get(op, ("",)):
+            chosen = _first_working(op, device, case)
+            skipped: dict[str, str] = {}
+            for index, candidate in enumerate(candidates):
+                problem = _problem(candidate, device, case)
+                if index != chosen and (index < chosen or candidate.opt_in):
+                    skipped[candidate.name] = problem or f"works, opt-in: pass backend={candidate.name!r}"
+            reports.append(BackendReport(f"{op}[{case}]" if case else op, candidates[chosen].name, skipped))
+    return reports
+
+
+def _first_working(op: str, device: torch.device, case: str) -> int:
+    for index, candidate in enumerate(_CANDIDATES[op]):
+        if not candidate.opt_in and _problem(candidate, device, case) is None:
+            return index
+    raise AssertionError(f"{op} has no reference")
+
+
+def _load(candidate: Candidate) -> Callable[..., Any]:
+    module, function = candidate.target.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@functools.cache
+def _problem(candidate: Candidate, device: torch.device, case: str) -> str | None:
+    """Why this candidate cannot run, or None."""
+    if candidate.name == "reference":
+        return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, the tensors are on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if candidate.name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if capability < (8, 9):
+            return f"needs float8 conversions (compute capability 8.9), the device has {_dotted(capability)}"
+        if candidate.target.startswith(f"{_TRITON}.grouped_mm") and "mx32" in case:
+            return "has no 1x32 scales; products of MX operands are emulated"
+        if candidate.target.endswith(":cast_grouped") and case != "block1x128":
+            return "has a kernel for 1x128 blocks only"
+        return None
+    if candidate.name == "cuda":
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+            return "cuda-bindings is not installed"
+        if capability < (9, 0):
+            return f"needs compute capability 9.0, the device has {_dotted(capability)}"
+        return None
+    if candidate.name == "cublaslt":
+        return _cublaslt_problem(capability, case)
+    return None
+
+
+def _cublaslt_problem(capability: tuple[int, int], case: str) -> str | None:
+    if capability < (8, 9):
+        return f"float8 products need compute capability 8.9, the device has {_dotted(capability)}"
+    if case in ("block1x128·block128", "block1x128·block1x128"):
+        version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+        if capability[0] != 9:
+            return f"1x128 and 128x128 scales exist on Hopper (9.0) only, the device has {_dotted(capability)}"
+        if version < (12, 9):
+            return f"1x128 and 128x128 scales need CUDA 12.9, torch was built with {torch.version.cuda}"
+        return None
+    if case == "mx32·mx32" and capability[0] != 10:
+        return f"MX scales exist on Blackwell (10.x) only, the device has {_dotted(capability)}"
+    if case not in ("tensor·tensor", "row·row", "mx32·mx32"):
+        return f"has no recipe for {case}"
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

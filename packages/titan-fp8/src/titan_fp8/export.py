@@ -1,0 +1,219 @@
+"""Write a model as a Hugging Face float8 checkpoint: 128x128 blocks, as DeepSeek-V3 is published and servers load.
+
+Each float8 layer's weight becomes two tensors, ``<name>`` (float8 e4m3 codes, ``[N, K]``) and ``<name>_scale_inv``
+(float32, ``[ceil(N / 128), ceil(K / 128)]``; a value is its code times its block's scale), everything else stays as it
+is, and ``config.json`` gets a ``quantization_config``. The codes are those the blockwise recipe trains with.
+
+One tensor at a time is gathered, cast and written; the sizes are known before, so the files' headers come first.
+"""
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8 import ops
+from titan_fp8.convert.patterns import clean_fqn
+from titan_fp8.layers.linear import Float8Linear, plain_weight
+
+# https://github.com/huggingface/safetensors#format
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _Entry(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class _Source(NamedTuple):
+    """A tensor of the model, and what is written for it: itself, or codes and scales."""
+
+    tensor: Tensor
+    entries: tuple[_Entry, ...]
+
+
+@torch.no_grad()
+def export_hf_fp8(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    rename: Callable[[str], str] = str,
+    max_file_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Write a model's weights in float8, for inference.
+
+    Where parameters are sharded (DTensor) all ranks call this; rank 0 writes.
+
+    Args:
+        model: Its `Float8Linear` layers are written in float8, whatever their recipe; all else as it is.
+        folder: Made if it is missing. Files appear under their names only when complete.
+        config: The rest of ``config.json``.
+        rename: From this model's names to the published architecture's.
+        max_file_bytes: Start another file beyond this size.
+
+    Returns:
+        The files that make up the checkpoint, on every rank.
+
+    Raises:
+        ValueError: If two tensors get one name, the model has no float8 layer, or a tensor has a dtype that
+            safetensors lacks.
+    """
+    sources, skipped = _plan(model, rename)
+    files = _split(sources, max_file_bytes)
+    folder = Path(folder)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / _file_name(i, len(files)) for i in range(len(files))]
+    for path, group in zip(paths, files, strict=True):
+        _write_file(path, group, writes)
+    if len(files) > 1:
+        index = {
+            e.name: p.name for p, group in zip(paths, files, strict=True) for source in group for e in source.entries
+        }
+        total = sum(entry.num_bytes for source in sources for entry in source.entries)
+        paths.append(folder / "model.safetensors.index.json")
+        if writes:
+            _write_json(paths[-1], {"metadata": {"total_size": total}, "weight_map": index})
+    paths.append(folder / "config.json")
+    if writes:
+        quantization = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": skipped,
+        }
+        _write_json(paths[-1], {**(config or {}), "quantization_config": quantization})
+    return paths
+
+
+def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source], list[str]]:
+    """What to write, in the state dict's order, and the linear layers that stay in high precision."""
+    float8 = {f"{clean_fqn(n)}.weight".lstrip(".") for n, m in model.named_modules() if isinstance(m, Float8Linear)}
+    if not float8:
+        raise ValueError(
+            "the model has no float8 layer, so nothing would be written in float8; convert_to_float8 it first."
+        )
+    sources: list[_Source] = []
+    names: dict[str, str] = {}
+    for raw_name, value in model.state_dict().items():
+        fqn = clean_fqn(raw_name)
+        name = rename(fqn)
+        if name in names:
+            raise ValueError(f"{fqn} and {names[name]} both get the name {name!r}; make rename one-to-one.")
+        names[name] = fqn
+        tensor = plain_weight(value)
+        shape = tuple(tensor.shape)
+        if fqn in float8:
+            scales = (-(-shape[0] // 128), -(-shape[1] // 128))
+            entries = (
+                _Entry(name, torch.float8_e4m3fn, shape),
+                _Entry(f"{name}_scale_inv", torch.float32, scales),
+            )
+        elif tensor.dtype in _SAFETENSORS_DTYPES:
+            entries = (_Entry(name, tensor.dtype, shape),)
+        else:
+            raise ValueError(f"{fqn} is {tensor.dtype}, which safetensors cannot hold; convert it or leave it out.")
+        sources.append(_Source(tensor, entries))
+    skipped = [
+        rename(f"{clean_fqn(n)}.weight").removesuffix(".weight")
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and not isinstance(m, Float8Linear)
+    ]
+    return sources, skipped
+
+
+def _split(sources: list[_Source], max_file_bytes: int) -> list[list[_Source]]:
+    files: list[list[_Source]] = [[]]
+    size = 0
+    for source in sources:
+        num_bytes = sum(entry.num_bytes for entry in source.entries)
+        if files[-1] and size + num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(source)
+        size += num_bytes
+    return files
+
+
+def _write_file(path: Path, sources: list[_Source], writes: bool) -> None:
+    if not writes:
+        for source in sources:
+            _whole(source.tensor)  # its part in the gather
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in (entry for source in sources for entry in source.entries):
+        header[entry.name] = {
+            "dtype": _SAFETENSORS_DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.num_bytes],
+        }
+        offset += entry.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for source in sources:
+            for tensor in _tensors(source):
+                _write_tensor(file, tensor)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _tensors(source: _Source) -> tuple[Tensor, ...]:
+    whole = _whole(source.tensor)
+    if len(source.entries) == 1:
+        return (whole,)
+    (rows, columns), (row_blocks, column_blocks) = (entry.shape for entry in source.entries)
+    codes, scale, _, _ = ops.cast_weight_block(whole)
+    return codes[:rows, :columns], scale[:row_blocks, :column_blocks]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    data = tensor.detach().cpu().contiguous()
+    num_bytes = data.numel() * data.element_size()
+    if num_bytes:  # through ctypes: torch's own way to bytes needs numpy, which torch does not require
+        file.write(memoryview((ctypes.c_ubyte * num_bytes).from_address(data.data_ptr())))
+
+
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)

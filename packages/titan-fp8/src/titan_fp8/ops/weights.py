@@ -1,0 +1,67 @@
+"""Custom ops: 128×128 casts of weights."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.dispatch import implementation
+from titan_fp8.ops.checks import check_float8, check_input
+from titan_fp8.reference import round_up
+
+E4M3 = torch.float8_e4m3fn
+
+
+@torch.library.custom_op("titan_fp8::cast_weight_block", mutates_args=())
+def cast_weight_block(
+    w: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """128×128 tiles of ``w[N, K]`` or ``w[E, N, K]``: ``q[Np, Kp], scale[Np/128, L4], qt[Kp, Np], scale_t[Kp/128, L4]``."""
+    _check([w], dtype)
+    return implementation("cast_weight_block", w.device, backend)(w, dtype, pow2)
+
+
+@cast_weight_block.register_fake
+def _(
+    w: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check([w], dtype)
+    return empty_weight_block(w, dtype)
+
+
+@torch.library.custom_op("titan_fp8::cast_weights_block", mutates_args=())
+def cast_weights_block(
+    weights: list[Tensor], dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
+) -> list[Tensor]:
+    """`cast_weight_block` of every weight in one launch: the four results of the first, of the second, …"""
+    _check(weights, dtype)
+    return implementation("cast_weights_block", weights[0].device, backend)(weights, dtype, pow2)
+
+
+@cast_weights_block.register_fake
+def _(weights: list[Tensor], dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> list[Tensor]:
+    _check(weights, dtype)
+    return [tensor for w in weights for tensor in empty_weight_block(w, dtype)]
+
+
+def empty_weight_block(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of a 128×128 cast."""
+    *batch, rows, columns = w.shape
+    rows, columns = round_up(rows, 128), round_up(columns, 128)
+    return (
+        w.new_empty(*batch, rows, columns, dtype=dtype),
+        w.new_empty(*batch, rows // 128, round_up(columns // 128, 4), dtype=torch.float32),
+        w.new_empty(*batch, columns, rows, dtype=dtype),
+        w.new_empty(*batch, columns // 128, round_up(rows // 128, 4), dtype=torch.float32),
+    )
+
+
+def _check(weights: list[Tensor], dtype: torch.dtype) -> None:
+    check_float8(dtype)
+    if not weights:
+        raise ValueError("weights is empty: there is nothing to cast, and no device to cast on.")
+    for index, w in enumerate(weights):
+        check_input(w, f"weights[{index}]", dims=(2, 3))
+        if w.device != weights[0].device:
+            raise ValueError(
+                f"weights[{index}] is on {w.device} and weights[0] on {weights[0].device}: one launch casts "
+                "weights of one device. Group them by device."
+            )

@@ -1,0 +1,150 @@
+"""Every Triton kernel compiled ahead of time for a chip that is not there; run as a script, prints one JSON object.
+
+A subprocess of the tests, because compiling takes a kernel's `JITFunction`, which a process with TRITON_INTERPRET=1 has
+not. The assembly is read with the disassembler inside triton's wheel.
+"""
+
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from titan_fp8.kernels.triton import block, fused, grouped_cast, grouped_mm, mx, row, tensor, weights
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+E4M3 = {"E4M3": True, "POW2": True, "HARDWARE": True}
+X, CODES, SCALE, BITS, INT, TILES = "*bf16", "*u8", "*fp32", "*i32", "i32", "tensordesc<fp8e4nv[128, 128]>"
+ODD = "i32 "  # an integer that need not be a multiple of 16
+DUAL = {"q": CODES, "scale": SCALE, "qt": CODES, "scale_t": SCALE}
+SIZES = dict.fromkeys(("M", "K", "stride_x", "stride_q", "stride_qt"), INT)
+STRIDES_GATE = dict.fromkeys(("stride_grad", "stride_gate", "stride_up"), INT)
+DUAL_UP = {f"{name}_up": kind for name, kind in DUAL.items()}
+
+# name: (kernel, its run-time arguments, its compile-time arguments, warps)
+KERNELS = {
+    "cast_block_dual": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3}, 8),
+    "cast_block_dual-ragged": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": True, **E4M3}, 8),
+    "cast_block_dual-exact": (
+        block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3, "POW2": False}, 16,
+    ),
+    "cast_block": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": False, "MASKED": False, **E4M3}, 8),
+    "cast_mx_dual": (
+        mx.cast_mx_kernel, {"x": X, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES},
+        {"DUAL": True, "MASKED": False, "E4M3": True, "HARDWARE": True}, 8,
+    ),
+    "cast_weight": (
+        weights.cast_weight_kernel,
+        {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
+         "experts_scale_t": ODD},
+        {"MASKED": False, **E4M3}, 8,
+    ),
+    "cast_weights": (
+        weights.cast_weights_kernel, {"table": "*i64"},
+        {"NUM_MATRICES": 7, "PADDED_MATRICES": 8, "FIELDS": 9, "INPUT": tl.bfloat16, "MASKED": False, **E4M3}, 8,
+    ),
+    "amax": (
+        tensor.amax_kernel, {"x": X, "amax_bits": BITS, "numel": INT},
+        {"BLOCK": 8192, "BLOCKS": 4, "MASKED": False, "HARDWARE": True}, 8,
+    ),
+    "row_column_amax": (
+        tensor.row_column_amax_kernel,
+        {"x": X, "row_amax_bits": BITS, "column_amax_bits": BITS, "M": INT, "K": INT, "stride_x": INT, "tiles_k": INT},
+        {"MASKED": False, "HARDWARE": True}, 8,
+    ),
+    **{
+        f"cast_with_amax-{name}": (
+            tensor.cast_with_amax_kernel, {"x": X, "amax": SCALE, "amax_t": SCALE, **DUAL, **SIZES, "tiles_k": INT},
+            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 8,
+        )
+        for name in ("tensor", "row")
+    },
+    "cast_row": (
+        row.cast_row_kernel, {"x": X, "q": CODES, "scale": SCALE, "M": INT, "K": INT, "stride_x": INT, "stride_q": INT},
+        {"BLOCK": 4096, "BLOCKS": 1, "MASKED": False, **E4M3}, 4,
+    ),
+    "cast_grouped": (
+        grouped_cast.cast_grouped_kernel,
+        {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, {"GROUPS": 16, **E4M3}, 8,
+    ),
+    "rms_rstd": (
+        fused.rms_rstd_kernel, {"x": X, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},
+        {"BLOCK": 4096, "BLOCKS": 1, "HARDWARE": True}, 4,
+    ),
+    "rmsnorm_cast": (
+        fused.rmsnorm_cast_kernel, {"x": X, "weight": X, "rstd": SCALE, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 8,
+    ),
+    "rmsnorm_backward": (
+        fused.rmsnorm_backward_kernel,
+        {"grad": X, "x": X, "weight": X, "rstd": SCALE, "dx": X, "partial_dweight": SCALE, "M": INT, "K": INT,
+         "stride_grad": INT, "stride_x": INT},
+        {"ROWS": 63, "BLOCK": 4096, "HARDWARE": True}, 8,
+    ),
+    "swiglu_cast": (
+        fused.swiglu_cast_kernel, {"gate": X, "up": X, **DUAL, **SIZES, **STRIDES_GATE}, {"MASKED": False, **E4M3}, 16,
+    ),
+    **{
+        f"grouped_mm-{scaling}": (
+            grouped_mm.grouped_mm_kernel,
+            {"a": TILES, "b": TILES, "scale_a": SCALE, "scale_b": SCALE, "offs": BITS, "out": X, "M": INT, "N": INT,
+             "E": ODD, "tiles_n": ODD, "stride_scale_b": INT, "experts_scale_b": INT},
+            {"GROUPS": 16, "K_BLOCKS": 16, "SCALING": scaling, "BANDS": 8, "HARDWARE": True}, 8,
+        )
+        for scaling in ("block", "row", "tensor")
+    },
+    "grouped_wgrad": (
+        grouped_mm.grouped_wgrad_kernel,
+        {"a": TILES, "b": TILES, "scale_a": SCALE, "scale_b": SCALE, "offs_padded": BITS, "out": X, "N": INT, "K": INT,
+         "tiles_n": ODD, "tiles_k": ODD},
+        {"HARDWARE": True}, 8,
+    ),
+    "swiglu_backward_cast": (
+        fused.swiglu_backward_cast_kernel, {"grad": X, "gate": X, "up": X, **DUAL, **DUAL_UP, **SIZES, **STRIDES_GATE},
+        {"MASKED": False, **E4M3}, 16,
+    ),
+}  # fmt: skip
+
+
+def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
+    """The assembly's instruction counts, registers and spills."""
+    names = kernel.arg_names
+    # As at run time: torch's addresses and these sizes are multiples of 16.
+    aligned = [name for name in names if arguments.get(name, "fp32") not in ("fp32", ODD, TILES)]
+    signature = {name: arguments.get(name, "constexpr").strip() for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        sass = subprocess.run([binaries / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [binaries / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass.stdout, re.MULTILINE)
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage.stdout + usage.stderr).groups()
+    return {
+        "registers": int(registers),
+        "stack_bytes": int(stack),
+        "local_bytes": int(local),
+        "shared_bytes": compiled.metadata.shared,
+        "opcodes": collections.Counter(opcodes),
+    }
+
+
+def main(names, capability):
+    print(json.dumps({name: compile_kernel(*KERNELS[name], capability) for name in names}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:] or list(KERNELS), int(sys.argv[1]))

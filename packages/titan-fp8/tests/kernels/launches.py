@@ -1,0 +1,97 @@
+"""Every launch of a Triton kernel bound and compiled as on a Hopper GPU, without one; prints how many there were.
+
+The wrappers get CPU tensors of many shapes; in place of a driver stands one that knows only its target, and a launch
+stops once the kernel is compiled. That covers what the interpreter and compiling by hand skip: how arguments bind, and
+that Triton compiles a kernel anew where an integer is 1 (then a constant) or not a multiple of 16.
+"""
+
+import json
+
+import torch
+import triton
+from titan_fp8 import reference
+from titan_fp8.kernels.triton import block, fused, grouped_cast, grouped_mm, mx, row, tensor, weights
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class DriverOfNoDevice:
+    """What binding and compiling ask of a driver."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_instead_of_launching():
+    """Make every launch stop after compilation; the compiled kernels are collected in the list that is returned."""
+    compiled = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        # The nested kernels of a module are called by the compiler, never run: only launches come here.
+        compiled.append(run(self, *args, grid=grid, warmup=True, **{**kwargs, "HARDWARE": True}))
+        return compiled[-1]
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(DriverOfNoDevice())
+    return compiled
+
+
+def call_everything():
+    for shape in ((256, 512), (1, 1), (300, 147)):
+        x, u, g = (torch.randn(shape).bfloat16() for _ in range(3))
+        for dtype, pow2 in ((E4M3, True), (E5M2, False)):
+            tensor.cast_tensor(x, dtype, pow2)
+            tensor.cast_tensor_dual(x, dtype, pow2)
+            tensor.cast_row_dual(x, dtype, pow2)
+            row.cast_row(x, dtype, pow2)
+            block.cast_block(x, dtype, pow2)
+            block.cast_block_dual(x, dtype, pow2)
+            weights.cast_weight_block(x, dtype, pow2)
+            weights.cast_weights_block([x, torch.stack([x, x])], dtype, pow2)
+        mx.cast_mx(x, E4M3)
+        mx.cast_mx_dual(x, E4M3)
+        weight, rstd = torch.ones(shape[1]), torch.ones(shape[0])
+        fused.rmsnorm_cast_block(x, weight, 1e-5, E4M3, True)
+        fused.rmsnorm_backward(g, x, weight, rstd)
+        fused.swiglu_cast_block(x, u, E4M3, True)
+        fused.swiglu_backward_cast_block(g, x, u, E4M3, True)
+        call_grouped(x, g, experts=1)
+        call_grouped(x, g, experts=3)
+    for dtype in (torch.float32, torch.float16):
+        block.cast_block_dual(torch.randn(256, 256).to(dtype), E4M3, True)
+    row.cast_row(torch.randn(16, 20000).bfloat16(), E4M3, True)
+
+
+def call_grouped(x, g, experts):
+    offs = torch.full((experts,), x.shape[0], dtype=torch.int32)
+    grouped_cast.cast_grouped(x, offs, E4M3, True, "block1x128")
+    w = torch.randn(experts, *x.shape).bfloat16()
+    tensor_q, tensor_scale = reference.cast_tensor(reference.pad_matrix(w[0], 128), E4M3, True)
+    rows = [reference.cast_row(reference.pad_matrix(expert, 128), E4M3, True) for expert in w]
+    weights = {
+        "block1x128": ("block128", reference.cast_weight_block(w, E4M3, True)[:2]),
+        "row": ("row", tuple(torch.stack(part) for part in zip(*rows, strict=True))),
+        "tensor": ("tensor", (tensor_q.repeat(experts, 1, 1), tensor_scale)),
+    }
+    for scaling, (weight_scaling, weight) in weights.items():
+        q, scale, *_ = reference.cast_grouped(x, offs, E4M3, True, scaling)
+        for out_dtype in (torch.bfloat16, torch.float32):
+            grouped_mm.grouped_scaled_mm(q, scale, *weight, offs, scaling, weight_scaling, out_dtype)
+    _, _, xt, scale_x, ends = reference.cast_grouped(x, offs, E4M3, True, "block1x128")
+    _, _, gt, scale_g, _ = reference.cast_grouped(g, offs, E5M2, True, "block1x128")
+    grouped_mm.grouped_scaled_mm_wgrad(gt, scale_g, xt, scale_x, ends, "block1x128", torch.bfloat16)
+
+
+if __name__ == "__main__":
+    compiled = compile_instead_of_launching()
+    call_everything()
+    print(json.dumps({"launches": len(compiled), "kernels": len({kernel.hash for kernel in compiled})}))
