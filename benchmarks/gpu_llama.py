@@ -150,6 +150,7 @@ def main():
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--checkpoint", default="none", help="activation checkpointing of titan-train's variants")
+    parser.add_argument("--build", choices=["eager", "compiled", "both"], default="both")
     parser.add_argument("--check", action="store_true", help="run everything on the CPU, tiny")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.check else "cuda")
@@ -166,8 +167,9 @@ def main():
     has_torchao = importlib.util.find_spec("torchao") is not None
     if has_torchao:
         variants |= {"torchao tensorwise": (HandWritten, "tensorwise", False)}
-    if not arguments.check:  # inductor needs a minute a variant
-        variants |= {f"{name}, compiled": (kind, recipe, True) for name, (kind, recipe, _) in variants.items()}
+    if not arguments.check:  # inductor needs a minute per variant
+        compiled = {f"{name}, compiled": (kind, recipe, True) for name, (kind, recipe, _) in variants.items()}
+        variants = {"eager": variants, "compiled": compiled, "both": variants | compiled}[arguments.build]
     found = {name: {"s": [], "gib": 0.0, "casts": 0.0} for name in variants}
     for _ in range(arguments.rounds):
         for name, (kind, recipe, compiled) in variants.items():

@@ -30,25 +30,57 @@ class Bench:
         return x.requires_grad_(requires_grad)
 
     def median_ms(self, runs: Sequence[Callable[[], object]]) -> float:
-        """Median milliseconds of one call, rotating through ``runs`` so that none finds its input in the cache."""
+        """Median milliseconds of the kernels of one call: the host has queued them before the clock starts.
+
+        ``runs`` are taken in turn, so that none finds its input in the cache. The time of the host is left out: for what
+        a user waits for, see `eager_ms`.
+        """
         for run in [*runs, *runs]:
             run()
-        times = [self._time_ms(runs[i % len(runs)]) for i in range(self.repeats)]
+        times = [self._kernels_ms(runs[i % len(runs)]) for i in range(self.repeats)]
         return statistics.median(times)
 
-    def _time_ms(self, run: Callable[[], object]) -> float:
+    def eager_ms(self, run: Callable[[], object], calls: int = 8) -> float:
+        """Median milliseconds of one call among ``calls`` in a row, host time included: the rate of eager training."""
+        run()
+        times = []
+        for _ in range(max(1, self.repeats // 2)):
+            times.append(self._between_events_ms(lambda: [run() for _ in range(calls)]) / calls)
+        return statistics.median(times)
+
+    def host_us(self, run: Callable[[], object], calls: int = 20) -> float:
+        """Microseconds that the host is busy for one call."""
+        run()
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        taken = (time.perf_counter() - began) * 1e6 / calls
+        self._wait()
+        return taken
+
+    def _kernels_ms(self, run: Callable[[], object]) -> float:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host queues the whole call
+        return self._between_events_ms(run, wait=False)
+
+    def _between_events_ms(self, run: Callable[[], object], wait: bool = True) -> float:
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()
             return (time.perf_counter() - start) * 1e3
+        if wait:
+            self._wait()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Half a millisecond of waiting lets the host queue the whole call first: kernels are timed, not Python.
-        torch.cuda._sleep(1_000_000)
         start.record()
         run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def ceilings(bench: Bench) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 Question: are the casts at memory speed, and how much faster than bfloat16 is everything around the products, eager?
 
-Method: random normal data (zeros let the chip clock higher). CUDA events, median of 30 calls after warm-up, three
-inputs in rotation where a cache could hold one, the call queued before the clock starts. Copy bandwidth and the
-products' own rates are measured in the same call and every figure is set beside them, and beside torchao's where that
-is installed (eager and compiled).
+Method: random normal data (zeros let the chip clock higher). CUDA events, median of 30 calls after warm-up. Casts and
+products are kernel times: three inputs in rotation where a cache could hold one, the call queued before the clock
+starts. Linear layers are timed as training calls them, one after the other with the host's time in them, and their
+kernels and host time beside that. Copy bandwidth and the products' own rates are measured in the same call and every
+figure is set beside them, and beside torchao's where that is installed (eager and compiled).
 
 Output: a table per section, and one JSON object on the last line. ``--out FOLDER`` also writes
 ``fp8_<device>_<yyyymm>.md`` and ``.json`` there.
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="tiny shapes: does all of this code run?")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--shapes", choices=sorted(section_linears.SHAPES), default="all", help="of the linear layers")
     parser.add_argument("--repeats", type=int, default=30, help="timed calls; their median counts")
     parser.add_argument("--out", type=Path, help="folder for the results")
     arguments = parser.parse_args()
@@ -57,7 +59,7 @@ def main() -> None:
         record["casts"] = section_casts.run(bench, record["ceilings"]["copy_tb_per_s"])
         lines += [_heading("Casts, 16384×4096"), *_rows(record["casts"])]
     if "linears" in arguments.sections:
-        record["linears"] = section_linears.run(bench)
+        record["linears"] = section_linears.run(bench, arguments.shapes)
         for name, rows in record["linears"].items():
             lines += [_heading(f"Linear {name}, forward and backward"), *_rows(rows)]
     if "grouped" in arguments.sections:

@@ -1,0 +1,182 @@
+"""Does the device compute what the CPU computes? Every path that has code of its own for CUDA, against a plain reference.
+
+Question: models, attention with and without documents, experts, float8 linear layers and FSDP's float8 gather: how far
+is the device from a reference on the CPU, and is that what its number format explains?
+
+Method: same weights and inputs on both sides. A check has a bound that its arithmetic gives, said beside it; the error
+is the norm of the difference over the norm of the reference, for values and for every gradient (the worst counts).
+
+Output: a row per check, one JSON object on the last line; exit code 1 if any check is over its bound or raised.
+
+    python benchmarks/gpu/correctness.py --device cuda
+    python benchmarks/gpu/correctness.py --device cpu --tiny
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+import titan_fp8
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BF16 = 2.0**-8  # one rounding to bfloat16
+# Two results of one float8 product differ by the order of summation and by one rounding of each to bfloat16. Hopper's
+# tensor cores keep about 14 bits while they add, so 2^-13 * sqrt(K / 128) more; 4 roundings bound both for K <= 16384.
+FLOAT8 = 4 * BF16
+FP32 = 1e-5  # a sum of a few thousand float32 terms in another order: sqrt(4096) * 2^-24, times 2 for two products
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of the reference, in float64."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def float8_linear(device: torch.device, size: int, recipe: str) -> float:
+    """A float8 layer on the device against the same layer's reference casts on the CPU."""
+    torch.manual_seed(0)
+    plain = titan_fp8.Float8Linear(size, 2 * size, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    moved = copy.deepcopy(plain).to(device)
+    x, g = torch.randn(256, size).bfloat16(), torch.randn(256, 2 * size).bfloat16()
+    found = []
+    for layer, where in ((plain, torch.device("cpu")), (moved, device)):
+        inputs = x.to(where).requires_grad_()
+        out = layer(inputs)
+        found.append((out, *torch.autograd.grad(out, (inputs, layer.weight), g.to(where))))
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def grouped_experts(device: torch.device, size: int, recipe: str) -> float:
+    """Grouped float8 products on the device against the CPU's, with an empty group and uneven ones."""
+    torch.manual_seed(0)
+    x, w = torch.randn(384, size).bfloat16(), (torch.randn(4, size, 128) * size**-0.5).bfloat16()
+    ends = torch.tensor([130, 130, 200, 384], dtype=torch.int32)
+    g = torch.randn(384, 128).bfloat16()
+    found = []
+    for where in (torch.device("cpu"), device):
+        a, b = x.to(where).requires_grad_(), w.to(where).requires_grad_()
+        out = titan_fp8.grouped_mm(a, b, ends.to(where), recipe)
+        found.append((out, *torch.autograd.grad(out, (a, b), g.to(where))))
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def attention(device: torch.device, seq_len: int, packed: bool) -> float:
+    """Attention of the models in bfloat16, grouped heads, against float64 on the CPU."""
+    from titan_train.models.attention import CausalAttention, SequenceContext, document_mask
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, seq_len, heads, 64).bfloat16() for heads in (8, 2, 2))
+    cu = torch.tensor([[0, 5, seq_len // 2, seq_len], [0, seq_len - 1, seq_len, seq_len]], dtype=torch.int32)
+    found = []
+    for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.bfloat16)):
+        ends = cu.to(where) if packed else None
+        mask = document_mask(ends, seq_len) if packed else None
+        context = SequenceContext(positions=torch.arange(seq_len, device=where), cu_seqlens=ends, mask=mask)
+        inputs = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
+        out = CausalAttention(8, 2, 64)(*inputs, context)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def model(device: torch.device, name: str) -> float:
+    """Loss and every gradient of a shipped model in float32, on the device against the CPU."""
+    from titan_train.config.model import ModelConfig
+    from titan_train.models import build_model, init_for
+
+    config = ModelConfig(name=name, seq_len=64)
+    plain = build_model(config, vocab_size=256, device="cpu")
+    init = init_for(plain)
+    with torch.no_grad():
+        for fqn, parameter in plain.named_parameters():
+            init(fqn, parameter, torch.Generator().manual_seed(len(fqn)))
+    moved = copy.deepcopy(plain).to(device)
+    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
+    found: list[list[Tensor]] = []
+    for module, where in ((plain, torch.device("cpu")), (moved, device)):
+        batch = tokens.to(where)
+        logits = module(batch[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        found.append([loss, *(p.grad for p in module.parameters() if p.grad is not None)])
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def fsdp_float8(device: torch.device, size: int) -> float:
+    """A step whose weights FSDP2 gathers in float8, against the layer that casts the gathered weight."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)).bfloat16()
+    x, g = torch.randn(128, size).bfloat16().to(device), torch.randn(128, size).bfloat16().to(device)
+    found: list[list[Tensor]] = []
+    for gathered in (False, True):
+        module = copy.deepcopy(plain).to(device)
+        titan_fp8.convert_to_float8(module, "blockwise", min_speedup=0)
+        if gathered:
+            titan_fp8.apply_float8_all_gather(module)
+            fully_shard(module)
+        out = module(x)
+        out.backward(g)
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        found.append([out, *(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)])
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def checks(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], float], float, str]]:
+    """Name, what computes the error, its bound, and where the bound comes from."""
+    size = 128 if tiny else 1024
+    for recipe in ("tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"):
+        yield f"float8 linear, {recipe}", lambda r=recipe: float8_linear(device, size, r), FLOAT8, "4 bf16 roundings"
+    for recipe in ("blockwise", "rowwise"):
+        yield f"float8 experts, {recipe}", lambda r=recipe: grouped_experts(device, size, r), FLOAT8, "4 bf16 roundings"
+    yield "FSDP2 float8 gather", lambda: fsdp_float8(device, size), FLOAT8, "4 bf16 roundings"
+    for packed in (False, True):
+        name = "attention, documents" if packed else "attention, causal"
+        # inputs are bfloat16 on both sides; scores, weights and the output are rounded once each, gradients twice
+        yield name, lambda p=packed: attention(device, 64 if tiny else 1024, p), 8 * BF16, "8 bf16 roundings"
+    if importlib.util.find_spec("pydantic") and importlib.util.find_spec("titan_train"):
+        from titan_train.models import list_models
+
+        for name in [name for name in list_models() if name.endswith("_debug")]:
+            # some layers of depth: each adds its own rounding, and the gradient passes them twice
+            yield f"{name} in float32", lambda n=name: model(device, n), 20 * FP32, "20 float32 sums"
+
+
+def main() -> None:
+    """Run all checks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rows, failed = {}, 0
+    for name, compute, bound, why in checks(device, arguments.tiny):
+        try:
+            found = compute()
+        except Exception as err:  # the next check may still tell something
+            traceback.print_exc()
+            rows[name] = {"error": f"{type(err).__name__}: {err}"[:300]}
+        else:
+            rows[name] = {"error": found, "bound": bound, "ok": found <= bound}
+        failed += not rows[name].get("ok", False)
+        shown = rows[name]["error"]
+        print(
+            f"{name:32} {shown if isinstance(shown, str) else f'{shown:.2e}'}  at most {bound:.1e} ({why})", flush=True
+        )
+    dist.destroy_process_group()
+    print(json.dumps({"benchmark": "gpu_correctness", "device": arguments.device, "failed": failed, "checks": rows}))
+    sys.exit(int(failed > 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""List, and download, the wheels that a GPU machine with torch, triton, numpy and pytest lacks.
+
+    python benchmarks/gpu/wheels.py                            # names only
+    python benchmarks/gpu/wheels.py --out wheels --python 3.12 # download for that Python on x86-64 Linux
+
+Run it where packages can be installed, carry the folder to the GPU machine, and give it to `run.py --wheels`. `--peer`
+adds torchao, which the whole-model benchmark measures beside titan-fp8 where it is installed.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+# what titan-train, titan-ckpt and their dependencies import, below what the machine is to have
+NEEDED = (
+    "annotated-types",
+    "docstring-parser",
+    "jinja2",
+    "markdown-it-py",
+    "markupsafe",
+    "mdurl",
+    "pydantic",
+    "pydantic-core",
+    "pygments",
+    "regex",
+    "rich",
+    "safetensors",
+    "sentencepiece",
+    "shtab",
+    "tiktoken",
+    "tomli-w",
+    "typeguard",
+    "typing-extensions",
+    "typing-inspection",
+    "tyro",
+    "xxhash",
+    "zstandard",
+)
+
+
+def main() -> None:
+    """Print the names, or fetch the wheels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the wheels; without it the names are listed")
+    parser.add_argument("--python", default="3.12", help="the GPU machine's Python (default 3.12)")
+    parser.add_argument("--peer", action="store_true", help="torchao too")
+    arguments = parser.parse_args()
+    names = [*NEEDED, *(["torchao"] if arguments.peer else [])]
+    if arguments.out is None:
+        print("\n".join(names))
+        return
+    requirements = [*names]
+    index = requirements.index("pydantic-core")
+    # pydantic accepts exactly one version of its core: let pip resolve that pair, and no other dependency
+    pair = _resolve_core(arguments.python)
+    requirements[index] = pair
+    subprocess.run([*_pip(arguments), "--no-deps", *requirements], check=True)
+    print(f"{len(list(arguments.out.glob('*.whl')))} wheels in {arguments.out}")
+
+
+def _pip(arguments: argparse.Namespace) -> list[str]:
+    platform = [
+        "--platform",
+        "manylinux_2_28_x86_64",
+        "--platform",
+        "manylinux2014_x86_64",
+        "--platform",
+        "manylinux_2_34_x86_64",
+    ]
+    target = ["--only-binary=:all:", "--python-version", arguments.python, *platform, "--dest", str(arguments.out)]
+    return [sys.executable, "-m", "pip", "download", "--quiet", *target]
+
+
+def _resolve_core(python: str) -> str:
+    """The version of pydantic-core that the newest pydantic wants."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    command += ["--only-binary=:all:", "--python-version", python, "--target", "unused", "pydantic"]
+    import json
+
+    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = {item["metadata"]["name"].replace("_", "-"): item["metadata"]["version"] for item in report["install"]}
+    return f"pydantic-core=={found['pydantic-core']}"
+
+
+if __name__ == "__main__":
+    main()
