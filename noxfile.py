@@ -77,15 +77,10 @@ def slow(session: nox.Session, package: str) -> None:
     )
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, then the measurements that do."""
-    _sync(session, "test", "--all-packages", "--all-extras")
-    gpu_tests = ["--gpu", "-m", "gpu or multi_gpu", "packages", *session.posargs]
-    session.run("pytest", "-q", *gpu_tests, env=TEST_ENV, success_codes=[0, 5])
-    session.run("python", "packages/titan-fp8/benchmarks/on_gpu.py", "--out", "benchmarks/results")
-    session.run("python", "packages/titan-cp/benchmarks/simulated_ring.py", "--tokens", "8192", "32768")
-    session.run("python", "benchmarks/gpu_llama.py", "--layers", "12", "--seq-len", "8192")
+    """Everything that a CUDA device can answer, in ten minutes, with this Python and offline; see benchmarks/gpu."""
+    session.run("python3", "benchmarks/gpu/run.py", "--out", "benchmarks/results/gpu", *session.posargs)
 
 
 @nox.session(default=False)

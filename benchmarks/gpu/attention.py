@@ -13,6 +13,7 @@ Output: a row per case; one JSON object on the last line.
 """
 
 import argparse
+import itertools
 import json
 import random
 
@@ -69,13 +70,13 @@ def main() -> None:
 
 
 def _varlen(q, k, v, ends):
-    """torch's variable-length attention of the same documents, ``[T, H, D]``."""
+    """Torch's variable-length attention of the same documents, ``[T, H, D]``."""
 
     def forward():
         from torch.nn.attention.varlen import varlen_attn
 
         cu = torch.tensor(ends, device=q.device, dtype=torch.int32)
-        longest = max(b - a for a, b in zip(ends, ends[1:], strict=False))
+        longest = max(b - a for a, b in itertools.pairwise(ends))
         parts = [x[0].transpose(0, 1) for x in (q, k, v)]
         groups = q.shape[1] // k.shape[1]
         parts[1:] = [x.repeat_interleave(groups, dim=1) for x in parts[1:]]  # without grouped heads, on every version

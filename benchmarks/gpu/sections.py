@@ -31,7 +31,7 @@ SECTIONS = (
         "kernels",
         "Does every float8 kernel give the reference's bits on this device?",
         f"{PYTEST} --gpu -m gpu packages/titan-fp8/tests/kernels/test_on_device.py",
-        f"{PYTEST} packages/titan-fp8/tests/test_recipes.py",
+        f"{PYTEST} packages/titan-fp8/tests/test_stats.py",
     ),
     Section(
         "paths",

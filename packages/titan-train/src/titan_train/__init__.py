@@ -6,7 +6,11 @@ The package is the app; its public face is the command `titan-train`. As a libra
     from titan_train.train import Trainer
 """
 
+from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
 
-__version__ = _version("titan-train")
+try:
+    __version__ = _version("titan-train")
+except _NotInstalled:  # the sources on the Python path, as a machine without an installer runs them
+    __version__ = "0+source"
 __all__ = ["__version__"]
