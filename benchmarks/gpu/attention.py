@@ -19,7 +19,7 @@ import random
 
 import torch
 from timing import median_ms, peak_gib
-from titan_train.models.attention import attend, document_mask
+from titan_train.models.common.attention import attend, document_mask
 
 
 def documents(seq_len: int, mean: int) -> list[int]:

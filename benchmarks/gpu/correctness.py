@@ -69,7 +69,7 @@ def grouped_experts(device: torch.device, size: int, recipe: str) -> float:
 
 def attention(device: torch.device, seq_len: int, packed: bool) -> float:
     """Attention of the models in bfloat16, grouped heads, against float64 on the CPU."""
-    from titan_train.models.attention import CausalAttention, SequenceContext, document_mask
+    from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, seq_len, heads, 64).bfloat16() for heads in (8, 2, 2))

@@ -7,7 +7,7 @@ arguments that make it run on a CPU in seconds.
 
 from dataclasses import dataclass
 
-PYTEST = "-m pytest -q -c benchmarks/gpu/pytest.ini --rootdir . -p titan_testing.plugin -p no:cacheprovider"
+PYTEST = "-m pytest -q -c benchmarks/gpu/pytest.ini --rootdir . -p no:titan_testing -p titan_testing.plugin -p no:cacheprovider"
 
 
 @dataclass(frozen=True)
