@@ -1,0 +1,98 @@
+"""What a software stack makes of the same layout: one factor per (stack, precision, machine), with its uncertainty.
+
+The same layout runs 26 % faster half a year later from software alone, so every stack has a factor, measured over
+estimated speed, fitted on at most two rows per (stack, precision, machine). A set with few rows leans on the sets that
+resemble it: the logarithms of the factors are jointly normal, with a variance for what all dense (or all routed) models
+share, for a stack, for a release of it, for a set, and for a single layout (`_SPREAD`). The prediction for a new layout
+is the conditional mean; its standard deviation gives the interval.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_train.planner.calibrate.rows import MeasuredRow
+
+_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "release": 0.20, "dense": 0.09, "routed": 0.22}
+_ROWS_PER_SET = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SoftwareKey:
+    """What a factor depends on."""
+
+    stack: str
+    precision: str
+    machine: str
+    release: str
+    routed: bool
+
+
+def key_of(row: MeasuredRow) -> SoftwareKey:
+    """The key of a measured row. Fine-tuning with adapters is its own code path in torch-native stacks."""
+    stack = "bridge" if row.collection in ("bridge", "skills") else row.collection
+    if row.collection == "automodel" and row.setup.task == "lora":
+        stack += "-lora"
+    release = ".".join(row.release.split(".")[:2]) if row.collection == "bridge" else ""
+    return SoftwareKey(stack, row.setup.precision, row.machine.name, release, row.shape.moe)
+
+
+def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    """At most two rows per (stack, precision, machine): the newest routed and dense ones, else two layouts of a kind."""
+    sets: dict[tuple[str, str, str], list[MeasuredRow]] = {}
+    for row in rows:
+        sets.setdefault(row.set_key, []).append(row)
+    chosen: list[MeasuredRow] = []
+    for members in sets.values():
+        newest = sorted(members, key=lambda row: row.release or "99", reverse=True)
+        picks = [next((r for r in newest if r.shape.moe is routed), None) for routed in (True, False)]
+        kept = [row for row in picks if row is not None]
+        for row in newest:
+            if len(kept) < _ROWS_PER_SET and all(row.layout != other.layout for other in kept):
+                kept.append(row)
+        chosen += kept[:_ROWS_PER_SET]
+    return chosen
+
+
+def _covariance(a: SoftwareKey, b: SoftwareKey) -> float:
+    if a.routed is not b.routed:
+        return 0.0
+    total = _SPREAD["kind"] ** 2
+    if a.stack == b.stack:
+        total += _SPREAD["stack"] ** 2
+        if (a.precision, a.machine) == (b.precision, b.machine):
+            total += _SPREAD["set"] ** 2
+        if a.release and a.release == b.release:
+            total += _SPREAD["release"] ** 2 * (1.0 if a.routed else 0.04)
+    return total
+
+
+def _single(key: SoftwareKey) -> float:
+    return _SPREAD["routed" if key.routed else "dense"] ** 2
+
+
+@dataclass(frozen=True)
+class SoftwareModel:
+    """Factors conditioned on measured rows."""
+
+    keys: tuple[SoftwareKey, ...]
+    residuals: np.ndarray
+    """Logarithm of measured over estimated speed."""
+
+    @classmethod
+    def fit(cls, rows: Sequence[MeasuredRow], estimate: Callable[[MeasuredRow], float]) -> "SoftwareModel":
+        """Condition on ``rows``; ``estimate`` gives tokens per second without a factor."""
+        return cls(tuple(map(key_of, rows)), np.log([row.tokens_per_s / estimate(row) for row in rows]))
+
+    def factor(self, key: SoftwareKey) -> tuple[float, float]:
+        """Measured over estimated speed, and the standard deviation of its logarithm."""
+        own = _covariance(key, key) + _single(key)
+        if not self.keys:
+            return 1.0, math.sqrt(own)
+        among = np.array([[_covariance(a, b) for b in self.keys] for a in self.keys])
+        among += np.diag([_single(k) for k in self.keys])
+        to = np.array([_covariance(key, k) for k in self.keys])
+        weights = np.linalg.solve(among, to)
+        return float(np.exp(weights @ self.residuals)), math.sqrt(max(_single(key), own - float(to @ weights)))

@@ -1,0 +1,259 @@
+"""Seconds of one block for one microbatch on one rank: forward, backward and what recomputation repeats, by operator.
+
+Operators are ``products`` (dense matrix products and casts), ``attention``, ``experts`` (grouped products, permutation,
+router), ``pointwise`` (norms, gates, residuals). Transfers inside a block are ``tp``, ``cp`` and ``ep``, before overlap.
+"""
+
+from dataclasses import dataclass, field
+
+from titan_train.planner.comm.links import Span, exchange_seconds, gather_seconds
+from titan_train.planner.cost.constants import Constants
+from titan_train.planner.cost.products import Rates, cast_seconds, product_seconds
+from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.model.shape import AttentionShape, Block, ExpertsShape, FeedForwardShape
+from titan_train.planner.setup import Setup
+
+# A chunked scan moves its inputs about this often (convolution, steps, states in float32), at this part of attention's rate.
+_SCAN_PASSES = 40.0
+_SCAN_RATE = 0.4
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """Seconds by operator."""
+
+    forward: dict[str, float] = field(default_factory=dict[str, float])
+    backward: dict[str, float] = field(default_factory=dict[str, float])
+    recompute: dict[str, float] = field(default_factory=dict[str, float])
+
+    def total(self) -> float:
+        """All passes."""
+        return sum(map(sum, (self.forward.values(), self.backward.values(), self.recompute.values())))
+
+    def add(self, operator: str, forward: float, backward: float) -> None:
+        """Count an operator's passes."""
+        self.forward[operator] = self.forward.get(operator, 0.0) + forward
+        self.backward[operator] = self.backward.get(operator, 0.0) + backward
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all blocks of a run share."""
+
+    machine: Machine
+    constants: Constants
+    setup: Setup
+    dim: int
+    rates: Rates
+    tp: Span
+    cp: Span
+    ep: Span
+
+
+def block_cost(c: Context, block: Block) -> BlockCost:
+    """Cost of one block."""
+    cost = BlockCost()
+    if block.attention is not None:
+        _attention(c, block.attention, cost)
+    if block.ssm is not None:
+        s = block.ssm
+        _products(
+            c,
+            cost,
+            "products",
+            [(c.dim, 2 * s.inner + 2 * s.groups * s.state + s.heads, c.dim), (s.inner, c.dim, s.inner)],
+        )
+        scan = 6.0 * c.setup.tokens * s.inner * s.state / c.setup.tp
+        traffic = 2.0 * _SCAN_PASSES * c.setup.tokens * s.inner / c.setup.tp / c.rates.stream
+        rate = c.rates.attention * _SCAN_RATE
+        cost.add("attention", scan / rate + traffic, 2.5 * scan / rate + 2 * traffic)
+    if isinstance(block.ffn, FeedForwardShape):
+        f = block.ffn
+        _products(c, cost, "products", [(c.dim, (f.matrices - 1) * f.hidden, c.dim), (f.hidden, c.dim, f.hidden)])
+    elif isinstance(block.ffn, ExpertsShape):
+        _experts(c, block.ffn, cost)
+    _pointwise(c, block, cost)
+    _tensor_transfers(c, block, cost)
+    _recompute(c, block, cost)
+    return cost
+
+
+def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int, int, int]]) -> None:
+    """Dense products ``(inner, columns, elements to cast a token)``, each split over tp on its wider side."""
+    rows = c.setup.tokens
+    accumulate = 8.0 if c.setup.sharding == "zero1" else 2.0
+    lora = c.setup.task == "lora"
+    for inner, columns, cast in shapes:
+        forward = product_seconds(c.rates, rows, inner, columns / c.setup.tp)
+        weight = product_seconds(c.rates, inner, rows, columns / c.setup.tp)
+        weight += accumulate * inner * columns / c.setup.tp / c.rates.stream
+        casts = cast_seconds(c.rates, rows * cast / (c.setup.tp if cast != c.dim else 1))
+        back = cast_seconds(c.rates, rows * columns / c.setup.tp)
+        cost.add(operator, forward + casts, forward + back + (0.0 if lora else weight))
+
+
+def _attention(c: Context, a: AttentionShape, cost: BlockCost) -> None:
+    dim, setup = c.dim, c.setup
+    q = a.heads * a.head_dim
+    if a.latent:
+        nope = a.head_dim - a.rope_dim
+        q_in = a.q_lora or dim
+        shapes = [
+            (q_in, q, q_in),
+            (a.kv_lora, a.heads * (nope + a.v_dim), a.kv_lora),
+            (a.heads * a.v_dim, dim, a.heads * a.v_dim),
+        ]
+        # the narrow projections to the latents are whole on each tensor-parallel rank
+        shapes += [(dim, (a.q_lora + a.kv_lora + a.rope_dim) * setup.tp, dim)]
+    else:
+        shapes = [(dim, q + 2 * a.kv_heads * a.head_dim, dim), (q, dim, q)]
+    _products(c, cost, "products", shapes)
+    seen = setup.seq_len * setup.attention_share * (0.5 if a.causal else 1.0)
+    seen = min(seen, a.window) if a.window else seen
+    flops = 2.0 * setup.tokens * seen * a.heads * (a.head_dim + a.v_dim) / setup.tp
+    if a.cross_tokens:
+        _products(c, cost, "products", [(dim, q, dim), (q, dim, q)])
+        flops += 2.0 * setup.tokens * a.cross_tokens * a.heads * 2 * a.head_dim / setup.tp
+    narrow = min(1.0, (a.head_dim + a.v_dim) / 256) ** 0.5  # heads below 128 channels fill the units less
+    rate = c.rates.attention * narrow * (c.constants.context if setup.cp > 1 else 1.0)
+    cost.add("attention", flops / rate, 2.5 * flops / (rate * c.constants.attention_backward))
+    if setup.cp > 1:
+        _context_transfers(c, a, cost, flops / rate)
+
+
+def _context_transfers(c: Context, a: AttentionShape, cost: BlockCost, compute: float) -> None:
+    """Ring hops hide behind attention; an all-to-all and an all-gather stand in front of it."""
+    setup, n = c.setup, c.setup.cp
+    kv = 2.0 * setup.tokens * a.kv_heads * (a.head_dim + a.v_dim) / min(setup.tp, a.kv_heads)
+    if setup.cp_method == "ulysses":
+        sent = 2.0 * setup.tokens * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / setup.tp
+        seconds = exchange_seconds(sent, c.cp, c.machine, network_share=c.constants.network)
+        seconds += 3 * c.cp.latency_s
+        cost.add("cp", seconds, seconds)
+    elif setup.cp_method == "allgather":
+        gather = gather_seconds(kv * n, c.cp)
+        cost.add("cp", gather, 1.5 * gather)
+    else:
+        hop = (n - 1) * (kv / c.cp.bytes_per_s * (1 if c.cp.local else c.cp.per_domain) + c.cp.latency_s)
+        cost.add("cp", max(0.0, hop - compute), max(0.0, 3 * hop - 2.5 * compute))
+
+
+def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
+    setup, constants = c.setup, c.constants
+    tokens = setup.tokens / setup.tp  # tokens are cut over tp in front of the router
+    width = e.latent_dim or c.dim
+    local = e.num_experts / setup.ep
+    routed = tokens * e.per_token * setup.imbalance
+    rows = max(1.0, routed / local)
+    scale = constants.expert_scale
+    part = Rates(
+        c.rates.products * rows / (rows + constants.expert_rows),
+        c.rates.plain * rows / (rows + constants.expert_rows),
+        c.rates.attention,
+        c.rates.stream,
+        c.rates.operand_bytes,
+        c.rates.cast_bytes,
+    )
+    up = product_seconds(part, rows, width, (e.matrices - 1) * e.hidden)
+    down = product_seconds(part, rows, e.hidden, width)
+    accumulate = (8.0 if setup.sharding == "zero1" else 2.0) * e.matrices * width * e.hidden / c.rates.stream
+    casts = cast_seconds(c.rates, rows * (width + e.hidden))
+    forward = local * (up + down + casts)
+    backward = local * (2 * (up + down) + accumulate + 2 * casts)
+    passes = 2.0 * constants.routing_passes * routed * width / c.rates.stream
+    passes += 2.0 * constants.pointwise * 3 * routed * e.hidden / c.rates.stream
+    router = (
+        product_seconds(c.rates, tokens, c.dim, e.num_experts, plain=True)
+        + 20.0 * tokens * e.num_experts / c.rates.stream
+    )
+    cost.add(
+        "experts", scale * (forward + passes + router + constants.sync_s), scale * (backward + 2 * passes + 2 * router)
+    )
+    if e.shared_hidden:
+        shared = FeedForwardShape(e.shared_hidden, e.gated)
+        _products(
+            c,
+            cost,
+            "products",
+            [(c.dim, (shared.matrices - 1) * shared.hidden, c.dim), (shared.hidden, c.dim, shared.hidden)],
+        )
+    if e.latent_dim:
+        _products(c, cost, "products", [(c.dim, e.latent_dim, c.dim), (e.latent_dim, c.dim, e.latent_dim)])
+    if setup.ep > 1:
+        once = _dispatch_seconds(c, e, 2.0 * routed * width)
+        cost.add("ep", scale * 2 * once, scale * 2 * once)
+
+
+def _dispatch_seconds(c: Context, e: ExpertsShape, sent: float) -> float:
+    """One way, dispatch or combine. A fused dispatcher sends a token once to each domain, and once to each rank in it."""
+    constants, group = c.constants, c.ep
+    fused = c.setup.dispatcher != "alltoall"
+    share = constants.exchange_fused if fused else constants.exchange
+    domains = max(1, group.size // group.per_domain)
+    reached = min(domains, e.max_groups) if e.max_groups else domains
+    across = _distinct(reached, e.per_token) if fused and domains > 1 else 1.0
+    inside = _distinct(group.size, e.per_token) if fused else 1.0
+    if group.local:
+        seconds = exchange_seconds(sent * inside, group, c.machine, network_share=share)
+        return seconds * constants.local / share
+    return exchange_seconds(sent, group, c.machine, network_share=constants.network * share, copies=across)
+
+
+def _distinct(places: int, picks: int) -> float:
+    """Expected number of different places among ``picks`` uniform ones, over ``picks``."""
+    return places * (1 - (1 - 1 / places) ** picks) / picks
+
+
+def _pointwise(c: Context, block: Block, cost: BlockCost) -> None:
+    setup = c.setup
+    elements = 10.0 * c.dim * (0.5 * block.norms if block.norms else 1.0)
+    if block.attention is not None:
+        a = block.attention
+        elements += 2.0 * (a.heads * a.head_dim + a.kv_heads * a.head_dim)
+    if isinstance(block.ffn, FeedForwardShape):
+        elements += 3.0 * block.ffn.hidden
+    elif isinstance(block.ffn, ExpertsShape):
+        elements += 3.0 * block.ffn.shared_hidden
+    seconds = 2.0 * c.constants.pointwise * elements * setup.tokens / setup.tp / c.rates.stream
+    cost.add("pointwise", seconds, 2 * seconds)
+
+
+def _tensor_transfers(c: Context, block: Block, cost: BlockCost) -> None:
+    """Gather and reduce-scatter around each of a block's two halves; one more gather of the input in backward."""
+    if c.setup.tp == 1:
+        return
+    halves = (block.attention is not None or block.ssm is not None) + isinstance(block.ffn, FeedForwardShape)
+    if isinstance(block.ffn, ExpertsShape) and block.ffn.shared_hidden:
+        halves += 1
+    activations = 2.0 * c.setup.tokens * c.dim
+    gathered = activations * (0.75 if c.setup.precision == "tensorwise" and not c.setup.te else 1.0)
+    each = gather_seconds(gathered, c.tp)
+    exposed = 1.0 - (c.constants.hide_tp if c.setup.async_tp else 0.0)
+    again = 0.0 if c.setup.overlap else 1.0
+    cost.add("tp", 2 * halves * each * exposed, (2 + again) * halves * each * exposed)
+
+
+_REPEATED = {
+    # module: parts of (products, attention, experts, pointwise, tp, cp, ep) that are repeated, gated feed-forward
+    "core_attn": {"attention": 1.0},
+    "layernorm": {"pointwise": 0.35},
+    "moe_act": {"experts": 0.05},
+    "mlp": {"products": 0.6, "pointwise": 0.4},
+    "moe": {"experts": 0.9, "ep": 1.0},
+    "mla_up_proj": {"products": 0.15},
+}
+
+
+def _recompute(c: Context, block: Block, cost: BlockCost) -> None:
+    setup = c.setup
+    if setup.recompute == "full":
+        parts = dict.fromkeys(cost.forward, 1.0)
+    elif setup.recompute == "selective":
+        parts = {"products": 0.37, "pointwise": 0.8, "tp": 0.5, "experts": 0.4}
+    else:
+        parts: dict[str, float] = {}
+        for module in setup.recompute_modules:
+            for operator, part in _REPEATED.get(module, {}).items():
+                parts[operator] = min(1.0, parts.get(operator, 0.0) + part)
+    for operator, part in parts.items():
+        cost.recompute[operator] = setup.recompute_share * part * cost.forward.get(operator, 0.0)

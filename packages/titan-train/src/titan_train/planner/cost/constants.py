@@ -1,0 +1,97 @@
+"""Efficiencies: which part of a machine's peak a kind of work reaches, for one software stack and precision.
+
+Every value is a prior from public measurements of single kernels, unless a fitted set replaces it
+(`titan_train.planner.calibrate`). The priors' sources are in ``SOURCES``.
+"""
+
+from dataclasses import dataclass
+
+from titan_train.planner.setup import Stack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """One set."""
+
+    matmul: float = 0.70
+    """Part of the bf16 peak that a large product reaches."""
+    matmul8: float = 0.60
+    """Part of the fp8 peak, casts not counted."""
+    matmul4: float = 0.45
+    attention: float = 0.45
+    """Part of the bf16 peak that causal attention reaches, forward, on the FLOPs it needs."""
+    attention_backward: float = 0.80
+    """Backward's rate over forward's."""
+    bandwidth: float = 0.90
+    """Part of the memory bandwidth that streaming kernels reach."""
+    local: float = 0.78
+    """Part of the local link that collectives reach."""
+    network: float = 0.85
+    exchange: float = 0.60
+    """Part of the links that an all-to-all reaches."""
+    exchange_fused: float = 0.85
+    """The same with a fused dispatcher (DeepEP, HybridEP)."""
+    pointwise: float = 1.0
+    """Bytes that norms, gates and residuals move, over those of fully fused kernels."""
+    expert_rows: float = 256.0
+    """Rows per expert at which a grouped product reaches half of ``matmul``."""
+    routing_passes: float = 4.0
+    """Times that routed tokens are read and written beside the products, forward."""
+    expert_scale: float = 1.0
+    """Seconds of a routed layer, all of it, over the model's own estimate."""
+    hide_tp: float = 0.5
+    """Part of tensor parallelism's transfers that async TP hides."""
+    hide_ep: float = 0.4
+    """Part of the experts' transfers that their overlap hides."""
+    contention: float = 0.15
+    """Compute slow-down while collectives run beside it, per second of overlap."""
+    context: float = 0.85
+    """Attention's rate on context-parallel blocks, over whole sequences."""
+    kernel_s: float = 5e-6
+    kernels: int = 26
+    """Kernels that the host launches for one block's forward."""
+    sync_s: float = 0.0
+    """Seconds that the host waits in a routed layer for the number of tokens."""
+    routed_launch_s: float = 0.004
+    """Seconds that the host needs to launch one routed block, forward and backward."""
+    step_s: float = 0.010
+    """Host work of one step."""
+    microbatch_s: float = 0.0
+    """Host work of one microbatch."""
+    cast_bytes: float = 6.0
+    """Bytes per element to cast an operand to float8, both layouts."""
+    software: float = 1.0
+    """Seconds of the whole step, measured over estimated, for this stack, precision and machine."""
+    spread: float = 0.25
+    """Standard deviation of the logarithm of measured over estimated, on rows that were not fitted."""
+    source: str = "prior"
+
+
+SOURCES = {
+    "matmul": "sustained bf16 products on H100 and H200, public kernel benchmarks (.65-.80 of peak)",
+    "attention": "FlashAttention-3, bf16, causal, D=128: 541-639 TFLOP/s forward on H100 (tritonbench 1254)",
+    "local": "NCCL all-gather on NVLink, bus bandwidth over link rate",
+    "network": "NCCL on 400 Gb/s RDMA",
+    "pointwise": "eager: fitted to one published row; compiled 1 by definition",
+    "expert_rows": "grouped products on H100 (.5 of peak at 256 rows)",
+    "hide_tp": "published async TP gains of 1.04-1.16x",
+    "hide_ep": "Megatron-Bridge matched A/B: 36.6 % of the transfers hidden",
+    "contention": "calculon, Hetu-Galvatron",
+}
+
+_STACKS: dict[str, Constants] = {
+    "eager": Constants(pointwise=3.64, kernels=70, cast_bytes=66.0, matmul=0.65, routing_passes=10.0, sync_s=3e-4),
+    "compile": Constants(routing_passes=6.0, sync_s=3e-4),
+    "te": Constants(
+        pointwise=1.3, kernels=40, cast_bytes=4.0, routed_launch_s=0.007, matmul8=0.68, routing_passes=8.0, sync_s=3e-4
+    ),
+    "te_graphs": Constants(
+        pointwise=1.2, kernels=0, routed_launch_s=0.0, cast_bytes=4.0, matmul8=0.72, routing_passes=4.0
+    ),
+    "xla": Constants(kernels=10),
+}
+
+
+def prior(stack: Stack) -> Constants:
+    """The uncalibrated set of a software stack."""
+    return _STACKS[stack]

@@ -1,0 +1,248 @@
+"""Seconds of one optimizer step, by term.
+
+Per microbatch a rank runs its blocks; the terms of `titan_train.planner.cost.block` add up. Around them stand the loss
+head, the transfers of data parallelism as far as compute does not hide them, the pipeline's bubble and transfers, the
+optimizer and the host.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from titan_train.planner.comm.links import Span, gather_seconds, reduce_seconds, span
+from titan_train.planner.cost.block import BlockCost, Context, block_cost
+from titan_train.planner.cost.constants import Constants
+from titan_train.planner.cost.products import product_seconds, rates
+from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.model.shape import ExpertsShape, ModelShape
+from titan_train.planner.setup import Setup
+
+TERMS = {
+    "products": "dense matrix products and float8 casts",
+    "attention": "attention, or the scan of state-space layers",
+    "experts": "routed experts: grouped products, permutation, router",
+    "pointwise": "norms, gates, residuals",
+    "head": "last matrix product and loss",
+    "recompute": "forward repeated in backward",
+    "tp": "tensor parallelism's transfers that nothing hides",
+    "cp": "context parallelism's transfers that attention does not hide",
+    "ep": "tokens sent to experts and back, not hidden",
+    "dp": "parameters gathered and gradients reduced, not hidden",
+    "pp": "activations sent between stages, not hidden",
+    "bubble": "pipeline ranks waiting: warm-up, cool-down and unequal stages",
+    "offload": "copies to and from host memory, not hidden",
+    "optimizer": "parameter update",
+    "host": "launches that the device waits for, data, step overhead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step."""
+
+    terms: dict[str, float]
+    """Seconds by term; they add up to the step."""
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return sum(self.terms.values())
+
+
+def context_of(shape: ModelShape, machine: Machine, constants: Constants, setup: Setup) -> Context:
+    """Rates and spans of a run."""
+    return Context(
+        machine,
+        constants,
+        setup,
+        shape.dim,
+        rates(machine, constants, setup.precision),
+        axis_span(machine, constants, setup.tp, 1),
+        axis_span(machine, constants, setup.cp, setup.tp),
+        axis_span(machine, constants, setup.ep, 1),
+    )
+
+
+@lru_cache(maxsize=65536)
+def axis_span(machine: Machine, constants: Constants, size: int, stride: int) -> Span:
+    """The link of a group."""
+    return span(machine, size, stride, local_share=constants.local, network_share=constants.network)
+
+
+def step_time(
+    shape: ModelShape, machine: Machine, constants: Constants, setup: Setup, costs: list[BlockCost] | None = None
+) -> StepTime:
+    """Seconds of a step by term."""
+    c = context_of(shape, machine, constants, setup)
+    costs = costs if costs is not None else [block_cost(c, b) for b in shape.blocks]
+    m, p = setup.microbatches, setup.pp
+    passes = _all_blocks(c, shape, costs)
+    head = _head(c, shape)
+    compute = sum(passes.values()) + head
+    terms = dict.fromkeys(TERMS, 0.0)
+    for name, seconds in passes.items():
+        terms[name] = m * seconds / p
+    terms["head"] = m * head / p
+    terms["ep"] *= 1 - (constants.hide_ep if setup.ep_overlap else 0.0)
+    terms["host"] = constants.step_s + m * constants.microbatch_s + _launch_floor(c, shape, costs, m, compute)
+    blocks = sum(passes.values()) / max(1, shape.num_layers)
+    if p > 1:
+        layers = shape.num_layers
+        if setup.equal_stages and layers % p == 0:
+            load = layers / p * blocks + head
+        else:
+            load = heaviest_rank(layers, head / blocks, p) * blocks
+        terms["bubble"], terms["pp"] = _pipeline(c, load, compute / p)
+    forward, backward = _window(shape, costs, head)
+    terms["dp"] = data_parallel_seconds(c, shape, forward, backward, head)
+    terms["offload"] = _offload(c, shape, compute / p)
+    terms["optimizer"] = _optimizer(c, shape)
+    return StepTime({name: constants.software * seconds for name, seconds in terms.items()})
+
+
+def heaviest_rank(layers: int, head: float, p: int) -> float:
+    """Blocks' worth of work on the pipeline's busiest rank, when the rank with the head is given fewer blocks."""
+    best = math.inf
+    for last in range(layers // p + 2):
+        others = math.ceil((layers - last) / (p - 1))
+        best = min(best, max(others, last + head))
+    return best
+
+
+def _all_blocks(c: Context, shape: ModelShape, costs: list[BlockCost]) -> dict[str, float]:
+    """Seconds of one microbatch through all blocks, by term."""
+    out: dict[str, float] = {}
+    for block, cost in zip(shape.blocks, costs, strict=True):
+        for part in (cost.forward, cost.backward):
+            for name, seconds in part.items():
+                out[name] = out.get(name, 0.0) + block.count * seconds
+        for name, seconds in cost.recompute.items():
+            key = name if name in ("tp", "cp", "ep") else "recompute"
+            out[key] = out.get(key, 0.0) + block.count * seconds
+    if shape.mtp:  # one more block and head predict a second token
+        for part in (costs[-1].forward, costs[-1].backward):
+            for name, seconds in part.items():
+                out[name] = out.get(name, 0.0) + shape.mtp * seconds
+    return out
+
+
+def _head(c: Context, shape: ModelShape) -> float:
+    if not shape.vocab:
+        return 0.0
+    s = c.setup
+    product = product_seconds(c.rates, s.tokens, shape.dim, shape.vocab / s.tp, plain=True)
+    logits = s.tokens * shape.vocab / s.tp
+    per_logit = {"eager": 40.0, "compiled": 16.0, "fused": 10.0, "chunked": 16.0}[s.loss]
+    return (1 + shape.mtp) * (3 * product + per_logit * logits / c.rates.stream)
+
+
+def _launch_floor(c: Context, shape: ModelShape, costs: list[BlockCost], m: int, compute: float) -> float:
+    """Seconds that the device waits for launches: forward launches all kernels, backward twice as many."""
+    again = 3 + (c.setup.recompute == "full")
+    launches = shape.num_layers * c.constants.kernels * c.constants.kernel_s * again
+    launches += sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)) * c.constants.routed_launch_s
+    return m * max(0.0, launches - compute) / c.setup.pp
+
+
+def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
+    """Seconds of bubble, unequal stages included, and of exposed transfers."""
+    s = c.setup
+    p, v, m = s.pp, s.stages_per_rank, s.microbatches
+    share = {"zb_h1": 1 / 3, "zb_h2": 0.0, "zbv": 0.15, "dualpipe_v": 0.25, "gpipe": 1.0}.get(s.schedule, 1.0)
+    bubble = m * (load - even) + share * max(0.0, p * even - load) / v
+    sent = 2.0 * s.tokens * shape_dim(c) / s.tp
+    link = axis_span(c.machine, c.constants, p, s.world_size // p)
+    hop = sent / (link.bytes_per_s / max(1, link.per_domain)) + link.latency_s
+    exposed = 1.0 if not s.overlap else 0.25 if v > 1 else 0.5
+    count = 2 * (m * v + (p - 1))
+    return bubble, exposed * hop * count
+
+
+def shape_dim(c: Context) -> int:
+    """Width of what stages send."""
+    return c.dim
+
+
+def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[float, float]:
+    """Seconds of forward and of backward of one microbatch through all blocks."""
+    forward = sum(b.count * sum(x.forward.values()) for b, x in zip(shape.blocks, costs, strict=True))
+    backward = sum(
+        b.count * (sum(x.backward.values()) + sum(x.recompute.values()))
+        for b, x in zip(shape.blocks, costs, strict=True)
+    )
+    return forward + head / 3, backward + 2 * head / 3
+
+
+def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True) -> tuple[float, float]:
+    """Dense and expert parameters of one rank before sharding: the pipeline rank with the embedding, or an inner one."""
+    dim = shape.dim
+    dense = sum(b.count * (b.mixer_parameters(dim) + b.dense_parameters(dim)) for b in shape.blocks)
+    experts = sum(b.count * b.expert_parameters(dim) for b in shape.blocks)
+    ends = shape.head_parameters * (1 if setup.pp > 1 or shape.tied else 2) if first or setup.pp == 1 else 0
+    return (dense / setup.pp + ends) / setup.tp, experts / setup.pp / setup.ep
+
+
+def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backward: float, head: float) -> float:
+    """Exposed seconds of a step's gathers and reductions."""
+    s = c.setup
+    if s.task == "lora" and s.sharding != "fsdp":
+        return 0.0
+    dense, experts = rank_parameters(shape, s)
+    shard = s.dp_shard * s.cp
+    group = axis_span(c.machine, c.constants, shard, s.tp)
+    replicas = axis_span(c.machine, c.constants, s.dp_replicate, s.tp * shard)
+    expert_shards = max(1, shard * s.tp // s.ep)
+    expert_group = axis_span(c.machine, c.constants, expert_shards, s.ep)
+    gather_bytes = 1.0 if s.precision == "tensorwise" or (s.te and s.float8) else 2.0
+    train = 0.0 if s.task == "lora" else 1.0
+    reduce_bytes = s.grad_bytes * train
+
+    def both(num: float, where: Span, bytes_each: float) -> float:
+        return gather_seconds(num * bytes_each, where)
+
+    gather = both(dense, group, gather_bytes) + both(experts, expert_group, gather_bytes)
+    reduce = both(dense, group, reduce_bytes) + both(experts, expert_group, reduce_bytes)
+    across = reduce_seconds(dense * reduce_bytes / shard, replicas) + reduce_seconds(
+        experts * reduce_bytes / expert_shards, replicas
+    )
+    f, b = forward / s.pp, backward / s.pp
+    if not s.overlap:
+        return gather + reduce + across
+    late = across if s.stack == "xla" else 0.0  # a scan over layers has all gradients at its end only
+    across -= late
+    if s.sharding == "fsdp" and s.pp == 1:
+        m = s.microbatches
+        layers = max(1, shape.num_layers)
+        again = gather if s.reshard else 0.0
+        each = max(0.0, gather - f) + max(0.0, again + reduce + across - b)
+        hidden = (gather + again + reduce + across) - each
+        edge = (gather + reduce + across) / layers
+        return m * (each + c.constants.contention * hidden) + edge + late
+    chunks = max(1, min(s.microbatches, s.pp)) if s.pp > 1 else 1
+    window_f, window_b = f * chunks / max(1, s.pp), b * chunks / max(1, s.pp)
+    each = max(0.0, gather - window_f) + max(0.0, reduce + across - window_b)
+    hidden = gather + reduce + across - each
+    return each + c.constants.contention * hidden
+
+
+def _offload(c: Context, shape: ModelShape, compute: float) -> float:
+    s = c.setup
+    seconds = 0.0
+    if s.offload_activations:
+        moved = 2.0 * s.tokens * shape.dim / s.tp * 17 * shape.num_layers / s.pp * s.offload_activations
+        seconds += s.microbatches * max(0.0, 2 * moved / c.machine.host_bandwidth - 0.9 * compute)
+    if s.offload_optimizer:
+        dense, experts = rank_parameters(shape, s)
+        local = dense / (s.dp_shard * s.cp) + experts / max(1, s.dp_shard * s.cp * s.tp // s.ep)
+        seconds += s.offload_optimizer * local * (8.0 / c.machine.host_bandwidth + 28.0 / 60e9)
+    return seconds
+
+
+def _optimizer(c: Context, shape: ModelShape) -> float:
+    s = c.setup
+    if s.task == "lora":
+        return 0.0
+    dense, experts = rank_parameters(shape, s)
+    shard = 1 if s.sharding == "ddp" else s.dp_shard * s.cp
+    local = dense / shard + experts / (1 if s.sharding == "ddp" else max(1, shard * s.tp // s.ep))
+    return 30.0 * local * (1 - s.offload_optimizer) / c.rates.stream

@@ -1,0 +1,1 @@
+"""The published measurements, with their sources, as CSV tables."""

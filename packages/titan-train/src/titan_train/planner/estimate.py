@@ -1,0 +1,47 @@
+"""Estimate one setup: time by term, memory by use, tokens per second with an interval, MFU by both conventions."""
+
+import math
+from dataclasses import dataclass
+
+from titan_train.planner.cost.constants import Constants, prior
+from titan_train.planner.cost.step import StepTime, step_time
+from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.memory.peak import MemoryPeak, memory_peak
+from titan_train.planner.model.flops import flops_per_token
+from titan_train.planner.model.shape import ModelShape
+from titan_train.planner.setup import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """What a setup would do."""
+
+    shape: ModelShape
+    machine: Machine
+    setup: Setup
+    constants: Constants
+    time: StepTime
+    memory: MemoryPeak
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Per device."""
+        return self.setup.global_batch * self.setup.seq_len / self.setup.world_size / self.time.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Tokens per second per device: 80 % of measured rows that were not fitted lie inside such an interval."""
+        width = math.exp(1.2816 * self.constants.spread)
+        return self.tokens_per_s / width, self.tokens_per_s * width
+
+    def mfu(self, *, causal: bool) -> float:
+        """Model FLOP/s over the bf16 peak; attention counted causally or in full."""
+        return self.tokens_per_s * flops_per_token(self.shape, self.setup.seq_len, causal=causal) / self.machine.peak
+
+
+def estimate(shape: ModelShape, machine: Machine, setup: Setup, constants: Constants | None = None) -> StepEstimate:
+    """Estimate ``setup`` on ``machine``."""
+    constants = constants or prior(setup.stack)
+    return StepEstimate(
+        shape, machine, setup, constants, step_time(shape, machine, constants, setup), memory_peak(shape, setup)
+    )

@@ -1,0 +1,113 @@
+"""Read a machine's TOML file."""
+
+import difflib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+_ALIASES = {
+    "h100-80gb-sxm": "h100",
+    "h100_sxm": "h100",
+    "h100-96gb-500w": "h100_500w",
+    "a100-80gb": "a100",
+    "a100-40gb": "a100_40",
+    "rtx_4090": "rtx4090",
+    "4090": "rtx4090",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClass:
+    """One class of links: seconds for n bytes are ``latency_s`` + n / ``bytes_per_s``."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of device, and the links between many of them. SI units."""
+
+    name: str
+    title: str
+    source: str
+    verified: bool
+    """Whether the figures were measured on the machine, not read from a data sheet."""
+    peak: float
+    """FLOP/s of dense bfloat16 products at the nominal clock, for MFU."""
+    bf16: float
+    """The same at the clock that the power limit lets it hold."""
+    fp8: float
+    fp4: float
+    memory_bytes: float
+    """Usable memory of one device."""
+    bandwidth: float
+    """Bytes per second from its own memory."""
+    host_bandwidth: float
+    """Bytes per second to the host's memory, one direction."""
+    domain: int
+    """Devices that the local link joins."""
+    local: LinkClass
+    network: LinkClass
+
+
+def list_machines() -> list[str]:
+    """Names of the shipped machines."""
+    files = resources.files("titan_train.planner.hardware").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+@cache
+def load_machine(name: str) -> Machine:
+    """Read the shipped machine called ``name``, or the TOML file at that path.
+
+    Raises:
+        ValueError: Unknown machine or malformed file.
+    """
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(
+                f"no hardware file {name!r}. Give a shipped name ({', '.join(list_machines())}) or a path."
+            )
+        return _parse(tomllib.loads(path.read_text()), name)
+    key = _ALIASES.get(name.lower(), name.lower())
+    if key not in list_machines():
+        near = difflib.get_close_matches(key, list_machines(), n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"unknown hardware {name!r}; did you mean {near!r}? Known: {', '.join(list_machines())}. For another machine "
+            "write a file with titan-train doctor --bench and give its path."
+        )
+    text = resources.files("titan_train.planner.hardware").joinpath(f"{key}.toml").read_text()
+    return _parse(tomllib.loads(text), key)
+
+
+def _parse(table: dict[str, Any], name: str) -> Machine:
+    try:
+        compute, memory, links = table["compute"], table["memory"], table["links"]
+        local, network = links["local"], links["network"]
+        held = float(compute.get("clock_share", 1.0))
+        machine = Machine(
+            name=table["name"],
+            title=table["title"],
+            source=table["source"],
+            verified=bool(table.get("verified", False)),
+            peak=compute["bf16_tflops"] * 1e12,
+            bf16=compute["bf16_tflops"] * held * 1e12,
+            fp8=compute["fp8_tflops"] * held * 1e12,
+            fp4=compute.get("fp4_tflops", 0.0) * held * 1e12,
+            memory_bytes=memory["capacity_gib"] * 2**30,
+            bandwidth=memory["bandwidth_tb_s"] * 1e12,
+            host_bandwidth=memory["host_gb_s"] * 1e9,
+            domain=int(local["ranks"]),
+            local=LinkClass(local["gb_s"] * 1e9, local["latency_us"] * 1e-6),
+            network=LinkClass(network["gb_s"] * 1e9, network["latency_us"] * 1e-6),
+        )
+    except KeyError as err:
+        raise ValueError(f"hardware file {name!r} lacks the key {err}: compare it with a shipped file.") from err
+    if min(machine.bf16, machine.bandwidth, machine.memory_bytes, machine.local.bytes_per_s) <= 0:
+        raise ValueError(f"hardware file {name!r}: rates, bandwidths and memory must be positive.")
+    return machine

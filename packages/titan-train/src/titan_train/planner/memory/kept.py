@@ -1,0 +1,80 @@
+"""Bytes that one block keeps for backward, for one token of one microbatch, before tensor parallelism cuts them.
+
+Two elements of a gated feed-forward are kept for each hidden channel in front of the gate and one behind it. With
+sequence parallelism everything is cut over tp. Of recomputed modules only the input is kept.
+"""
+
+from titan_train.planner.model.shape import AttentionShape, Block, ExpertsShape, FeedForwardShape
+from titan_train.planner.setup import Setup
+
+_FLOAT8_INPUTS = 0.5
+"""Kept inputs of float8 products are float8 already."""
+
+
+def block_token_bytes(block: Block, dim: int, setup: Setup) -> float:
+    """Bytes a token, for a block of this recomputation."""
+    if setup.recompute == "full":
+        share = setup.recompute_share
+        return share * 2.0 * dim + (1 - share) * _everything(block, dim, setup)
+    if setup.recompute == "selective":
+        return _selective(block, dim) * (1.1 if setup.stack == "eager" else 1.0)
+    return _everything(block, dim, setup)
+
+
+def _selective(block: Block, dim: int) -> float:
+    """Each second product's result and attention's; the order wq wk wv [attention] wo w1 w3 w2."""
+    kept = 2.0 * dim + 2.0 * dim
+    if block.attention is not None:
+        a = block.attention
+        kept += 2.0 * (2 * a.heads * a.v_dim + a.kv_heads * a.head_dim) + 4.0 * a.heads
+    if isinstance(block.ffn, FeedForwardShape):
+        kept += 2.0 * block.ffn.hidden
+    elif isinstance(block.ffn, ExpertsShape):
+        e = block.ffn
+        kept += 2.0 * (e.per_token * (e.hidden + (e.latent_dim or dim)) + e.shared_hidden)
+    if block.ssm is not None:
+        kept += 4.0 * block.ssm.inner
+    return kept
+
+
+def _everything(block: Block, dim: int, setup: Setup) -> float:
+    modules = set(setup.recompute_modules)
+    extra = {"eager": 1.4, "compile": 1.1}.get(setup.stack, 1.0)
+    inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
+    halves = block.norms if block.norms else 2
+    kept = 2.0 * dim * halves  # inputs of the norms
+    if "layernorm" not in modules:
+        kept += 2.0 * dim * halves * inputs
+    if block.attention is not None:
+        kept += _attention(block.attention, dim, inputs, modules)
+    if block.ssm is not None:
+        s = block.ssm
+        kept += 2.0 * (5 * s.inner + 4 * s.groups * s.state)
+    if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules:
+        kept += 2.0 * block.ffn.hidden * (block.ffn.matrices - 1 + inputs)
+    elif isinstance(block.ffn, ExpertsShape):
+        kept += _experts(block.ffn, dim, inputs, modules)
+    return extra * kept
+
+
+def _attention(a: AttentionShape, dim: int, inputs: float, modules: set[str]) -> float:
+    out = 2.0 * a.heads * a.v_dim * inputs
+    if "core_attn" not in modules:
+        out += 4.0 * a.heads  # log-sum-exp
+    if a.latent:
+        latents = 2.0 * 2 * (a.q_lora + a.kv_lora) + 2.0 * a.rope_dim
+        heads = 2.0 * a.heads * (2 * a.head_dim + a.v_dim)  # query, key, value as attention reads them
+        if "mla_up_proj" in modules:
+            return out + latents
+        return out + latents + heads
+    return out + 2.0 * (a.heads + 2 * a.kv_heads) * a.head_dim
+
+
+def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str]) -> float:
+    if "moe" in modules:
+        return 2.0 * dim
+    width = e.latent_dim or dim
+    routed = 2.0 * width * inputs  # what experts receive; their weights are applied inside
+    hidden = 2.0 * e.hidden * (e.matrices - 1) + (0.0 if "moe_act" in modules else 2.0 * e.hidden * inputs)
+    shared = 2.0 * e.shared_hidden * (e.matrices - 1 + inputs)
+    return e.per_token * (routed + hidden) + shared + 8.0 * e.num_experts

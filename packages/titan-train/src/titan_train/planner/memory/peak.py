@@ -1,0 +1,132 @@
+"""The largest number of bytes at one time, and the instant at which it is reached.
+
+Instants are compared on the first pipeline rank (most microbatches in flight) and on the last (the head):
+
+- backward of a block: states, kept activations, and one block's gathered parameters, gradients and recomputed values;
+- loss: states, kept activations, logits with their gradient, the gathered head;
+
+Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine keeps for ever.
+"""
+
+from dataclasses import dataclass
+
+from titan_train.planner.memory.kept import block_token_bytes
+from titan_train.planner.memory.states import block_and_head_bytes, dummy_gradient_bytes, state_bytes
+from titan_train.planner.model.shape import AttentionShape, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.planner.setup import Setup
+
+_GIB = 2.0**30
+# bytes per logit at the loss: copies in bf16 and float32, log-softmax, gradient
+_LOSS_BYTES = {"eager": 14.0, "compiled": 6.0, "fused": 4.0, "chunked": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """Bytes of the fullest rank at its fullest instant."""
+
+    parts: dict[str, float]
+    """Bytes by use; they add up to ``allocated``."""
+    instant: str
+    """What the rank is doing."""
+    reserved: float
+    """Bytes that the allocator holds, fragmentation counted."""
+
+    @property
+    def allocated(self) -> float:
+        """Bytes in use."""
+        return sum(self.parts.values())
+
+    @property
+    def allocated_gib(self) -> float:
+        """The same, in GiB."""
+        return self.allocated / _GIB
+
+    @property
+    def reserved_gib(self) -> float:
+        """The same, in GiB."""
+        return self.reserved / _GIB
+
+
+def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
+    """The peak over the first and the last pipeline rank."""
+    ranks = [_rank_peak(shape, setup, first=True)]
+    if setup.pp > 1:
+        ranks.append(_rank_peak(shape, setup, first=False))
+    return max(ranks, key=lambda peak: peak.allocated)
+
+
+def in_flight(setup: Setup, *, first: bool) -> float:
+    """Microbatches whose activations the rank holds at most, each of the rank's share of the blocks."""
+    p, v, m = setup.pp, setup.stages_per_rank, setup.microbatches
+    if p == 1:
+        return 1.0
+    if setup.schedule == "gpipe":
+        return float(m)
+    if setup.schedule in ("zb_h2", "dualpipe_v"):
+        return float(min(m, 2 * p - 1 if setup.schedule == "zb_h2" else p + 1))
+    if setup.schedule in ("zbv", "zb_h1"):
+        return float(min(m, p))
+    if v > 1:
+        return min(float(m), p + (p - 1) / v if first else 1 + (p - 1) / v)
+    return float(min(m, p)) if first else 1.0
+
+
+def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
+    tokens, tp = setup.tokens, setup.tp
+    parts = dict(state_bytes(shape, setup, first=True))
+    layers = sum(b.count * block_token_bytes(b, shape.dim, setup) for b in shape.blocks) / setup.pp
+    kept = layers * tokens / tp * in_flight(setup, first=first)
+    parts["activations"] = kept * (1 - setup.offload_activations)
+    if tp > 1:
+        parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
+    if setup.pp > 1 and setup.sharding == "fsdp":  # torch's stages hold buffers for every microbatch, both ways
+        parts["receive buffers"] = setup.stages_per_rank * 2 * setup.microbatches * 2.0 * tokens * shape.dim / tp
+    parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
+    block_bytes, head_bytes = block_and_head_bytes(shape, setup)
+    working = _working_set(shape, setup) * tokens / tp
+    if setup.sharding == "zero1":
+        parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
+        backward = {"block working set": working}
+        loss = {"head gradient": head_bytes}
+    elif setup.pp == 1:
+        backward = {"gathered block": 2 * block_bytes + 2 * block_bytes, "block working set": working}
+        loss = {"gathered head": head_bytes + 2 * head_bytes * (setup.recompute == "none")}
+    else:
+        backward = {"block working set": working}
+        loss = {}
+    if shape.vocab and (not first or setup.pp == 1):
+        per_logit = _LOSS_BYTES[setup.loss]
+        if setup.loss == "eager" and tp > 1:
+            per_logit = 20.0
+        loss["logits"] = per_logit * tokens * shape.vocab / tp * (1 + shape.mtp)
+        loss["head input"] = 2 * 2.0 * tokens * shape.dim if setup.sharding != "zero1" else 0.0
+    else:
+        loss = {}
+    at_loss = sum(loss.values()) > sum(backward.values())
+    parts |= loss if at_loss else backward
+    allocated = sum(parts.values())
+    fragments = 1.04 if setup.sharding == "zero1" else 1.01
+    where = "first" if first else "last"
+    rank = f" on the {where} pipeline rank" if setup.pp > 1 else ""
+    instant = ("the loss's backward" if at_loss else "backward of a block") + rank
+    return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)
+
+
+def _working_set(shape: ModelShape, setup: Setup) -> float:
+    """Bytes a token of one block's backward: gradients of its widest part, and with recomputation all it kept."""
+    widest = 0.0
+    for block in shape.blocks:
+        parts = 4.0 * shape.dim
+        if isinstance(block.ffn, FeedForwardShape):
+            parts += 2.0 * block.ffn.hidden * block.ffn.matrices
+        elif isinstance(block.ffn, ExpertsShape):
+            parts += 2.0 * block.ffn.per_token * (block.ffn.hidden * block.ffn.matrices + 2 * shape.dim)
+        if isinstance(block.attention, AttentionShape):
+            a = block.attention
+            parts = max(parts, 2.0 * 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + 4.0 * shape.dim)
+        if setup.recompute != "none":
+            parts += 2.0 * 4 * shape.dim
+            if isinstance(block.ffn, FeedForwardShape):
+                parts += 2.0 * block.ffn.hidden * block.ffn.matrices
+        widest = max(widest, parts)
+    return widest

@@ -1,0 +1,65 @@
+"""Bytes of parameters, gradients and optimizer state on one rank."""
+
+from titan_train.planner.cost.step import rank_parameters
+from titan_train.planner.model.shape import ExpertsShape, ModelShape
+from titan_train.planner.setup import Setup
+
+
+def state_bytes(shape: ModelShape, setup: Setup, *, first: bool) -> dict[str, float]:
+    """What lives through the whole step.
+
+    fsdp shards float32 parameters, gradients and two moments: 16 bytes over the shards. zero1 keeps bf16 parameters and
+    whole gradients, and shards float32 masters and moments: 2 + 4 + 12 / shards. ddp keeps 16 bytes, and bf16 copies.
+    Experts are sharded over the ranks that hold the same experts.
+    """
+    dense, experts = rank_parameters(shape, setup, first=first)
+    shard = setup.dp_shard * setup.cp
+    expert_shard = max(1, shard * setup.tp // setup.ep)
+    both = ((dense, shard), (experts, expert_shard))
+    if setup.task == "lora":
+        kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
+        return {"parameters": 2.0 * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}
+    if setup.sharding == "fsdp":
+        local = sum(n / s for n, s in both)
+        whole = dense + experts
+        out = {"parameters": 4.0 * local, "gradients": 4.0 * local, "optimizer": 8.0 * local}
+        if setup.pp > 1:  # gathered once a step, gradients added up whole
+            out["gathered"] = 2.0 * whole if shard * expert_shard > 1 else 0.0
+            out["gradients"] = 4.0 * whole
+        return _offloaded(out, setup)
+    if setup.sharding == "zero1":
+        whole, local = dense + experts, sum(n / s for n, s in both)
+        out = {"parameters": 2.0 * whole, "gradients": float(setup.grad_bytes) * whole, "optimizer": 12.0 * local}
+        return _offloaded(out, setup)
+    whole = dense + experts
+    return {"parameters": 6.0 * whole, "gradients": 4.0 * whole, "optimizer": 8.0 * whole}
+
+
+def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:
+    out["optimizer"] *= 1 - setup.offload_optimizer
+    return out
+
+
+def block_and_head_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Bytes in bf16 of one block's parameters on one rank, all its experts counted: the largest block, and the head."""
+    dim = shape.dim
+    block = max(
+        (
+            (b.mixer_parameters(dim) + b.dense_parameters(dim)) / setup.tp + b.expert_parameters(dim) / setup.ep
+            for b in shape.blocks
+        ),
+        default=0.0,
+    )
+    return 2.0 * block, 2.0 * shape.head_parameters / setup.tp
+
+
+def dummy_gradient_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes in bf16 of the distinct matrices of one block: experts have the same shape, so that one is enough."""
+    dim = shape.dim
+    distinct = 0.0
+    for b in shape.blocks:
+        one = 0.0
+        if isinstance(b.ffn, ExpertsShape):
+            one = b.expert_parameters(dim) / b.ffn.num_experts
+        distinct = max(distinct, (b.mixer_parameters(dim) + b.dense_parameters(dim)) / setup.tp + one)
+    return 2.0 * distinct

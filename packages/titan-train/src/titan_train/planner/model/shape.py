@@ -1,0 +1,206 @@
+"""The shape of a transformer as the planner sees it: groups of equal blocks between an embedding and a head.
+
+A block is a mixer (grouped-query attention, latent attention or a state-space layer) and a feed-forward (dense or
+routed); either may be absent, so that hybrid models are described too. Parameter counts are exact for the models of
+`titan_train.models`; a test holds the two together.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Grouped-query attention, or latent attention (MLA) if ``kv_lora`` is set."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a query and key head; of MLA: the part without positions plus the rotated part."""
+    value_dim: int = 0
+    """Width of a value head; 0 takes ``head_dim``."""
+    q_lora: int = 0
+    kv_lora: int = 0
+    rope_dim: int = 0
+    """Rotated channels of an MLA key, shared by all heads."""
+    qk_norm: bool = False
+    bias: bool = False
+    causal: bool = True
+    window: int = 0
+    """Tokens a query sees back; 0 is all."""
+    cross_tokens: int = 0
+    """Tokens of a text that a second, cross-attending layer reads; 0 is none."""
+
+    @property
+    def v_dim(self) -> int:
+        """Width of a value head."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values come from a latent (MLA)."""
+        return self.kv_lora > 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardShape:
+    """A dense feed-forward: three matrices if gated, else two."""
+
+    hidden: int
+    gated: bool = True
+    bias: bool = False
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of ``dim x hidden``."""
+        return 3 if self.gated else 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """A routed feed-forward, with the shared experts beside it."""
+
+    num_experts: int
+    per_token: int
+    hidden: int
+    shared_hidden: int = 0
+    """Hidden width of all shared experts together."""
+    gated: bool = True
+    latent_dim: int = 0
+    """Width that tokens are projected to before they are sent to experts; 0 sends them whole."""
+    bias: bool = False
+    max_groups: int = 0
+    """Groups of experts (nodes) that a token's experts may come from; 0 is any."""
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of each expert."""
+        return 3 if self.gated else 2
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceShape:
+    """A Mamba-2 layer."""
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+
+    @property
+    def inner(self) -> int:
+        """Width inside the layer."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``count`` equal blocks."""
+
+    count: int
+    attention: AttentionShape | None = None
+    ffn: FeedForwardShape | ExpertsShape | None = None
+    ssm: StateSpaceShape | None = None
+    norms: int = 2
+    modulation: int = 0
+    """Extra parameters of a DiT block's modulation."""
+
+    def mixer_parameters(self, dim: int) -> int:
+        """Parameters of attention or state space."""
+        total = self.modulation + self.norms * dim
+        a = self.attention
+        if a is not None:
+            if a.latent:
+                nope = a.head_dim - a.rope_dim
+                q_in = a.q_lora or dim
+                total += (dim * a.q_lora + a.q_lora if a.q_lora else 0) + q_in * a.heads * a.head_dim
+                total += dim * (a.kv_lora + a.rope_dim) + a.kv_lora
+                total += a.kv_lora * a.heads * (nope + a.v_dim) + a.heads * a.v_dim * dim
+            else:
+                q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+                total += 2 * dim * q + 2 * dim * kv + (2 * a.head_dim if a.qk_norm else 0)
+                total += (q + 2 * kv + dim) if a.bias else 0
+            if a.cross_tokens:
+                total += 4 * dim * a.heads * a.head_dim
+        if self.ssm is not None:
+            s = self.ssm
+            total += dim * (2 * s.inner + 2 * s.groups * s.state + s.heads) + s.inner * dim
+        return total
+
+    def dense_parameters(self, dim: int) -> int:
+        """Parameters of the feed-forward that every token meets: dense, or shared experts and router."""
+        if isinstance(self.ffn, FeedForwardShape):
+            bias = (self.ffn.hidden * (self.ffn.matrices - 1) + dim) if self.ffn.bias else 0
+            return self.ffn.matrices * dim * self.ffn.hidden + bias
+        if isinstance(self.ffn, ExpertsShape):
+            e = self.ffn
+            return dim * e.num_experts + e.matrices * dim * e.shared_hidden + 2 * dim * e.latent_dim
+        return 0
+
+    def expert_parameters(self, dim: int) -> int:
+        """Parameters of all routed experts."""
+        if not isinstance(self.ffn, ExpertsShape):
+            return 0
+        e = self.ffn
+        width = e.latent_dim or dim
+        return e.num_experts * (e.matrices * width * e.hidden + (e.hidden * (e.matrices - 1) + width if e.bias else 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model."""
+
+    name: str
+    dim: int
+    blocks: tuple[Block, ...]
+    vocab: int
+    """Rows of embedding and head; 0 for a model without them (DiT)."""
+    tied: bool = False
+    positions: int = 0
+    """Learned positions."""
+    final_norm: int = 1
+    moe: bool = field(default=False)
+    mtp: int = 0
+    """Layers that predict a further token, each with its own pass through the head."""
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        return sum(b.count for b in self.blocks)
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the head's matrix."""
+        return self.vocab * self.dim
+
+    def parameters(self) -> int:
+        """All parameters; a tied head counts once."""
+        embedding = self.vocab * self.dim * (1 if self.tied else 2) + self.positions * self.dim
+        return embedding + self.final_norm * self.dim + sum(b.count * self.block_parameters(b) for b in self.blocks)
+
+    def block_parameters(self, block: Block) -> int:
+        """Parameters of one block."""
+        return block.mixer_parameters(self.dim) + block.dense_parameters(self.dim) + block.expert_parameters(self.dim)
+
+    def active_parameters(self) -> int:
+        """Parameters one token meets."""
+        idle = 0
+        for b in self.blocks:
+            if isinstance(b.ffn, ExpertsShape):
+                idle += b.count * b.expert_parameters(self.dim) * (1 - b.ffn.per_token / b.ffn.num_experts)
+        return round(self.parameters() - idle)
+
+    def cut(self, num_layers: int, dense_layers: int = 1) -> "ModelShape":
+        """The same model with fewer blocks; of a model with leading dense blocks ``dense_layers`` are kept."""
+        if num_layers >= self.num_layers:
+            return self
+        from dataclasses import replace
+
+        if len(self.blocks) == 2 and isinstance(self.blocks[0].ffn, FeedForwardShape) and self.moe:
+            first, rest = self.blocks
+            blocks = (replace(first, count=dense_layers), replace(rest, count=num_layers - dense_layers))
+            return replace(self, blocks=blocks)
+        left, blocks = num_layers, []
+        for b in self.blocks:
+            blocks.append(replace(b, count=min(b.count, left)))
+            left -= blocks[-1].count
+        return replace(self, blocks=tuple(b for b in blocks if b.count))

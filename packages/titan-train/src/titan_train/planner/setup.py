@@ -1,0 +1,122 @@
+"""One way to run a model on a number of devices: degrees, schedule, batch, recomputation, precision, software."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Stack = Literal["eager", "compile", "te", "te_graphs", "xla"]
+Precision = Literal["fp32", "bf16", "tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4"]
+Sharding = Literal["ddp", "zero1", "fsdp"]
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+Loss = Literal["eager", "compiled", "fused", "chunked"]
+
+FP8: frozenset[str] = frozenset({"tensorwise", "rowwise", "blockwise", "delayed", "mxfp8"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Everything the planner chooses. The ranks' order is pp, dp_replicate, dp_shard, cp, tp, the last innermost."""
+
+    seq_len: int
+    global_batch: int
+    microbatch: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    """Ranks that share the experts; they are among the dp_shard x cp x tp ranks."""
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    equal_stages: bool = False
+    """Each pipeline rank holds the same number of blocks, the one with the head too; else the head is balanced."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[str, ...] = ()
+    """With recompute = "none": modules recomputed all the same: core_attn, mlp, moe, moe_act, layernorm, mla_up_proj."""
+    recompute_share: float = 1.0
+    """Share of the blocks that recompute is applied to."""
+    precision: Precision = "bf16"
+    sharding: Sharding = "fsdp"
+    reshard: bool = True
+    """fsdp: free gathered parameters after forward."""
+    stack: Stack = "compile"
+    async_tp: bool = False
+    dispatcher: Dispatcher = "alltoall"
+    ep_overlap: bool = False
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    loss: Loss = "compiled"
+    task: Literal["pretrain", "lora"] = "pretrain"
+    overlap: bool = True
+    """Whether collectives of data and pipeline parallelism run beside compute."""
+    offload_activations: float = 0.0
+    """Share of kept activations that move to host memory."""
+    offload_optimizer: float = 0.0
+    """Share of the optimizer state that the host keeps and updates."""
+    attention_share: float = 1.0
+    """Packed documents: sum of squared lengths over the square of the sequence length."""
+    imbalance: float = 1.0
+    """Largest over mean number of tokens that the ranks' experts receive."""
+    grad_bytes: int = 4
+    """Bytes per element of kept and reduced gradients."""
+
+    @property
+    def world_size(self) -> int:
+        """Devices."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of each rank in one step."""
+        return max(1, self.global_batch // (self.dp * self.microbatch))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch that one tensor-parallel group sees."""
+        return self.microbatch * self.seq_len // self.cp
+
+    @property
+    def float8(self) -> bool:
+        """Whether products run in float8."""
+        return self.precision in FP8
+
+    @property
+    def te(self) -> bool:
+        """Whether the stack is TransformerEngine's."""
+        return self.stack in ("te", "te_graphs")
+
+    def describe(self) -> str:
+        """The degrees above 1 and the choices, in one line."""
+        axes = [f"{n}{v}" for n, v in self.degrees().items() if v > 1] or ["one device"]
+        words = [*axes, f"mbs{self.microbatch}x{self.microbatches}"]
+        if self.pp > 1:
+            words.append(self.schedule + (f"/v{self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
+        words.append(f"recompute {'+'.join(self.recompute_modules) or self.recompute}")
+        if self.precision != "bf16":
+            words.append(self.precision)
+        if self.sharding != "fsdp" or not self.reshard:
+            words.append(self.sharding if self.sharding != "fsdp" else "fsdp no-reshard")
+        if self.cp > 1:
+            words.append(self.cp_method)
+        if self.ep > 1:
+            words.append(self.dispatcher)
+        if self.async_tp:
+            words.append("async-tp")
+        if self.offload_activations or self.offload_optimizer:
+            words.append("offload")
+        return " ".join(words)
+
+    def degrees(self) -> dict[str, int]:
+        """Degrees by axis, outermost first."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+        }

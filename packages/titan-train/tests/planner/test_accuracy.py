@@ -1,0 +1,47 @@
+"""Predictions against the published measurements, with the bounds that the README states."""
+
+import statistics
+
+from titan_train.planner.calibrate.defaults import TORCH_FIT_ROWS, torch_set
+from titan_train.planner.calibrate.fit import fit_constants, predicted
+from titan_train.planner.calibrate.rows import load_rows
+from titan_train.planner.calibrate.software import choose_rows
+from titan_train.planner.cost.constants import prior
+from titan_train.planner.memory.peak import memory_peak
+
+SIMUMAX_FIT = (98, 100, 101, 102, 105, 108)
+SIMUMAX_CONSTANTS = ("matmul", "attention", "local", "expert_scale", "exchange", "pointwise")
+
+
+def test_torchtitan_rows_within_five_percent_median_and_fifteen_worst() -> None:
+    rows = load_rows("published_throughput.csv")
+    assert len(TORCH_FIT_ROWS) <= 4
+    errors = [abs(predicted(row, torch_set().of(row.setup)) / row.tokens_per_s - 1) for row in rows]
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.15
+    memory = [abs(memory_peak(r.shape, r.setup).allocated_gib / r.memory_gib - 1) for r in rows if r.memory_gib]
+    assert statistics.median(memory) <= 0.04
+    assert max(memory) <= 0.10
+
+
+def test_simumax_rows_within_five_percent_median_and_thirteen_worst() -> None:
+    rows = [row for row in load_rows("measured_rows.csv") if row.collection == "simumax"]
+    fit = fit_constants([r for r in rows if r.number in SIMUMAX_FIT], SIMUMAX_CONSTANTS, prior("te"), pull=0.02)
+    errors = [abs(predicted(row, fit) / row.tokens_per_s - 1) for row in rows]
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.13
+    memory = [abs(memory_peak(r.shape, r.setup).allocated_gib / r.memory_gib - 1) for r in rows if r.memory_gib]
+    assert statistics.median(memory) <= 0.01
+    assert max(memory) <= 0.03
+
+
+def test_a_set_is_fitted_on_two_rows_at_most() -> None:
+    chosen = choose_rows([row for row in load_rows("measured_rows.csv") if row.collection != "simumax"])
+    sets = [row.set_key for row in chosen]
+    assert max(sets.count(key) for key in sets) <= 2
+
+
+def test_a_constant_that_no_row_identifies_keeps_its_prior() -> None:
+    rows = [row for row in load_rows("measured_rows.csv") if row.number == 89 and row.collection == "simumax"]
+    fit = fit_constants(rows, ["exchange"], prior("te"))  # a dense model sends no tokens to experts
+    assert fit.exchange == prior("te").exchange

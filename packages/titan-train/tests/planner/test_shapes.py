@@ -1,0 +1,36 @@
+"""The planner's shapes are those of the shipped models."""
+
+import pytest
+
+from titan_train.config.model import SHIPPED_MODELS
+from titan_train.planner.model.families import find_shape, shapes
+
+EXACT = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
+    "gpt3_175b": 174_604_259_328,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), EXACT.items())
+def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
+    assert find_shape(name).parameters() == parameters
+
+
+def test_every_shipped_model_has_a_shape() -> None:
+    assert {n for n in SHIPPED_MODELS if "debug" not in n and "small" not in n} <= set(shapes())
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'llama3_70b'"):
+        find_shape("llama3_71b")
+
+
+def test_a_cut_model_keeps_one_dense_block() -> None:
+    cut = find_shape("deepseek_v3").cut(4)
+    assert [b.count for b in cut.blocks] == [1, 3]
