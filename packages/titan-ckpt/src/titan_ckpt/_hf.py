@@ -24,7 +24,7 @@ from titan_ckpt._boxes import Box
 from titan_ckpt._dtypes import DTYPES, dtype_name
 from titan_ckpt._errors import DamageError
 from titan_ckpt._foreign import HF_INDEX_NAME, SafetensorsReader
-from titan_ckpt._format import ITEM_BYTES, Entry
+from titan_ckpt._format import ITEM_BYTES, Entry, parse_object
 from titan_ckpt._layout import LocalShard, local_part
 from titan_ckpt._model import as_modules, model_state
 from titan_ckpt._names import KeyMap
@@ -111,6 +111,10 @@ def import_hf(
 ) -> None:
     """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
 
+    A module with a method ``check_hf_config(config)`` is first asked whether the folder's ``config.json`` describes it:
+    weights of the right names and shapes give other logits under another rotary base, epsilon or routing rule. The method
+    raises a ValueError if not.
+
     Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
     dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
     one a tensor, one a row, or blocks), unless the model holds those scales itself.
@@ -127,6 +131,7 @@ def import_hf(
         ValueError: If names, shapes or kinds of dtype do not fit, a file is damaged, a weight has scales whose meaning is
             not known, or a parameter is on the meta device. The model is untouched then.
     """
+    _check_config(Path(folder), as_modules(model))
     state = model_state(as_modules(model))
     aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
     for alias, first in state.tied.items():
@@ -176,6 +181,22 @@ def import_hf_step(
     views = _views_of(Path(folder), names)
     _check_readable(views, views)
     return write_step(as_path(root), step, {"model": views})
+
+
+def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
+    """Let every model that knows how compare the folder's ``config.json`` with itself."""
+    checks = [check for model in models for module in model.modules() if (check := _config_check(module)) is not None]
+    file = folder / "config.json"
+    if checks and not file.is_file():
+        _log.warning("%s has no config.json: whether it fits the model's arguments is not known", folder)
+    elif checks:
+        config = parse_object(file.read_bytes(), str(file))
+        for check in checks:
+            check(config)
+
+
+def _config_check(module: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
+    return getattr(module, "check_hf_config", None)
 
 
 def _views_of(

@@ -1,14 +1,20 @@
-"""Qwen3 and DeepSeek give transformers' logits from transformers' weights. Skipped where transformers is not installed."""
+"""Every family gives transformers' logits from transformers' weights, and refuses weights of another configuration.
 
+Skipped where transformers is not installed.
+"""
+
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from titan_ckpt import DEEPSEEK, QWEN3, import_hf
+from titan_ckpt import DEEPSEEK, LLAMA, QWEN3, import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
+from titan_train.models.moe import Router
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,19 +66,68 @@ def deepseek_v3(rope: dict[str, Any]) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
-def deepseek_v2() -> nn.Module:
+def deepseek_v2(groups: int = 1) -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 1e4} if groups == 1 else YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
     config = transformers.DeepseekV2Config(
-        **SMALL, **LATENT, **EXPERTS, q_lora_rank=None, n_shared_experts=2, n_group=1, topk_group=1,
-        routed_scaling_factor=1.0, norm_topk_prob=False, topk_method="greedy",
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **SMALL, **LATENT, **EXPERTS, q_lora_rank=None, n_shared_experts=2, n_group=groups, topk_group=max(1, groups // 2),
+        routed_scaling_factor=1.0 if groups == 1 else 4.0, norm_topk_prob=False,
+        topk_method="greedy" if groups == 1 else "group_limited_greedy", rope_parameters=rope,
     )  # fmt: skip
     return transformers.DeepseekV2ForCausalLM(config)
 
 
+def llama(**rope: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        **SMALL, num_hidden_layers=2, num_key_value_heads=4, head_dim=16, max_position_embeddings=640,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5} | rope,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512)
+    return transformers.GPT2LMHeadModel(config)
+
+
+STRETCHED = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA_ARGS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "norm_eps": 1e-6}
 V2 = {
     "q_lora_rank": 0, "scores": "softmax", "normalize_weights": False, "bias_rate": 0.0, "route_scale": 1.0,
     "num_shared_experts": 2, "num_groups": 1, "top_groups": 1,
 }  # fmt: skip
+V2_GROUPS = V2 | {
+    "num_groups": 4, "top_groups": 2, "group_score": "max", "route_scale": 4.0, "rope_factor": 40.0,
+    "rope_original_seq_len": 16, "rope_mscale": 0.7,
+}  # fmt: skip
+KEY_MAPS = {"deepseek": DEEPSEEK, "qwen3": QWEN3, "llama3": LLAMA}
+
+
+def take_weights(ours: nn.Module, theirs: nn.Module, folder: Path, name: str) -> None:
+    """From the published model's folder; GPT-2 keeps transposed and joined matrices, which no key map cuts."""
+    theirs.save_pretrained(folder)  # type: ignore[operator]
+    if not name.startswith("gpt"):
+        import_hf(folder, ours, names=KEY_MAPS[name.split("_")[0]])
+        return
+    ours.check_hf_config(json.loads((folder / "config.json").read_text()))  # type: ignore[operator]
+    source = theirs.state_dict()
+    linears = {"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj", "attention.wo": "attn.c_proj"}
+    norms = {"attention_norm": "ln_1", "ffn_norm": "ln_2"}
+    found = {
+        "tok_embeddings.weight": source["transformer.wte.weight"], "pos_embeddings.weight": source["transformer.wpe.weight"],
+        "lm_head.weight": source["transformer.wte.weight"], "norm.weight": source["transformer.ln_f.weight"],
+        "norm.bias": source["transformer.ln_f.bias"],
+    }  # fmt: skip
+    for i in range(2):
+        block = f"transformer.h.{i}"
+        for kind in ("weight", "bias"):
+            found |= {f"layers.{i}.{a}.{kind}": source[f"{block}.{b}.{kind}"].t() for a, b in linears.items()}
+            found |= {f"layers.{i}.{a}.{kind}": source[f"{block}.{b}.{kind}"] for a, b in norms.items()}
+            for part, x in zip(source[f"{block}.attn.c_attn.{kind}"].chunk(3, dim=-1), "qkv", strict=True):
+                found[f"layers.{i}.attention.w{x}.{kind}"] = part.t()
+    ours.load_state_dict(found)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +138,16 @@ V2 = {
         ("deepseek_debug", {}, lambda: deepseek_v3({"rope_type": "default", "rope_theta": 1e4})),
         ("deepseek_debug", {"rope_factor": 40.0, "rope_original_seq_len": 16}, lambda: deepseek_v3(YARN)),
         ("deepseek_debug", V2, deepseek_v2),
+        ("deepseek_debug", V2_GROUPS, lambda: deepseek_v2(groups=4)),
+        ("llama3_debug", LLAMA_ARGS, llama),
+        ("llama3_debug", LLAMA_ARGS | {"rope_factor": 8.0, "rope_original_seq_len": 64}, lambda: llama(**STRETCHED)),
+        ("gpt_debug", {}, gpt2),
     ],
-    ids=["qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn", "deepseek-v2"],
-)
+    ids=[
+        "qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-groups-yarn", "llama",
+        "llama-stretched", "gpt2",
+    ],
+)  # fmt: skip
 def test_logits_are_those_of_transformers(
     tmp_path: Path, name: str, args: dict[str, Any], published: Callable[[], nn.Module]
 ) -> None:
@@ -99,9 +161,8 @@ def test_logits_are_those_of_transformers(
         for key, buffer in theirs.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
-    theirs.save_pretrained(tmp_path)  # type: ignore[operator]
     ours = build_model(ModelConfig(name=name, args=args), vocab_size=97, device="cpu")
-    import_hf(tmp_path, ours, names=DEEPSEEK if name.startswith("deepseek") else QWEN3)
+    take_weights(ours, theirs, tmp_path, name)
 
     tokens = torch.randint(97, (2, 40), generator=generator)
     with torch.no_grad():
@@ -109,3 +170,23 @@ def test_logits_are_those_of_transformers(
     assert float(want.std()) > 0.3
     # float32 rounding of 2 to 3 layers, in another order of summation
     assert float((got - want).abs().max()) < 1e-5 * float(want.abs().max())
+
+
+def test_a_v3_group_score_gives_other_logits_for_v2_weights(tmp_path: Path) -> None:
+    """What the field decides: the same weights under V3's rule send tokens elsewhere."""
+    theirs = deepseek_v2(groups=4).eval()
+    with torch.no_grad():
+        for i, parameter in enumerate(theirs.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+            parameter.copy_(noise * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
+    theirs.save_pretrained(tmp_path)  # type: ignore[operator]
+    ours = build_model(ModelConfig(name="deepseek_debug", args=V2_GROUPS), vocab_size=97, device="cpu")
+    import_hf(tmp_path, ours, names=DEEPSEEK)
+    tokens = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        right = ours(tokens)
+        for layer in ours.modules():
+            if isinstance(layer, Router):
+                layer.args = dataclasses.replace(layer.args, group_score="top2_sum")
+        wrong = ours(tokens)
+    assert float((right - wrong).abs().max()) > 1e-2 * float(right.abs().max())

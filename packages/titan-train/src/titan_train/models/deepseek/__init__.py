@@ -3,6 +3,7 @@
 - `args`: the arguments of a model, and the shipped configurations.
 - `model`: the module.
 - `attention`, `yarn`: latent attention, and its stretched rotary positions.
+- `hf`: what a published ``config.json`` means here.
 - `tp`: how each module takes part in tensor parallelism.
 """
 

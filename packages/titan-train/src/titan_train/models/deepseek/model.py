@@ -5,12 +5,17 @@ shared ones. V3 scores experts by a sigmoid, balances them by a bias and lets a 
 Nothing here knows of ranks.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
 from titan_train.models.common.blocks import DecoderBlock, SwiGLU
 from titan_train.models.common.decoder import Decoder
+from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.deepseek.attention import LatentAttention
+from titan_train.models.deepseek.hf import args_from_hf, settings_of
 from titan_train.models.deepseek.yarn import yarn_frequencies
 from titan_train.models.moe import MoE
 
@@ -30,6 +35,14 @@ class DeepSeek(Decoder):
             rope_theta=args.rope_theta,
         )
         self.args = args
+
+    def check_hf_config(self, config: Mapping[str, Any]) -> None:
+        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
+
+        Raises:
+            ValueError: Names every setting that differs, or that this model does not have.
+        """
+        compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Decoder.rope`, stretched by YaRN."""

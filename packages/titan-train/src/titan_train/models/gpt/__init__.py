@@ -2,6 +2,7 @@
 
 - `args`: the arguments of a model, and the shipped configurations.
 - `model`: the module.
+- `hf`: what a published ``config.json`` means here.
 - `tp`: how each module takes part in tensor parallelism.
 """
 

@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, d width, H heads, D head width, V vocabulary.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask, document_positions
+from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.gpt.args import GPTArgs
+from titan_train.models.gpt.hf import args_from_hf, settings_of
 
 
 class GPT(nn.Module):
@@ -89,6 +92,14 @@ class GPT(nn.Module):
             positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, seq_len)
         return SequenceContext(positions=positions, cu_seqlens=cu_seqlens, mask=mask, attention_plan=attention_plan)
+
+    def check_hf_config(self, config: Mapping[str, Any]) -> None:
+        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
+
+        Raises:
+            ValueError: Names every setting that differs, or that this model does not have.
+        """
+        compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
 
     def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one full parameter with its initial value.

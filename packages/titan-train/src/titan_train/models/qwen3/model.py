@@ -4,12 +4,17 @@ Llama's block with an RMSNorm over every query and key head, and in the mixture-
 which each token takes 8, in place of the feed-forward. Nothing here knows of ranks.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
 from titan_train.models.common.decoder import Decoder
+from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.moe import MoE
 from titan_train.models.qwen3.args import Qwen3Args
+from titan_train.models.qwen3.hf import args_from_hf, settings_of
 
 
 class Qwen3(Decoder):
@@ -27,6 +32,14 @@ class Qwen3(Decoder):
             rope_theta=args.rope_theta,
         )
         self.args = args
+
+    def check_hf_config(self, config: Mapping[str, Any]) -> None:
+        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
+
+        Raises:
+            ValueError: Names every setting that differs, or that this model does not have.
+        """
+        compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
 
 
 def _block(args: Qwen3Args) -> DecoderBlock:

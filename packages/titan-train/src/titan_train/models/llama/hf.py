@@ -1,0 +1,55 @@
+"""Llama and Mistral checkpoints of Hugging Face: what their ``config.json`` means here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.llama.args import LlamaArgs
+
+
+def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
+    """The arguments of the model that ``config.json`` describes.
+
+    Raises:
+        ValueError: It describes what `Llama` cannot do; the message names every such field.
+    """
+    read = HFConfig(config, kinds=("llama", "mistral"))
+    for name in ("attention_bias", "mlp_bias"):
+        read.only(name, False)
+    read.only("hidden_act", "silu")
+    if read.take("sliding_window") is not None:
+        read.problem(f"sliding_window={config['sliding_window']}, but this model attends to all of a document")
+    dim, heads = read.need("hidden_size"), read.need("num_attention_heads")
+    rope = read.rope("default", "llama3")
+    scaling: dict[str, Any] = {}
+    if rope["rope_type"] == "llama3":
+        scaling = {
+            "rope_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope["low_freq_factor"]),
+            "rope_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_original_seq_len": rope["original_max_position_embeddings"],
+        }
+    fields = {
+        "dim": dim,
+        "num_layers": read.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": read.take("num_key_value_heads", default=heads),
+        "ffn_dim": read.need("intermediate_size"),
+        "vocab_size": read.need("vocab_size"),
+        "head_dim": read.take("head_dim", default=dim // max(1, heads)),
+        "norm_eps": read.take("rms_norm_eps", default=1e-6),
+        "tied_embeddings": read.take("tie_word_embeddings", default=False),
+        "rope_theta": rope["rope_theta"],
+    }
+    read.finish()
+    return LlamaArgs(**fields, **scaling)
+
+
+def settings_of(args: LlamaArgs) -> dict[str, Any]:
+    """What decides the logits, in one spelling."""
+    settings = {name: getattr(args, name) for name in args.__dataclass_fields__}
+    settings["head_dim"] = args.head_width
+    if args.rope_factor == 1.0:
+        for name in ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"):
+            del settings[name]
+    return settings

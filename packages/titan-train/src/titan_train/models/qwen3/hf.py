@@ -1,0 +1,57 @@
+"""Qwen3 checkpoints of Hugging Face, dense and mixture of experts: what their ``config.json`` means here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.qwen3.args import Qwen3Args
+
+_ONLY_WITH_EXPERTS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "scores", "normalize_weights")
+_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
+
+
+def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
+    """The arguments of the model that ``config.json`` describes.
+
+    Raises:
+        ValueError: It describes what `Qwen3` cannot do; the message names every such field.
+    """
+    read = HFConfig(config, kinds=("qwen3", "qwen3_moe"))
+    read.only("attention_bias", False)
+    read.only("hidden_act", "silu")
+    read.only("use_sliding_window", False)
+    read.take("sliding_window", "max_window_layers")  # without effect unless it is used
+    if set(read.take("layer_types", default=[])) - {"full_attention"}:
+        read.problem(f"layer_types={config['layer_types']}, but this model attends to all of a document")
+    fields = {
+        "dim": read.need("hidden_size"),
+        "num_layers": read.need("num_hidden_layers"),
+        "num_heads": read.need("num_attention_heads"),
+        "num_kv_heads": read.need("num_key_value_heads"),
+        "head_dim": read.take("head_dim", default=128),
+        "ffn_dim": read.take("intermediate_size", default=0),
+        "vocab_size": read.need("vocab_size"),
+        "norm_eps": read.take("rms_norm_eps", default=1e-6),
+        "tied_embeddings": read.take("tie_word_embeddings", default=False),
+        "rope_theta": read.rope("default")["rope_theta"],
+    }
+    if read.kind == "qwen3_moe":
+        if not config.get("head_dim"):  # that class has no default of 128
+            fields["head_dim"] = fields["dim"] // max(1, fields["num_heads"])
+        read.only("decoder_sparse_step", 1)
+        read.only("mlp_only_layers", [])
+        fields |= {
+            "num_experts": read.need("num_experts", "num_local_experts"),
+            "experts_per_token": read.need("num_experts_per_tok"),
+            "expert_ffn_dim": read.need("moe_intermediate_size"),
+            "normalize_weights": read.take("norm_topk_prob", default=False),
+        }
+    read.finish()
+    return Qwen3Args(**fields)
+
+
+def settings_of(args: Qwen3Args) -> dict[str, Any]:
+    """What decides the logits, in one spelling."""
+    unused = ("ffn_dim",) if args.num_experts else _ONLY_WITH_EXPERTS
+    names = [name for name in args.__dataclass_fields__ if name not in (*unused, *_ONLY_IN_TRAINING)]
+    return {name: getattr(args, name) for name in names}
