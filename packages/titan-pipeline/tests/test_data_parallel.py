@@ -26,6 +26,14 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 WIDTH, VOCABULARY, MICROBATCHES = 8, 12, 4
 
+# The reference is one process in float64, and so are the stages, unless they compute in bfloat16.
+# Replicas and microbatches are summed in another order: fewer than 100 terms of order one, each addition rounded by at
+# most 2^-53 = 1.1e-16, through three optimizer steps.
+FLOAT64 = 1e-12
+# Parameters, activations and gradients each keep 8 bits (2^-9 relative); the longest path through the model and back has
+# 24 of them (6 products of 2 factors, both ways). Entries near zero are judged by a twentieth of that.
+BF16 = 24 * 2.0**-9
+
 
 class Block(nn.Module):
     def __init__(self, recompute=False):
@@ -43,16 +51,17 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def build_layers(num_stages, recompute=False):
+def build_layers(num_stages, recompute=False, dtype=torch.float64):
     torch.manual_seed(1)
     layers = [[Block(recompute), Block(recompute)] for _ in range(num_stages)]
     layers[0].insert(0, nn.Embedding(VOCABULARY, WIDTH))
     layers[-1].append(nn.Linear(WIDTH, VOCABULARY, bias=False))
-    return [nn.Sequential(*stage) for stage in layers]
+    return [nn.Sequential(*stage).to(dtype) for stage in layers]
 
 
 def loss_sum(output, target):
-    return nn.functional.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
+    logits = (output.float() if output.dtype is torch.bfloat16 else output).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, target.flatten(), reduction="sum")
 
 
 def batch(replica):
@@ -114,7 +123,8 @@ def build(text, how, gather="step", recompute=False, **options):
     schedule = Schedule.from_text(text)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     transport = GlooTransport(mesh["pp"].get_group())
-    layers = build_layers(schedule.num_stages, recompute)
+    dtype = torch.float32 if how == "fsdp-bf16" else torch.float64
+    layers = build_layers(schedule.num_stages, recompute, dtype)
     last = schedule.num_stages - 1
     stages = [
         TorchStage(wrap(layers[s], how, mesh), s, loss=loss_sum if s == last else None, gather=gather)
@@ -146,11 +156,11 @@ def check(results, expected_loss, expected, rtol, atol):
     assert (results[0][0][0] + results[1][0][0]) / 2 == pytest.approx(expected_loss, rel=rtol)
     for steps in results:
         for loss, evaluated, _, grads in steps:
-            assert evaluated == pytest.approx(loss, rel=1e-6)
+            assert evaluated == pytest.approx(loss, rel=rtol)
             for stage, by_name in grads.items():
                 assert set(by_name) == set(expected[stage])
                 for name, grad in by_name.items():
-                    torch.testing.assert_close(grad.float(), expected[stage][name], rtol=rtol, atol=atol)
+                    torch.testing.assert_close(grad.double(), expected[stage][name], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +180,12 @@ def test_wrapped_stages_reduce_once_a_step_and_match_one_process(name, how, gath
     schedule = build_schedule(name, 2, MICROBATCHES)
     returned = testing.run_ranks(_train, 4, schedule.to_text(), how, gather, recompute)
     loss, expected = reference(schedule.num_stages)
-    # float32: sums in another order; bf16 parameters: 8 bits of mantissa in every product
-    rtol, atol = (0.05, 2e-3) if how == "fsdp-bf16" else (1e-5, 1e-7)
+    rtol, atol = (BF16, BF16 / 20) if how == "fsdp-bf16" else (FLOAT64, FLOAT64)
     check([r[0] for r in returned], loss, expected, rtol, atol)
     norm = sum(float(g.double().square().sum()) for stage in expected for g in stage.values()) ** 0.5
     chunks = schedule.num_chunks
     for steps, got_norm, not_deferred in returned:
-        assert got_norm == pytest.approx(norm, rel=0.05 if how == "fsdp-bf16" else 1e-5)
+        assert got_norm == pytest.approx(norm, rel=rtol)
         counts = steps[1][2]
         if how == "ddp":
             assert counts["allreduce_"] == chunks  # one bucket a stage
@@ -212,7 +221,7 @@ def test_tied_weights_of_wrapped_stages_get_the_sum_of_their_gradients(how):
     total = expected[0]["0.weight"] + expected[1]["2.weight"]
     for grads in testing.run_ranks(_train_tied, 4, schedule.to_text(), how):
         for stage, by_name in grads.items():
-            torch.testing.assert_close(by_name["0.weight" if stage == 0 else "2.weight"], total)
+            torch.testing.assert_close(by_name["0.weight" if stage == 0 else "2.weight"], total, rtol=0, atol=FLOAT64)
 
 
 class Breaking(nn.Module):
@@ -256,7 +265,7 @@ def test_a_step_after_a_failed_one_is_right_if_replicas_fail_alike(how):
     returned = testing.run_ranks(_fail_and_recover, 4, schedule.to_text(), how, "step")
     assert all("the layer broke" in said for said, _ in returned)
     loss, expected = reference(2)
-    check([steps for _, steps in returned], loss, expected, 1e-5, 1e-7)
+    check([steps for _, steps in returned], loss, expected, FLOAT64, FLOAT64)
 
 
 def _sgd(text, how):
@@ -290,7 +299,7 @@ def test_training_sees_the_updated_parameters():
         expected.append(losses)
     for run in runs.values():
         for k, losses in enumerate(expected):
-            assert [rank[k] for rank in run] == pytest.approx(losses * 2, rel=1e-4)
+            assert [rank[k] for rank in run] == pytest.approx(losses * 2, rel=FLOAT64)
 
 
 def test_ddp_inside_a_stage_is_refused():

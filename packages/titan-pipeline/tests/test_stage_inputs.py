@@ -23,6 +23,10 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 WIDTH = 8
 
+# Everything runs in float64 and is compared with one process. Sums over ranks and microbatches come in another order:
+# at most 4 x 16 terms below 100, each addition rounded by at most 2^-53 of the sum.
+FLOAT64 = 64 * 100 * 2.0**-53
+
 
 class Gather(torch.autograd.Function):
     """All-gather rows; reduce-scatter their gradients: the border into a tensor-parallel region."""
@@ -69,6 +73,7 @@ class ParallelBlock(nn.Module):
         super().__init__()
         rank, size = group.rank(), group.size()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH // size), nn.Linear(2 * WIDTH // size, WIDTH, bias=False)
+        self.double()
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(size)[rank])
             self.up.bias.copy_(whole.up.bias.chunk(size)[rank])
@@ -91,12 +96,12 @@ class Block(nn.Module):
 
 def blocks(n):
     torch.manual_seed(3)
-    return [Block() for _ in range(n)]
+    return [Block().double() for _ in range(n)]
 
 
 def data(m, rows=4):
     generator = torch.Generator().manual_seed(4)
-    return [torch.randn(rows, WIDTH, generator=generator) for _ in range(m)]
+    return [torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(m)]
 
 
 def square_sum(output, target):
@@ -132,12 +137,12 @@ def test_collectives_inside_a_stage_come_in_one_order_on_all_ranks_of_their_grou
         assert log0 == log1
         # four a microbatch and stage; the gradient of the model's own input is not needed
         assert len(log0) == 4 * (4 * len(grads0) - (0 in grads0))
-        assert loss0 + loss1 == pytest.approx(total, rel=1e-5)
+        assert loss0 + loss1 == pytest.approx(total, rel=FLOAT64)
         for s, block in enumerate(layers):
             if s in grads0:
                 for part, p in enumerate((block.up.weight, block.up.bias, block.down.weight)):
                     got = torch.cat([grads0[s][part], grads1[s][part]], dim=1 if part == 2 else 0)
-                    torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(got, p.grad, rtol=0, atol=FLOAT64)
 
 
 def _torch_tensor_parallel(text):
@@ -174,7 +179,7 @@ def test_tensor_parallel_weights_of_torch_are_deferred():
         assert not any(not_deferred.values())
         for s, got in grads.items():
             for g, e in zip(got, expected[s], strict=True):
-                torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(g, e, rtol=0, atol=FLOAT64)
 
 
 class Selective(nn.Module):
@@ -231,7 +236,7 @@ def test_selective_recomputation_survives_a_split_backward():
     train(build_schedule("zbv", 2, 4), wrapped, inputs, inputs)
     for layer, grads in zip(layers, expected, strict=True):
         for p, e in zip(layer.parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(p.grad, e, rtol=0, atol=FLOAT64)
     assert [w.runs for w in wrapped] == [4 * 2] * 4  # a microbatch: the forward, and one recomputation
 
 
@@ -249,7 +254,7 @@ def test_compiled_blocks_are_not_split_and_say_why(how):
     torch._dynamo.reset()
     modules = []
     for layer in layers:
-        head = nn.Linear(WIDTH, WIDTH)
+        head = nn.Linear(WIDTH, WIDTH).double()
         nn.init.eye_(head.weight)
         nn.init.zeros_(head.bias)
         if how == "in place":
@@ -261,7 +266,7 @@ def test_compiled_blocks_are_not_split_and_say_why(how):
     assert calls
     for layer, grads in zip(layers, expected, strict=True):
         for p, e in zip(layer.parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad, e, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(p.grad, e, rtol=0, atol=FLOAT64)
     names = {n for n, _ in stage.module.named_parameters() if n.split(".")[1] != "1"}
     assert set(stage.not_deferred) == names
     assert set(stage.not_deferred.values()) == {"inside a compiled module, whose backward is one piece"}
@@ -283,7 +288,7 @@ class Positioned(nn.Module):
 
 def positioned(n):
     torch.manual_seed(5)
-    return [Positioned(b) for b in blocks(n)]
+    return [Positioned(b).double() for b in blocks(n)]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zbv"])
@@ -304,11 +309,11 @@ def test_keyword_tensors_reach_every_stage_and_auxiliary_losses_join_the_backwar
     result, _ = train(
         schedule, modules, inputs, inputs, extras, keywords=("positions",), aux_loss=lambda m: 0.1 * m.balance
     )
-    assert result.loss == pytest.approx(total, rel=1e-6)
-    assert result.aux_loss == pytest.approx(balance, rel=1e-6)
+    assert result.loss == pytest.approx(total, rel=FLOAT64)
+    assert result.aux_loss == pytest.approx(balance, rel=FLOAT64)
     for m, c in zip(modules, copies, strict=True):
         for (n, p), e in zip(m.named_parameters(), c.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, e.grad, rtol=1e-5, atol=1e-6, msg=lambda t, n=n: f"{n}: {t}")
+            torch.testing.assert_close(p.grad, e.grad, rtol=0, atol=FLOAT64, msg=lambda t, n=n: f"{n}: {t}")
 
 
 def _sharded_aux(text, gather):
@@ -337,7 +342,7 @@ def test_auxiliary_losses_of_sharded_stages_match_those_of_one_process(gather):
     for grads in testing.run_ranks(_sharded_aux, 4, schedule.to_text(), gather):
         for s, got in grads.items():
             for p, g in zip(modules[s].parameters(), got, strict=True):
-                torch.testing.assert_close(g, p.grad, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(g, p.grad, rtol=0, atol=FLOAT64)
 
 
 def test_wrong_extras_and_auxiliary_losses_are_refused_with_what_to_do():

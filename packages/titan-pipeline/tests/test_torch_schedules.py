@@ -23,6 +23,10 @@ from titan_pipeline.runtime import (  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
+# Everything runs in float64. The loss is scaled before or after the sum: at most 16 x 8 terms of order one, each rounded
+# by at most 2^-53.
+FLOAT64 = 128 * 2.0**-53
+
 PAIRS = {
     "LoopedBFS": None,  # torch runs its backwards last microbatch first
     "Interleaved1F1B": "interleaved_1f1b",
@@ -44,9 +48,9 @@ def test_torch_schedules_verify_and_train_here(name):
     schedule = from_torch_csv(torch_csv(name, ranks, m, 2), name=name)
     verify(schedule)
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 3) for _ in range(4)]
+    layers = [nn.Linear(3, 3).double() for _ in range(4)]
     model = nn.Sequential(*copy.deepcopy(layers))
-    data = [torch.randn(2, 3) for _ in range(m)]
+    data = [torch.randn(2, 3, dtype=torch.float64) for _ in range(m)]
     for x in data:
         (nn.functional.mse_loss(model(x), x) / m).backward()
 
@@ -57,7 +61,7 @@ def test_torch_schedules_verify_and_train_here(name):
 
     ThreadHub(ranks).run(work)
     for a, b in zip(nn.Sequential(*layers).parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=FLOAT64)
 
 
 @pytest.mark.parametrize(("name", "ours"), [(a, b) for a, b in PAIRS.items() if b])
@@ -78,7 +82,7 @@ def test_torch_parses_our_csv_to_the_same_actions(name):
 
 def model(num_stages):
     torch.manual_seed(6)
-    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(num_stages)]
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double() for _ in range(num_stages)]
 
 
 def mean_square(output, target):
@@ -88,7 +92,7 @@ def mean_square(output, target):
 def torch_stages(schedule, layers, rank):
     made = []
     for s in schedule.stages_of(rank):
-        x, y = torch.randn(2, 4, requires_grad=s > 0), torch.randn(2, 4, requires_grad=True)
+        x, y = (torch.randn(2, 4, dtype=torch.float64, requires_grad=g) for g in (s > 0, True))
         cpu = torch.device("cpu")
         made.append(PipelineStage(layers[s], s, schedule.num_stages, cpu, input_args=(x,), output_args=(y,)))
     return made
@@ -100,7 +104,7 @@ def _under_torch(text):
     rank = torch.distributed.get_rank()
     layers = model(schedule.num_stages)
     runtime = torch_runtime(schedule, torch_stages(schedule, layers, rank), loss_fn=mean_square)
-    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     first, last = schedule.placement[0] == rank, schedule.placement[-1] == rank
     runtime.step(*((data,) if first else ()), target=data if last else None)
     return {s: [p.grad for p in layers[s].parameters()] for s in schedule.stages_of(rank)}
@@ -116,21 +120,21 @@ def _under_ours(name):
     schedule = schedule_from_torch(theirs)
     verify(schedule)
     mine = [TorchStage(layers[s], s, loss=nn.functional.mse_loss) for s in schedule.stages_of(rank)]
-    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7)).chunk(8)
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64).chunk(8)
     Executor(schedule, mine, GlooTransport()).step(data, data)
     return {s: [p.grad for p in layers[s].parameters()] for s in schedule.stages_of(rank)}
 
 
 def check_against_autograd(returned, num_stages):
     layers = model(num_stages)
-    for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(7)).chunk(8):
+    for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64).chunk(8):
         mean_square(nn.Sequential(*layers)(x), x).backward()
     seen = set()
     for grads in returned:
         for s, got in grads.items():
             seen.add(s)
             for g, p in zip(got, layers[s].parameters(), strict=True):
-                torch.testing.assert_close(g, p.grad, rtol=1e-6, atol=1e-8)
+                torch.testing.assert_close(g, p.grad, rtol=0, atol=FLOAT64)
     assert seen == set(range(num_stages))
 
 
