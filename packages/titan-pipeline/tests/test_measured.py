@@ -11,7 +11,7 @@ testing = pytest.importorskip("titan_testing")
 
 from titan_pipeline import FAMILIES, Costs, Link, Schedule, build_schedule, simulate, verify  # noqa: E402
 from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
-from titan_pipeline.runtime._weight_grad import LinearHook  # noqa: E402
+from titan_pipeline.runtime.weight_grad.rules import LinearHook  # noqa: E402
 from torch import nn  # noqa: E402
 
 

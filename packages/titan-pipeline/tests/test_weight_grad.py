@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from titan_pipeline.runtime import NORM_RULES, TorchStage, WeightGradEngine, grouped_linear  # noqa: E402
-from titan_pipeline.runtime._accumulate import has_hooks  # noqa: E402
-from titan_pipeline.runtime._weight_grad import LinearHook, _others_save  # noqa: E402
+from titan_pipeline.runtime.weight_grad.accumulate import has_hooks  # noqa: E402
+from titan_pipeline.runtime.weight_grad.rules import LinearHook, others_save  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -206,11 +206,11 @@ def test_hooked_parameters_are_recognised():
 
 def test_active_saved_tensor_hooks_are_recognised():
     """Reads an undocumented function; fails if a torch release (checked: 2.11, 2.15) takes it away."""
-    seen = [_others_save()]
+    seen = [others_save()]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        seen.append(_others_save())
+        seen.append(others_save())
     x = torch.ones(1, requires_grad=True)
-    checkpoint(lambda y: seen.append(_others_save()) or y.sin(), x, use_reentrant=False).backward()
+    checkpoint(lambda y: seen.append(others_save()) or y.sin(), x, use_reentrant=False).backward()
     assert seen == [False, True, True, True]
 
 

@@ -19,18 +19,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_pipeline._costs import Costs
-from titan_pipeline._csv import from_torch_csv, to_torch_csv
-from titan_pipeline._draw import draw_html, draw_svg
-from titan_pipeline._errors import ScheduleError
-from titan_pipeline._lower import lower
-from titan_pipeline._measure import Measurement, fit_costs
-from titan_pipeline._schedule import Schedule
-from titan_pipeline._simulate import simulate
-from titan_pipeline._solve import Progress, solve
-from titan_pipeline._trace import chrome_trace
-from titan_pipeline._verify import verify
-from titan_pipeline.families import FAMILIES, build_schedule
+from titan_pipeline.analysis.measure import Measurement, fit_costs
+from titan_pipeline.analysis.simulate import simulate
+from titan_pipeline.analysis.verify import verify
+from titan_pipeline.errors import ScheduleError
+from titan_pipeline.families import FAMILIES, build_schedule, load_installed_families
+from titan_pipeline.ir.costs import Costs
+from titan_pipeline.ir.csv import from_torch_csv, to_torch_csv
+from titan_pipeline.ir.lower import lower
+from titan_pipeline.ir.schedule import Schedule
+from titan_pipeline.solver.annealing import SolveProgress
+from titan_pipeline.solver.search import solve
+from titan_pipeline.view.html import draw_html
+from titan_pipeline.view.svg import draw_svg
+from titan_pipeline.view.trace import chrome_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    load_installed_families()
     parser = argparse.ArgumentParser(prog="titan-pipeline", description="Pipeline schedules as plain data.")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -178,7 +181,7 @@ def _sim(args: argparse.Namespace) -> int:
 
 
 def _solve(args: argparse.Namespace) -> int:
-    def show(p: Progress) -> None:
+    def show(p: SolveProgress) -> None:
         gap = p.best / p.bound - 1
         print(f"{p.elapsed_s:5.1f} s  {p.tries} tries  best {p.best:.6g}  gap {gap:.2%}", file=sys.stderr)
 

@@ -1,34 +1,51 @@
-"""Run schedules: stages, transports, the weight-gradient engine. Needs torch: the extra ``titan-pipeline[torch]``."""
+"""Run schedules. Needs torch: the extra ``titan-pipeline[torch]``.
 
-from titan_pipeline.runtime._device_transport import DeviceTransport
-from titan_pipeline.runtime._executor import Executor, StepResult
-from titan_pipeline.runtime._messages import Failure, PipelineAborted
-from titan_pipeline.runtime._optimizer import Optimistic, clip_grad_norm
-from titan_pipeline.runtime._process_group import GlooTransport
-from titan_pipeline.runtime._split import split_layers
-from titan_pipeline.runtime._stage import Stage, TorchStage
-from titan_pipeline.runtime._tied import TiedWeight, find_tied_weights
-from titan_pipeline.runtime._torch_pipelining import schedule_from_torch, torch_runtime
-from titan_pipeline.runtime._transport import ThreadHub, ThreadTransport, Transport
-from titan_pipeline.runtime._weight_grad import NORM_RULES, Queue, WeightGradEngine, grouped_linear
+====================  ==============================================================
+`executor`            runs the programs of one rank: `Executor`
+`program`             one rank's part of a schedule, compiled
+`step`                one step: walk the program
+`stage`               stages of a model
+`transport`           how messages move
+`weight_grad`         split a backward
+`optimizer`           exact global clip, optimistic step
+`torch_pipelining`    our schedules in torch's runtime, torch's in ours
+====================  ==============================================================
+"""
+
+from titan_pipeline.runtime.executor import Executor, PipelineResult
+from titan_pipeline.runtime.optimizer import Optimistic, clip_grad_norm
+from titan_pipeline.runtime.stage.cut import split_layers
+from titan_pipeline.runtime.stage.protocol import Stage
+from titan_pipeline.runtime.stage.tied import TiedWeight, find_tied_weights
+from titan_pipeline.runtime.stage.torch_stage import TorchStage
+from titan_pipeline.runtime.torch_pipelining import schedule_from_torch, torch_runtime
+from titan_pipeline.runtime.transport.base import Transport
+from titan_pipeline.runtime.transport.device import DeviceTransport
+from titan_pipeline.runtime.transport.gloo import GlooTransport
+from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
+from titan_pipeline.runtime.transport.threads import ThreadHub, ThreadTransport
+from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
+from titan_pipeline.runtime.weight_grad.grouped import grouped_linear
+from titan_pipeline.runtime.weight_grad.queue import WeightGradQueue
+from titan_pipeline.runtime.weight_grad.rules import NORM_RULES
 
 __all__ = [
     "NORM_RULES",
     "DeviceTransport",
     "Executor",
-    "Failure",
     "GlooTransport",
     "Optimistic",
+    "PeerFailure",
     "PipelineAborted",
-    "Queue",
+    "PipelineResult",
     "Stage",
-    "StepResult",
     "ThreadHub",
     "ThreadTransport",
     "TiedWeight",
     "TorchStage",
     "Transport",
     "WeightGradEngine",
+    "WeightGradQueue",
     "clip_grad_norm",
     "find_tied_weights",
     "grouped_linear",

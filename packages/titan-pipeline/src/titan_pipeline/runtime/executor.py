@@ -1,0 +1,241 @@
+"""Run a schedule: each rank walks its own program, nothing more.
+
+The executor compiles the rank's program (with communication, see `titan_pipeline.lower`) to a list of bound calls and
+runs them in order. What happens inside a stage is the stage's business, how messages move is the transport's; between
+the two lies only this loop, at a few microseconds an action.
+
+PeerFailure: a rank that raises tells everyone who still waits for it, they stop at their next action, and all meet at the
+end of the step, where every rank learns who failed first. The failing rank raises its own error, the others
+`PipelineAborted` with the name, action and error of the first. `reset` makes the next step possible.
+
+Loss: stages return sums over tokens; the step divides by the number of tokens of *all* microbatches, so uneven and
+ragged microbatches weigh what they should.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_pipeline.analysis.measure import Measurement
+from titan_pipeline.analysis.simulate import Slot
+from titan_pipeline.analysis.verify import verify
+from titan_pipeline.ir.schedule import Kind, Schedule
+from titan_pipeline.runtime.program import Program, check_order, compile_program
+from titan_pipeline.runtime.stage.protocol import Stage
+from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, reduce_tied
+from titan_pipeline.runtime.step import Batch, StepRun
+from titan_pipeline.runtime.transport.base import Transport
+from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
+from titan_pipeline.runtime.transport.threads import ThreadHub
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """What a step gives back, on every rank."""
+
+    loss: float
+    """Sum of all microbatches' losses over the denominator; the same on every rank."""
+    denominator: float
+    """What it was divided by: tokens, or microbatches."""
+    losses: tuple[Any, ...]
+    """Loss sums by microbatch, on the last stage's rank; empty elsewhere."""
+    aux_loss: float = 0.0
+    """Weighted sum of all stages' auxiliary losses, the same on every rank; not part of ``loss``."""
+
+
+class Executor:
+    """Runs the programs of one rank.
+
+    Args:
+        schedule: Verified at construction; give the same on every rank.
+        stages: The stages this rank holds, in any order.
+        transport: None for a pipeline of one rank.
+        count_tokens: Tokens of one target; by default each microbatch counts 1 (give losses averaged over it then).
+        tied: Parameters that several stages share; their gradients are summed at the end of a step. See `TiedWeight`.
+        deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
+            summed in the order of one process: the result is then bit-equal to it.
+        trace: Record when each action ran; see `measured`.
+        synchronize: Called before each time is read while tracing. Give ``torch.cuda.synchronize`` on a GPU, whose work
+            is otherwise only queued when an action returns.
+
+    Raises:
+        ValueError: If the stages are not those of this rank, the transport has another number of ranks, or a tied
+            weight names a stage or parameter that does not exist.
+        ScheduleError: If the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        transport: Transport | None = None,
+        *,
+        count_tokens: Callable[[Any], float] | None = None,
+        tied: Sequence[TiedWeight] = (),
+        deterministic: bool = False,
+        trace: bool = False,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self.transport: Transport = transport if transport is not None else ThreadHub(1).transport(0)
+        self.rank = self.transport.rank
+        self.stages = {stage.index: stage for stage in stages}
+        self.spans: list[Slot] = []
+        """With ``trace``: when each action of this rank ran, in seconds since the step began here."""
+        self._count = count_tokens
+        self.tied = tuple(tied)
+        self._deterministic = deterministic
+        self._trace = trace
+        self._clock = time.perf_counter if synchronize is None else _synchronized(synchronize)
+        self._began = 0.0
+        self._broken = False
+        self._forward_program: Program | None = None
+        self.swap(schedule)
+
+    def swap(self, schedule: Schedule) -> None:
+        """Use another schedule from the next step on; the placement of stages must stay. Call on every rank."""
+        if schedule.num_ranks != self.transport.num_ranks:
+            raise ValueError(
+                f"the schedule is for {schedule.num_ranks} ranks, the transport has {self.transport.num_ranks}."
+            )
+        mine = set(schedule.stages_of(self.rank))
+        if mine != set(self.stages):
+            raise ValueError(
+                f"rank {self.rank} holds stages {sorted(self.stages)}, the schedule puts {sorted(mine)} on it. "
+                "Build those, or use a schedule with this placement."
+            )
+        verify(schedule)
+        check_ties(self.tied, self.stages, schedule.num_stages)
+        if self._deterministic:
+            check_order(schedule)
+        split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
+        for stage in self.stages.values():
+            stage.configure(stage.index in split)
+        self.schedule = schedule
+        self._program = compile_program(schedule, self.rank)
+        self._forward_program = None
+
+    def step(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        extras: Sequence[Mapping[str, Any]] | None = None,
+        denominator: float | None = None,
+        aux_weight: float | None = None,
+    ) -> PipelineResult:
+        """Forward and backward of one batch; gradients are added to the parameters'.
+
+        Args:
+            inputs: On the rank of stage 0: one entry a microbatch, a tensor or a tuple of them. Shapes may differ.
+            targets: On the rank of the last stage: one entry a microbatch.
+            extras: Keyword tensors by microbatch for every stage of this rank (positions, document ids). They are not
+                sent from stage to stage: every rank gives its own.
+            denominator: Divide the loss by this instead of the counted tokens (with data parallelism, the tokens of
+                all ranks; where the wrapper averages gradients, those over the number of replicas). Give it on every
+                rank or on none.
+            aux_weight: What one microbatch's auxiliary losses weigh; ``1 / num_microbatches`` by default.
+
+        Raises:
+            PipelineAborted: Another rank failed.
+            ValueError: Inputs, targets or the schedule do not fit; every other rank then raises `PipelineAborted`.
+        """
+        batch = Batch(inputs, targets, extras, denominator, aux_weight, training=True)
+        return self._run(self._program, batch)[0]
+
+    def evaluate(
+        self,
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        *,
+        extras: Sequence[Mapping[str, Any]] | None = None,
+        denominator: float | None = None,
+    ) -> PipelineResult:
+        """The loss of one batch without gradients; any schedule, as many microbatches as a step has."""
+        return self._run(self._evaluation(), Batch(inputs, targets, extras, denominator, None, training=False))[0]
+
+    def infer(
+        self, inputs: Sequence[Any] | None = None, *, extras: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Any]:
+        """The outputs of the last stage by microbatch, on its rank; an empty list elsewhere."""
+        outputs = self._run(self._evaluation(), Batch(inputs, None, extras, None, None, training=False))[1]
+        return [outputs[mb] for mb in sorted(outputs)]
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order. Call on every rank, with as many values."""
+        return self.transport.close_step(None, values)[1]
+
+    def measured(self) -> Measurement:
+        """The last training step as all ranks ran it. Needs ``trace=True``; call on every rank.
+
+        Use: ``costs = fit_costs([executor.measured(), …])``, then ``executor.swap(solve(costs, …).schedule)``.
+
+        Raises:
+            RuntimeError: If the last step of this rank was not traced, or was no training step.
+        """
+        program = self.schedule.compute_only().ranks[self.rank]
+        if tuple(span.action for span in self.spans) != program:
+            raise RuntimeError(
+                f"rank {self.rank} has {len(self.spans)} traced actions, the schedule {len(program)}. Make the executor "
+                "with trace=True on every rank and run a training step first."
+            )
+        longest = max(len(p) for p in self.schedule.compute_only().ranks)
+        times = [t + self._began for span in self.spans for t in (span.start, span.end)]
+        rows = self.gather([*times, *[0.0] * (2 * longest - len(times))])
+        compute = self.schedule.compute_only()
+        begin = min(row[0] for row in rows)
+        slots = tuple(
+            tuple(Slot(a, row[2 * i] - begin, row[2 * i + 1] - begin) for i, a in enumerate(p))
+            for p, row in zip(compute.ranks, rows, strict=True)
+        )
+        return Measurement(compute, slots)
+
+    def reset(self) -> None:
+        """Forget a step that failed. Call on every rank."""
+        for stage in self.stages.values():
+            stage.clear()
+        self._broken = False
+
+    def _evaluation(self) -> Program:
+        if self._forward_program is None:
+            self._forward_program = compile_program(self.schedule.for_evaluation(), self.rank)
+        return self._forward_program
+
+    def _run(self, program: Program, batch: Batch) -> tuple[PipelineResult, dict[int, Any]]:
+        if self._broken:
+            raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
+        transport, training = self.transport, batch.training
+        run = StepRun(program, batch, self.stages, transport, self._count, self._clock if self._trace else None)
+        error: BaseException | None = None
+        failure: PeerFailure | None = None
+        transport.begin(*program.traffic_with(self.tied if training else (), self.rank))
+        try:
+            run.prepare()
+            run.execute()
+            if training:
+                reduce_tied(self.tied, self.stages, self.schedule.placement, transport)
+        except PipelineAborted as err:
+            failure = err.failure
+            transport.announce(failure)
+        except BaseException as err:
+            error = err
+            failure = PeerFailure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
+            transport.announce(failure)
+        first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
+        self.spans, self._began = run.spans, run.began
+        if first is not None:
+            self._broken = True
+            if error is not None:
+                raise error
+            raise PipelineAborted(first)
+        loss_sum, divisor, _ = reports[self.schedule.placement[-1]]
+        aux = sum(report[2] for report in reports)
+        return PipelineResult(loss_sum / divisor, divisor, tuple(run.losses), aux), run.outputs
+
+
+def _synchronized(synchronize: Callable[[], None]) -> Callable[[], float]:
+    def clock() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    return clock

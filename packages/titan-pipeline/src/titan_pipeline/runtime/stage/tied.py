@@ -1,0 +1,189 @@
+"""Parameters that several stages share, such as an embedding tied to the output layer.
+
+Stages on different ranks hold copies. At the end of a step the copies' gradients are summed, in the order of the
+stages, by the rank of the first, and the sum goes back to all: equal copies with equal gradients stay equal under any
+optimizer that treats them alike. Stages on one rank may hold one `torch.nn.Parameter` under two names, as a model that
+was cut in place does at both ends of a V. Autograd has then summed its gradient already, so it counts once: ties on a
+rank are found by identity.
+
+Data-parallel gradients are summed after their reduction; of FSDP's, each rank sums the shard it holds, so the copies
+must be sharded alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from titan_pipeline.runtime.transport.base import Transport
+from titan_pipeline.runtime.transport.messages import Key, PeerFailure, PipelineAborted
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """One parameter of the model that several stages hold.
+
+    Give every rank the same list: ``Executor(…, tied=[TiedWeight({0: "wte.weight", 3: "lm_head.weight"})])``. Each
+    stage may hold a copy, and stages on one rank may hold the same parameter object. `find_tied_weights` makes the list
+    from the stages of a model that was built whole.
+    """
+
+    names: Mapping[int, str]
+    """Stage → name of the parameter in that stage's module."""
+
+    def __post_init__(self) -> None:
+        if len(self.names) < 2:
+            raise ValueError(f"names={dict(self.names)}: a tied weight has at least two stages. Name each of them.")
+
+
+def find_tied_weights(modules: Sequence[nn.Module]) -> list[TiedWeight]:
+    """The parameters that several stages of a model hold as one object.
+
+    Call it before parameters are copied, moved or wrapped, which ends the identity.
+
+    Args:
+        modules: All stages of the model, in order.
+    """
+    names: dict[int, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            names.setdefault(id(parameter), {})[stage] = name
+    return [TiedWeight(found) for found in names.values() if len(found) > 1]
+
+
+def check_ties(tied: Sequence[TiedWeight], stages: Mapping[int, Any], num_stages: int) -> None:
+    """Raise ValueError if a tied weight names what does not exist, or what cannot be reduced once."""
+    for weight in tied:
+        outside = [s for s in weight.names if not 0 <= s < num_stages]
+        if outside:
+            raise ValueError(
+                f"the tied weight {dict(weight.names)} names stages {outside}, but the schedule has stages 0 to "
+                f"{num_stages - 1}. Use the stage numbers of this schedule."
+            )
+        for stage, name in weight.names.items():
+            if stage in stages and name not in dict(stages[stage].module.named_parameters(remove_duplicate=False)):
+                raise ValueError(
+                    f"stage {stage} has no parameter {name!r}, which a tied weight names. Give the name as in "
+                    "module.named_parameters()."
+                )
+    _check_wrapped(stages)
+
+
+def _check_wrapped(stages: Mapping[int, Any]) -> None:
+    """DistributedDataParallel would average a parameter of two stages twice."""
+    wrapped = {s: stages[s].module for s in sorted(stages) if _is_ddp(stages[s])}
+    owner: dict[int, int] = {}
+    for stage, module in wrapped.items():
+        for name, parameter in module.named_parameters():
+            first = owner.setdefault(id(parameter), stage)
+            if first != stage:
+                raise ValueError(
+                    f"stages {first} and {stage} are wrapped by DistributedDataParallel and share the parameter "
+                    f"{name!r}: both would reduce its gradient. Give each stage a copy, and declare a TiedWeight."
+                )
+
+
+def _is_ddp(stage: Any) -> bool:
+    return isinstance(getattr(stage, "module", None), DistributedDataParallel)
+
+
+def reduce_tied(
+    tied: Sequence[TiedWeight], stages: Mapping[int, Any], placement: Sequence[int], transport: Transport
+) -> None:
+    """Give every copy the sum of all copies' gradients.
+
+    A stage that shares its parameter with an earlier one of its rank sends and receives None: the number of messages
+    depends on the placement alone, which all ranks know.
+    """
+    for index, weight in enumerate(tied):
+        first, *others = sorted(weight.names)
+        home = placement[first]
+        grads = _distinct_gradients(weight, stages)
+        for s in others:
+            if s in grads and placement[s] != home:
+                transport.send(home, (2, s, index), (grads[s],))
+        if first in stages:
+            _sum_at_home(weight, grads, placement, index, transport)
+        for s in others:
+            if s in grads and placement[s] != home:
+                total, mine = _receive(transport, home, (3, s, index)), grads[s]
+                if total is not None and mine is not None:
+                    mine.copy_(total)
+
+
+def _sum_at_home(
+    weight: TiedWeight,
+    grads: Mapping[int, Tensor | None],
+    placement: Sequence[int],
+    index: int,
+    transport: Transport,
+) -> None:
+    """On the rank of the first stage: add the gradients in the order of the stages, and hand the sum back."""
+    first, *others = sorted(weight.names)
+    total = cast(Tensor, grads[first]).clone()
+    remote: dict[int, bool] = {}
+    for s in others:
+        grad = grads[s] if placement[s] == placement[first] else _receive(transport, placement[s], (2, s, index))
+        remote[s] = placement[s] != placement[first] and grad is not None
+        if grad is not None:
+            total += grad.to(total.device)
+    for s in (first, *others):
+        mine = grads.get(s)
+        if mine is not None:
+            mine.copy_(total)
+        elif placement[s] != placement[first]:
+            transport.send(placement[s], (3, s, index), (total.clone() if remote[s] else None,))
+
+
+def tied_messages(
+    tied: Sequence[TiedWeight], placement: Sequence[int], rank: int
+) -> tuple[dict[int, list[Key]], list[int]]:
+    """What `reduce_tied` receives on a rank, by source in order, and the targets of what it sends."""
+    expected: dict[int, list[Key]] = {}
+    sends: list[int] = []
+    for index, weight in enumerate(tied):
+        owner, *others = sorted(weight.names)
+        for s in others:
+            here, there = placement[s], placement[owner]
+            if here == there:
+                continue
+            if rank == there:
+                expected.setdefault(here, []).append((2, s, index))
+                sends.append(here)
+            elif rank == here:
+                expected.setdefault(there, []).append((3, s, index))
+                sends.append(there)
+    return expected, sends
+
+
+def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[int, Tensor | None]:
+    """The gradient of each stage held here; None where an earlier stage holds the same parameter.
+
+    Zeros stand for a gradient that was never computed; a sharded gradient is its local part.
+    """
+    grads: dict[int, Tensor | None] = {}
+    seen: set[int] = set()
+    for s in sorted(weight.names):
+        if s not in stages:
+            continue
+        parameter = cast(Tensor, stages[s].module.get_parameter(weight.names[s]))
+        if id(parameter) in seen:
+            grads[s] = None
+            continue
+        seen.add(id(parameter))
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        grads[s] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return grads
+
+
+def _receive(transport: Transport, source: int, key: Key) -> Tensor | None:
+    got = transport.receive(source, key)
+    if isinstance(got, PeerFailure):
+        raise PipelineAborted(got)
+    return got[0]

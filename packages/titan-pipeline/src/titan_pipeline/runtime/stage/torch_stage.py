@@ -1,0 +1,224 @@
+"""A stage that wraps an ``nn.Module``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from titan_pipeline.runtime.stage.data_parallel import Gather, wrapping_of
+from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
+from titan_pipeline.runtime.weight_grad.queue import Rule, WeightGradQueue
+
+
+class TorchStage:
+    """A stage that is an ``nn.Module`` taking and returning tensors (or tuples of them).
+
+    The module may be wrapped by DistributedDataParallel or FSDP2 (itself or its children): gradients are then reduced
+    once a step, when the stage's last gradient is there.
+
+    Args:
+        module: The stage's layers.
+        index: Position in the model.
+        loss: On the last stage: ``loss(output, target)``, summed over tokens, not averaged.
+        aux_loss: Called with the module after each training forward: a scalar to add to the loss (such as a
+            mixture-of-experts balance loss, its coefficient included), or None. See `Executor.step` for its weight.
+        keywords: Names of the microbatch's extra inputs that this module takes; None for all of them.
+        finish: Called with the module when the step's gradients are complete and reduced.
+        gather: When parameters of an FSDP2 module are gathered: once a ``"step"`` (freed after the last gradient), or
+            every ``"microbatch"``, as the module is configured.
+        rules: How layers defer their weight gradients, by type, on top of the default ones; see
+            `titan_pipeline.runtime.WeightGradEngine`. Types not covered get their gradients with the input gradient.
+        through_autograd: See `titan_pipeline.runtime.WeightGradEngine`.
+        split: False never defers: W actions then find nothing left to do.
+
+    Raises:
+        ValueError: If a child of the module, but not the module itself, is DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        *,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        aux_loss: Callable[[nn.Module], Tensor | None] | None = None,
+        keywords: Sequence[str] | None = None,
+        finish: Callable[[nn.Module], None] | None = None,
+        gather: Gather = "step",
+        rules: Mapping[type[nn.Module], Rule] | None = None,
+        through_autograd: bool = False,
+        split: bool = True,
+    ) -> None:
+        self.module = module
+        self.index = index
+        self._loss = loss
+        self._aux_loss = aux_loss
+        self._aux_weight = 0.0
+        self._aux_sum: Tensor | None = None
+        self._keywords = keywords
+        self._finish = finish
+        if aux_loss is not None:
+            # Ahead of FSDP's hook, so that parameters are gathered before any gradient of the auxiliary loss flows.
+            module.register_forward_hook(self._join_aux_loss, prepend=True)
+        self._wrapping = wrapping_of(module, gather)
+        self._split = split
+        self._rules = rules
+        self._through_autograd = through_autograd
+        self._engine: WeightGradEngine | None = None
+        self._seed = torch.zeros(())
+        self._kept: dict[int, _Kept] = {}
+        self._queues: dict[int, WeightGradQueue] = {}
+
+    @property
+    def not_deferred(self) -> dict[str, str]:
+        """Name of each parameter whose gradient a split backward computes in its first half, and why.
+
+        Empty while the schedule does not split backwards. Correct either way; but a stage that is compiled as a whole
+        has nothing left for its W actions, and a zero-bubble schedule gains nothing there.
+        """
+        return {} if self._engine is None else dict(self._engine.not_deferred)
+
+    def configure(self, splits_backward: bool) -> None:
+        """See `Stage.configure`: the engine is attached only while it is needed."""
+        wanted = splits_backward and self._split
+        if wanted and self._engine is None:
+            self._engine = WeightGradEngine(self.module, self._rules, through_autograd=self._through_autograd)
+        elif not wanted and self._engine is not None:
+            self._engine.detach()
+            self._engine = None
+
+    def begin(self, training: bool, aux_weight: float) -> None:
+        """See `Stage.begin`."""
+        self._aux_weight = aux_weight
+        self._aux_sum = None
+        if training:
+            self._wrapping.begin()
+
+    def forward(
+        self, microbatch: int, inputs: tuple[Any, ...], target: Any, extra: Mapping[str, Any], training: bool
+    ) -> tuple[Any, ...]:
+        """See `Stage.forward`."""
+        if not training:
+            with torch.no_grad():
+                return self._run(inputs, target, extra)
+        if self.index > 0:
+            inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in cast(tuple[Tensor, ...], inputs))
+        with self._wrapping.forward():
+            if self._engine is None:
+                outputs = self._run(inputs, target, extra)
+            else:
+                with self._engine.recording():
+                    outputs = self._run(inputs, target, extra)
+        if target is not None:
+            self._seed = outputs[0].detach()  # dtype and device of the loss
+        tracked = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
+        # Only the edge into the graph is kept, not the output itself: after the send nobody needs its data.
+        edges = [get_gradient_edge(o) for o, t in zip(outputs, tracked, strict=True) if t]
+        self._kept[microbatch] = _Kept(inputs, edges, tracked)
+        return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
+
+    def backward(self, microbatch: int, grads: tuple[Any, ...], defer: bool) -> tuple[Any, ...]:
+        """See `Stage.backward`."""
+        inputs, edges, tracked = self._kept.pop(microbatch)
+        if len(grads) == 1 and isinstance(grads[0], float):
+            grads = (self._seed.new_full((), grads[0]),)
+        given = [g for g, t in zip(grads, tracked, strict=True) if t]
+        pairs = [(e, g) for e, g in zip(edges, given, strict=True) if g is not None]
+        if self._engine is None:
+            _run_backward(pairs)
+        else:
+            with self._engine.deferring() as queue:
+                _run_backward(pairs)
+            if defer:
+                self._queues[microbatch] = queue
+            else:
+                queue.run()
+                self._wrapping.after_weights()
+        if self.index == 0:
+            return ()
+        return tuple(x.grad if x.is_floating_point() else None for x in inputs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """See `Stage.backward_weight`."""
+        queue = self._queues.pop(microbatch, None)
+        if queue is not None:
+            queue.run()
+            self._wrapping.after_weights()
+
+    def finish(self, training: bool) -> Tensor | None:
+        """See `Stage.finish`."""
+        if not training:
+            self._wrapping.release()
+            return None
+        self._wrapping.reduce()
+        if self._finish is not None:
+            self._finish(self.module)
+        return self._aux_sum
+
+    def clear(self) -> None:
+        """See `Stage.clear`."""
+        self._kept.clear()
+        self._queues.clear()
+        self._wrapping.reset()
+
+    def _join_aux_loss(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: lets the auxiliary loss's gradient start where the output's gradient arrives."""
+        if not torch.is_grad_enabled() or self._aux_loss is None:
+            return None
+        aux = self._aux_loss(module)
+        if aux is None:
+            return None
+        if aux.dim() or not aux.requires_grad:
+            raise ValueError(
+                f"the auxiliary loss of stage {self.index} has shape {list(aux.shape)}, "
+                f"requires_grad={aux.requires_grad}. Return a differentiable scalar, or None."
+            )
+        value = aux.detach()
+        self._aux_sum = value if self._aux_sum is None else self._aux_sum + value
+        outputs = output if isinstance(output, tuple) else (output,)
+        joined = (_WithAuxLoss.apply(outputs[0], aux, self._aux_weight), *outputs[1:])
+        return joined if isinstance(output, tuple) else joined[0]
+
+    def _run(self, inputs: tuple[Any, ...], target: Any, extra: Mapping[str, Any]) -> tuple[Any, ...]:
+        if self._keywords is not None:
+            missing = [k for k in self._keywords if k not in extra]
+            if missing:
+                raise ValueError(f"stage {self.index} takes extra inputs {missing}, which step() was not given.")
+            extra = {k: extra[k] for k in self._keywords}
+        output = self.module(*inputs, **extra)
+        if target is not None:
+            if self._loss is None:
+                raise ValueError(
+                    f"stage {self.index} is the last and got a target, but no loss. Pass loss= to TorchStage."
+                )
+            return (self._loss(output, target),)
+        return output if isinstance(output, tuple) else (output,)
+
+
+class _Kept(NamedTuple):
+    """What one microbatch waits for its backward with."""
+
+    inputs: tuple[Any, ...]
+    edges: list[Any]
+    tracked: list[bool]
+
+
+class _WithAuxLoss(torch.autograd.Function):
+    """A stage's output, whose gradient's arrival also starts the auxiliary loss's."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux: Tensor, weight: float) -> Tensor:
+        ctx.weight = aux.new_full((), weight)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], ctx.weight, None
+
+
+def _run_backward(pairs: list[tuple[Any, Tensor]]) -> None:
+    if pairs:
+        edges, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(list(edges), list(grads))

@@ -1,0 +1,10 @@
+"""How messages move between ranks.
+
+=============  =====================================================================
+`base`         what the executor asks of a transport
+`messages`     headers, payloads, the news of a failure
+`threads`      ranks as threads of one process
+`gloo`         a torch.distributed process group
+`device`       tensors stay on their accelerator
+=============  =====================================================================
+"""

@@ -1,0 +1,77 @@
+"""What the executor asks of a transport, and the mailbox that transports share."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
+
+
+class Transport(Protocol):
+    """What the executor asks of a transport. Messages of one directed pair arrive in the order they were sent."""
+
+    rank: int
+    num_ranks: int
+
+    def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
+        """A step starts: the keys this rank will receive from each source, in order, and how many it sends to each."""
+        ...
+
+    def send(self, target: int, key: Key, payload: Payload) -> None:
+        """Send without waiting for the receiver."""
+        ...
+
+    def receive(self, source: int, key: Key) -> Payload | PeerFailure:
+        """Wait for one message, or for the news that it will not come."""
+        ...
+
+    def failed(self) -> PeerFailure | None:
+        """A failure this rank has heard of; cheap enough to ask before every action."""
+        ...
+
+    def announce(self, failure: PeerFailure) -> None:
+        """Tell everyone who still expects a message from this rank that none will come."""
+        ...
+
+    def close_step(
+        self, failure: PeerFailure | None, values: Sequence[float]
+    ) -> tuple[PeerFailure | None, list[list[float]]]:
+        """All ranks meet: the first failure of any rank, and every rank's values (all of the same length)."""
+        ...
+
+
+class Receiver:
+    """The messages that have arrived for one rank, whoever delivers them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.arrived: dict[tuple[int, Key], Payload] = {}
+        self.failure: PeerFailure | None = None
+
+    def put(self, source: int, key: Key, payload: Payload) -> None:
+        """Called by whoever delivers."""
+        with self.changed:
+            self.arrived[source, key] = payload
+            self.changed.notify_all()
+
+    def fail(self, failure: PeerFailure) -> None:
+        """The first failure stays."""
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+
+    def take(self, source: int, key: Key) -> Payload | PeerFailure:
+        """Wait for a message or a failure."""
+        at = (source, key)
+        with self.changed:
+            while at not in self.arrived:
+                if self.failure is not None:
+                    return self.failure
+                self.changed.wait()
+            return self.arrived.pop(at)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self.changed:
+            self.arrived.clear()
+            self.failure = None

@@ -1,0 +1,183 @@
+"""Messages over a torch.distributed process group with gloo.
+
+One thread per source rank receives in the agreed order, so data is on its way while the rank computes, and the main
+thread never sits in a receive that nothing can interrupt. A failing rank sends the news down every channel that still
+expects a message from it: receivers drain each channel up to that point, so the channels are clean again and the next
+step needs no new group. A rank that died takes its connections down, which its peers see as a failed receive.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_pipeline.runtime.transport.base import Receiver
+from titan_pipeline.runtime.transport.messages import (
+    HEADER_LENGTH,
+    TEXT_LENGTH,
+    Key,
+    Payload,
+    PeerFailure,
+    PipelineAborted,
+    Specs,
+    decode_failure,
+    decode_header,
+    encode_failure,
+    encode_header,
+    failure_header,
+)
+
+
+class GlooTransport:
+    """One rank's end of a gloo process group.
+
+    Tensors on an accelerator travel through host memory.
+
+    Args:
+        group: The pipeline's group; None for the default group. Its backend must serve CPU tensors.
+
+    Raises:
+        ValueError: If the group has no CPU backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        if self._group is None:
+            raise ValueError("torch.distributed is not initialised. Call init_process_group('gloo') first.")
+        backend = dist.get_backend(self._group)
+        if "gloo" not in backend:
+            raise ValueError(f"the group's backend is {backend!r}, which moves no CPU tensors. Make one with gloo.")
+        self.rank = dist.get_rank(self._group)
+        self.num_ranks = dist.get_world_size(self._group)
+        self._receiver = Receiver()
+        self._threads: list[threading.Thread] = []
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._left: dict[int, int] = {}
+
+    def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
+        """Start one receiving thread a source."""
+        self._receiver.clear()
+        self._left = dict(sends)
+        self._threads = [
+            threading.Thread(target=self._listen, args=(source, tuple(keys)), name=f"from-{source}", daemon=True)
+            for source, keys in expected.items()
+            if keys
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, target: int, key: Key, payload: Payload) -> None:
+        """WeightGradQueue header and tensors; they are kept alive until the step closes."""
+        self._left[target] -= 1
+        header = encode_header(key, payload)
+        try:
+            self._post(header, target)
+            self._send_tensors(target, payload)
+        except RuntimeError as err:
+            raise PipelineAborted(PeerFailure(target, -1, "", f"it takes no messages any more: {err}")) from err
+
+    def receive(self, source: int, key: Key) -> Payload | PeerFailure:
+        """Wait for the tensors, or for bad news."""
+        return self._receiver.take(source, key)
+
+    def failed(self) -> PeerFailure | None:
+        """A failure this rank has heard of."""
+        return self._receiver.failure
+
+    def announce(self, failure: PeerFailure) -> None:
+        """Send the news down every channel that still expects something from this rank."""
+        for target, left in self._left.items():
+            if left > 0:
+                self._left[target] = 0
+                with suppress(RuntimeError):  # it may be the dead one
+                    self._post(failure_header(), target)
+                    self._post(encode_failure(failure), target)
+
+    def close_step(
+        self, failure: PeerFailure | None, values: Sequence[float]
+    ) -> tuple[PeerFailure | None, list[list[float]]]:
+        """Drain all channels, then gather every rank's report.
+
+        Where a rank has died nobody can meet it any more: each rank returns the failure it knows, and the group is of
+        no further use.
+        """
+        try:
+            return self._meet(failure, values)
+        except RuntimeError as err:
+            lost = (
+                failure or self._receiver.failure or PeerFailure(self.rank, -1, "", f"the ranks could not meet: {err}")
+            )
+            return lost, []
+        finally:
+            self._sent.clear()
+
+    def _meet(
+        self, failure: PeerFailure | None, values: Sequence[float]
+    ) -> tuple[PeerFailure | None, list[list[float]]]:
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._drain()
+        for work, _ in self._sent:
+            work.wait()
+        report = torch.tensor([1.0 if failure else 0.0, *values], dtype=torch.float64)
+        reports = [torch.empty_like(report) for _ in range(self.num_ranks)]
+        dist.all_gather(reports, report, group=self._group)
+        first: PeerFailure | None = None
+        if any(r[0] for r in reports):
+            texts = [torch.empty(TEXT_LENGTH, dtype=torch.uint8) for _ in reports]
+            dist.all_gather(texts, encode_failure(failure), group=self._group)
+            first = next(f for f in map(decode_failure, texts) if f is not None)
+            self._receiver.clear()
+        return first, [r[1:].tolist() for r in reports]
+
+    def _drain(self) -> None:
+        """Receive what is still on its way after a failure: the threads have done that."""
+
+    def _send_tensors(self, target: int, payload: Payload) -> None:
+        for tensor in payload:
+            if tensor is not None:
+                self._post(tensor.detach().cpu().contiguous(), target)
+
+    def _announced(self, source: int, key: Key) -> None:
+        """Called in the listening thread before a message can be taken."""
+
+    def _receive_tensors(self, source: int, specs: Specs) -> Payload:
+        """Called in the listening thread, in the order of the messages."""
+        payload: list[Tensor | None] = []
+        for spec in specs:
+            tensor = None if spec is None else torch.empty(spec[1], dtype=spec[0])
+            if tensor is not None:
+                dist.recv(tensor, group=self._group, group_src=source)
+            payload.append(tensor)
+        return tuple(payload)
+
+    def _post(self, tensor: Tensor, target: int) -> None:
+        self._sent.append((dist.isend(tensor, group=self._group, group_dst=target), tensor))
+
+    def _listen(self, source: int, keys: Sequence[Key]) -> None:
+        """Receive a step's messages from one source, up to the last or the news of a failure."""
+        try:
+            for key in keys:
+                header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+                dist.recv(header, group=self._group, group_src=source)
+                decoded = decode_header(header)
+                if decoded is None:
+                    text = torch.empty(TEXT_LENGTH, dtype=torch.uint8)
+                    dist.recv(text, group=self._group, group_src=source)
+                    failure = decode_failure(text)
+                    assert failure is not None
+                    self._receiver.fail(failure)
+                    return
+                got, specs = decoded
+                payload = self._receive_tensors(source, specs)
+                if got != key:
+                    raise RuntimeError(f"expected message {key} from rank {source}, got {got}")
+                self._announced(source, key)
+                self._receiver.put(source, key, payload)
+        except (RuntimeError, ValueError) as err:  # a dead peer, or one that runs another schedule
+            self._receiver.fail(PeerFailure(source, -1, "", f"its messages stopped: {err}"))

@@ -1,0 +1,10 @@
+"""Split a backward: input gradients now, weight gradients later.
+
+=============  =====================================================================
+`engine`       wraps the layers of a stage; explains the idea
+`queue`        the weight gradients that wait
+`rules`        fast rules: linear layers, embeddings, norms
+`grouped`      grouped products of a mixture of experts
+`accumulate`   add gradients to parameters, with their hooks
+=============  =====================================================================
+"""

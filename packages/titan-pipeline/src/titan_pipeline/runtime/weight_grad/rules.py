@@ -1,0 +1,181 @@
+"""The fast rules: how linear layers, embeddings and norms defer their weight gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, Rule
+
+
+class LinearHook:
+    """On the output of a linear layer: turns the arriving gradient into a note."""
+
+    __slots__ = ("__weakref__", "engine", "owners", "x")
+
+    def __init__(self, engine: Deferring, owners: tuple[Tensor, ...], x: Tensor) -> None:
+        self.engine = engine
+        self.owners = owners
+        self.x: Tensor | None = x
+
+    def __call__(self, grad: Tensor) -> None:
+        x, self.x = self.x, None
+        queue = self.engine.queue
+        if queue is None:
+            raise RuntimeError(ELSEWHERE)
+        queue.notes.append((self.owners, _linear_grads, (self.owners, grad, x)))
+
+
+class _Linear(torch.autograd.Function):
+    """The same for a place where others decide what is saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        owners: tuple[Tensor, ...],
+        engine: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # The parameters themselves, in a tuple that autograd does not look into: saved tensors come back as aliases,
+        # inside a checkpoint as copies. Not by way of the layer, where FSDP may have put the shards back by then.
+        ctx.owners = owners
+        ctx.engine = engine
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+            same = grad.dtype == weight.dtype == x.dtype  # other than under autocast; each cast costs a microsecond
+            grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
+            if grad.dim() != 2:
+                grad_x = grad_x.view(x.shape)
+        LinearHook(ctx.engine, ctx.owners, x)(grad)
+        return None, grad_x, None, None, None, None
+
+
+def _linear_grads(owners: Sequence[Tensor], grad: Tensor, x: Tensor) -> list[Tensor]:
+    """Gradients of weight and bias; only of those that want one."""
+    weight = owners[0]
+    rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+    grads: list[Tensor] = []
+    for owner in owners:
+        if owner.dim() == 2:
+            columns = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            grads.append(rows.t().mm(columns if columns.dtype == rows.dtype else columns.to(rows.dtype)))
+        else:
+            grads.append(rows.sum(0))
+    if isinstance(grad, DTensor):  # a tensor-parallel layer's: the products are partial or whole where they fall
+        grads = [
+            g.redistribute(placements=cast(DTensor, o).placements)
+            for g, o in zip(_dtensors(grads), owners, strict=True)
+        ]
+    if rows.dtype != weight.dtype:
+        return [g.to(weight.dtype) for g in grads]
+    return grads
+
+
+def _dtensors(grads: list[Tensor]) -> list[DTensor]:
+    return cast(list[DTensor], grads)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tokens: Tensor, weight: Tensor, padding: int, owner: list[Tensor], engine: Any
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.parameter, ctx.padding, ctx.engine = owner[0], padding, engine
+        return F.embedding(tokens, weight, None if padding < 0 else padding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (tokens,) = ctx.saved_tensors
+        (grad,) = grads
+        parameter, padding = ctx.parameter, ctx.padding
+        compute = torch.ops.aten.embedding_dense_backward
+        ctx.engine.defer(parameter, compute, grad, tokens, parameter.shape[0], padding, False)
+        return None, None, None, None, None, None
+
+
+class _Deferred(torch.autograd.Function):
+    """A parameter whose gradient's accumulation, not its computation, waits."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, owner: list[Tensor], engine: Any) -> Tensor:
+        ctx.parameter, ctx.engine = owner[0], engine
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        ctx.engine.defer(ctx.parameter, _itself, grad)
+        return None, None, None, None
+
+
+def _itself(grad: Tensor) -> Tensor:
+    return grad
+
+
+def others_save() -> bool:
+    """Whether a saved-tensor hook (a checkpoint, an offload) is active. Undocumented; checked on torch 2.11 and 2.15 by
+    ``test_active_saved_tensor_hooks_are_recognised``. Where it is missing, the answer that is always right is yes.
+    """
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    top = getattr(inner._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
+def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+    weight, bias = module.weight, cast(nn.Parameter | None, module.bias)
+    owners: tuple[Tensor, ...] = (weight,) if weight.requires_grad else ()
+    if bias is not None and bias.requires_grad:
+        owners = (*owners, bias)
+    plain_tensors = type(weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
+    if not owners or not (plain_tensors or (isinstance(weight, DTensor) and isinstance(x, DTensor))):
+        return plain(x)
+    value, offset = weight.detach(), None if bias is None else bias.detach()
+    if not x.requires_grad or others_save():
+        return cast(Tensor, _Linear.apply(engine.anchor, x, value, offset, owners, engine))
+    out = F.linear(x, value, offset)
+    out.register_hook(LinearHook(engine, owners, x.detach()))
+    return out
+
+
+def _embedding_rule(engine: Deferring, module: nn.Embedding, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+    weight = module.weight
+    special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    if special or type(weight) is not nn.Parameter or not weight.requires_grad:
+        return plain(x)
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    return cast(Tensor, _Embedding.apply(engine.anchor, x, weight.detach(), padding, [weight], engine))
+
+
+def _layer_norm_rule(engine: Deferring, module: nn.LayerNorm, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+    weight, bias = (_wait(engine, p) for p in (module.weight, module.bias))
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _rms_norm_rule(engine: Deferring, module: nn.RMSNorm, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, _wait(engine, module.weight), module.eps)
+
+
+def _wait(engine: Deferring, parameter: Tensor | None) -> Tensor | None:
+    if parameter is None or type(parameter) is not nn.Parameter or not parameter.requires_grad:
+        return parameter
+    return cast(Tensor, _Deferred.apply(engine.anchor, parameter.detach(), [parameter], engine))
+
+
+DEFAULT_RULES: dict[type[nn.Module], Rule] = {nn.Linear: _linear_rule, nn.Embedding: _embedding_rule}
+
+NORM_RULES: dict[type[nn.Module], Rule] = {nn.LayerNorm: _layer_norm_rule, nn.RMSNorm: _rms_norm_rule}

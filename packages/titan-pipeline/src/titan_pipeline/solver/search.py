@@ -1,0 +1,252 @@
+"""Find a good schedule for measured, unequal costs under a memory limit, and say how good it can be at most.
+
+1. Candidates: every family of the placement that fits, as published, and throttled greedy orders for any limit.
+2. Simulated annealing on the orders of forwards and input gradients (`titan_pipeline.solver.orders`), from the best start:
+   move one action of one rank a few places, decode, keep it if better, or a little worse while it is warm.
+3. On request (``method="exact"``, extra ``titan-pipeline[solve]``) a constraint solver continues from there: it
+   improves, or proves that nothing is better (`titan_pipeline.solver.exact`).
+4. `titan_pipeline.lower_bound`, or the constraint solver's sharper one, certifies the result: no schedule is better
+   than the bound, so ``gap`` is the most that is still on the table.
+
+The result is never worse than the best family that fits, since those are candidates. With one seed and ``max_tries``
+the search is repeatable; the time limit alone depends on the machine.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from titan_pipeline.analysis.bounds import Objective, expand_limits, lower_bound
+from titan_pipeline.analysis.simulate import simulate
+from titan_pipeline.analysis.verify import verify
+from titan_pipeline.errors import ScheduleError
+from titan_pipeline.families import FAMILIES, build_schedule, load_installed_families
+from titan_pipeline.ir.costs import Costs
+from titan_pipeline.ir.placement import Placement, placement_from
+from titan_pipeline.ir.schedule import Schedule
+from titan_pipeline.solver.annealing import Annealing, SolveProgress
+from titan_pipeline.solver.orders import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best schedule found, and its certificate."""
+
+    schedule: Schedule
+    value: float
+    """Its makespan or stage span, in the unit of the costs."""
+    bound: float
+    """No schedule of this placement within this limit is shorter."""
+    peak: tuple[float, ...]
+    """Verified peak memory a rank."""
+    origin: str
+    """Family it came from, or ``search``, or ``exact``."""
+    tries: int
+    """Orders decoded."""
+
+    @property
+    def gap(self) -> float:
+        """``value / bound - 1``: the most that any other schedule could still save, relative to the bound."""
+        return self.value / self.bound - 1
+
+    @property
+    def proven(self) -> bool:
+        """Whether the bound proves it optimal, to a part in a million (times are integers in the proof)."""
+        return self.gap <= 1e-6
+
+
+def solve(
+    costs: Costs,
+    num_microbatches: int,
+    *,
+    placement: str | Sequence[int] = "loop",
+    num_ranks: int | None = None,
+    mem_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    time_limit: float = 10.0,
+    max_tries: int | None = None,
+    seed: int = 0,
+    method: Literal["search", "exact"] = "search",
+    workers: int = 1,
+    progress: Callable[[SolveProgress], None] | None = None,
+) -> Solution:
+    """The best schedule found for these costs.
+
+    Args:
+        costs: One entry a stage.
+        num_microbatches: Microbatches a step.
+        placement: ``"loop"``, ``"v"``, or the rank of each stage.
+        num_ranks: For a named placement; by default as many as stages for a loop, half for a V.
+        mem_limit: In the unit of the costs; one number or one a rank.
+        objective: ``"makespan"`` when steps end with a synchronization (a clip), else ``"stage_span"``.
+        time_limit: Seconds of search; 0 takes the best candidate.
+        max_tries: Also stop after so many orders.
+        seed: Of the search.
+        method: ``"exact"`` gives the search a quarter of the time and a constraint solver the rest.
+        workers: Threads of the constraint solver.
+        progress: Called when the search starts, then about once a second.
+
+    Raises:
+        ValueError: If nothing fits the limit, the numbers do not fit each other, or ``"exact"`` lacks its extra.
+    """
+    if method not in ("search", "exact"):
+        raise ValueError(f"method={method!r} is unknown. Use 'search' or 'exact'.")
+    started = time.monotonic()
+    place = _placement(costs, placement, num_ranks)
+    bound = lower_bound(
+        costs, num_microbatches=num_microbatches, placement=place, mem_limit=mem_limit, objective=objective
+    )
+    limits = expand_limits(mem_limit, place)
+    best = _best_candidate(costs, num_microbatches, place, limits, objective, bound)
+    problem = Problem(costs, place, num_microbatches, limits)
+    search = Annealing(problem, objective, random.Random(seed))
+    starts = [problem.orders_of(best.schedule)]
+    fits = min(
+        math.floor(limit / held) if held else num_microbatches
+        for limit, held in zip(problem.limits, _held(costs, place), strict=True)
+    ) if min(limits) < math.inf else num_microbatches  # fmt: skip
+    starts.append(problem.throttled(max(1, min(fits, num_microbatches))))
+    searching = time_limit if method == "search" else 0.25 * time_limit
+    found = search.run(starts, started + searching, max_tries, bound, progress)
+    best = replace(best, tries=search.tries)
+    if found is not None and (found.makespan if objective == "makespan" else found.span) < best.value * (1 - 1e-12):
+        schedule = problem.schedule("solved", found)
+        proof = verify(schedule, costs=costs, mem_limit=mem_limit)
+        result = simulate(schedule, costs)
+        value = result.makespan if objective == "makespan" else result.span
+        if value < best.value:
+            best = Solution(schedule, value, bound, proof.peak, "search", search.tries)
+    if method == "exact":
+        best = _exactly(
+            costs, best, limits, objective, started + time_limit - time.monotonic(), workers, seed, progress
+        )
+    return best
+
+
+def _exactly(
+    costs: Costs,
+    known: Solution,
+    limits: list[float],
+    objective: Objective,
+    time_limit: float,
+    workers: int,
+    seed: int,
+    progress: Callable[[SolveProgress], None] | None,
+) -> Solution:
+    """Continue with the constraint solver; keep the better schedule and the sharper bound."""
+    from titan_pipeline.solver.exact import solve_exactly  # the extra is imported only where it is asked for
+
+    began = time.monotonic()
+
+    def tell(best: float, bound: float) -> None:
+        if progress is not None:
+            progress(SolveProgress(time.monotonic() - began, known.tries, best, max(bound, known.bound)))
+
+    schedule = known.schedule
+    exact = solve_exactly(
+        costs, schedule.num_microbatches, schedule.placement, limits, objective=objective,
+        start=simulate(schedule, costs), floor=known.bound, time_limit=time_limit, workers=workers, seed=seed,
+        progress=tell,
+    )  # fmt: skip
+    bound = min(max(known.bound, exact.bound), known.value)
+    best = replace(known, bound=bound)
+    if exact.schedule is None:
+        return best
+    try:
+        proof = verify(exact.schedule, costs=costs, mem_limit=limits)
+    except ScheduleError:
+        return best  # rounding let it exceed the limit by a hair
+    result = simulate(exact.schedule, costs)
+    value = result.makespan if objective == "makespan" else result.span
+    if value < known.value:
+        return Solution(exact.schedule, value, min(bound, value), proof.peak, "exact", known.tries)
+    return best
+
+
+def pareto(
+    costs: Costs,
+    num_microbatches: int,
+    budgets: Sequence[float],
+    *,
+    placement: str | Sequence[int] = "loop",
+    num_ranks: int | None = None,
+    objective: Objective = "makespan",
+    time_limit: float = 10.0,
+    seed: int = 0,
+) -> list[tuple[float, Solution]]:
+    """The best schedule for each memory budget; budgets below one microbatch are left out.
+
+    A larger budget never gives a longer schedule: what fits a smaller one is a candidate for it.
+
+    Args:
+        budgets: Memory limits of a rank, in the unit of the costs. The rest as in `solve`; ``time_limit`` is for each.
+    """
+    place = _placement(costs, placement, num_ranks)
+    front: list[tuple[float, Solution]] = []
+    for budget in sorted(budgets):
+        if budget < max(_held(costs, place)):
+            continue
+        solution = solve(
+            costs, num_microbatches, placement=place, num_ranks=max(place) + 1, mem_limit=budget,
+            objective=objective, time_limit=time_limit, seed=seed,
+        )  # fmt: skip
+        if front and front[-1][1].value < solution.value:
+            before = front[-1][1]
+            solution = replace(before, bound=solution.bound, tries=solution.tries)
+        front.append((budget, solution))
+    return front
+
+
+def _placement(costs: Costs, placement: str | Sequence[int], num_ranks: int | None) -> Placement:
+    stages = costs.num_stages
+    if not isinstance(placement, str):
+        return placement_from(placement, max(placement) + 1, 1)
+    if num_ranks is None:
+        num_ranks = stages // 2 if placement == "v" else stages
+    if num_ranks < 1 or stages % num_ranks:
+        raise ValueError(f"costs of {stages} stages do not spread evenly over num_ranks={num_ranks}. Give a placement.")
+    return placement_from(placement, num_ranks, stages // num_ranks)
+
+
+def _held(costs: Costs, place: Placement) -> list[float]:
+    """Memory of one microbatch on each rank."""
+    return [sum(a for a, r in zip(costs.activation, place, strict=True) if r == rank) for rank in range(max(place) + 1)]
+
+
+def _best_candidate(
+    costs: Costs, m: int, place: Placement, limits: list[float], objective: Objective, bound: float
+) -> Solution:
+    """The best family that fits; one microbatch at a time if none does."""
+    num_ranks = max(place) + 1
+    best: Solution | None = None
+    schedules: list[tuple[str, Schedule]] = []
+    load_installed_families()
+    for name, family in FAMILIES.items():
+        try:
+            given = {"costs": costs, "mem_limit": limits} if family.takes_costs else {}
+            made = build_schedule(name, num_ranks, m, num_chunks=len(place) // num_ranks, **given)
+        except ValueError:
+            continue  # not for this number of ranks, chunks or microbatches
+        if made.placement == place:
+            schedules.append((name, made))
+    problem = Problem(costs, place, m, limits)
+    simple = problem.decode(problem.throttled(1), [0.0] * num_ranks, record=True)
+    if simple is not None:
+        schedules.append(("one microbatch at a time", problem.schedule("one_at_a_time", simple)))
+    for name, schedule in schedules:
+        try:
+            proof = verify(schedule, costs=costs, mem_limit=limits)
+        except ScheduleError:
+            continue  # does not fit the limit
+        result = simulate(schedule, costs)
+        value = result.makespan if objective == "makespan" else result.span
+        if best is None or value < best.value:
+            best = Solution(schedule, value, bound, proof.peak, name, 0)
+    if best is None:
+        raise ValueError(
+            f"no schedule fits mem_limit={limits}: the weight gradients' context of one microbatch does not. Raise it."
+        )
+    return best

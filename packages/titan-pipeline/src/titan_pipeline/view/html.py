@@ -1,0 +1,30 @@
+"""A simulated schedule as one HTML page."""
+
+from html import escape
+
+from titan_pipeline.analysis.simulate import Simulation
+from titan_pipeline.view.svg import draw_svg, title_of
+
+
+def draw_html(simulation: Simulation, *, width: int = 1200) -> str:
+    """One self-contained HTML page: the drawing, the numbers, and where idle time comes from."""
+    b = simulation.breakdown
+    rows = [
+        ("makespan", simulation.makespan),
+        ("makespan bubble", simulation.makespan_bubble),
+        ("stage bubble", simulation.stage_bubble),
+        ("work a rank", simulation.work),
+        ("idle: warm-up", b.warm_up),
+        ("idle: steady", b.steady),
+        ("idle: drain", b.drain),
+        ("idle: communication", b.communication),
+        ("idle: imbalance", b.imbalance),
+        ("peak memory, all ranks", max(simulation.peak_memory)),
+    ]
+    table = "\n".join(f"<tr><td>{name}</td><td>{value:.4g}</td></tr>" for name, value in rows)
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title_of(simulation))}</title>\n'
+        "<style>body{font:14px system-ui,sans-serif;margin:24px}td{padding:2px 16px 2px 0}"
+        "td+td{text-align:right;font-variant-numeric:tabular-nums}svg{max-width:100%;height:auto}</style>\n"
+        f"{draw_svg(simulation, width=width)}<table>\n{table}\n</table></html>\n"
+    )
