@@ -226,8 +226,10 @@ def _best_candidate(
     load_installed_families()
     for name, family in FAMILIES.items():
         try:
-            given = {"costs": costs, "mem_limit": limits} if family.takes_costs else {}
-            made = build_schedule(name, num_ranks, m, num_chunks=len(place) // num_ranks, **given)
+            made = build_schedule(
+                name, num_ranks, m, num_chunks=len(place) // num_ranks, costs=costs if family.takes_costs else None,
+                mem_limit=limits if family.takes_costs else None,
+            )  # fmt: skip
         except ValueError:
             continue  # not for this number of ranks, chunks or microbatches
         if made.placement == place:

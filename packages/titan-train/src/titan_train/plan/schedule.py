@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from titan_mesh import Layout
-from titan_pipeline import Schedule, build_schedule, verify
-from titan_pipeline.families import FAMILIES
+from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, verify
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.plan.batch import BatchPlan
@@ -32,7 +31,7 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
     Raises:
         ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
     """
-    if config.schedule in FAMILIES:
+    if find_family(config.schedule) is not None:
         chunks = config.stages_per_rank or None
         schedule = build_schedule(config.schedule, pp, microbatches, num_chunks=chunks)
     else:
