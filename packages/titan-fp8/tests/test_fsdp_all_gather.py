@@ -58,9 +58,14 @@ class Collectives(TorchDispatchMode):
 
 
 def train(net: nn.Module, steps: int, *, sync: bool = False, loss_share: float = 1.0) -> list[torch.Tensor]:
-    """Outputs of each step, then the first layer's weight after each."""
+    """Outputs of each step, then the first layer's weight after each.
+
+    Products have the same shapes on one process and on many, and so the same bits. An update of a shard and one of a whole
+    weight need not: vector and scalar code may contract a multiply-add or not. With a power of two as the rate the
+    multiplication is exact, and either way gives the same bits.
+    """
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=8.0)
     outs, weights = [], []
     constant = titan_fp8.ConstantWeights(net) if sync else contextlib.nullcontext()
     for _ in range(steps):

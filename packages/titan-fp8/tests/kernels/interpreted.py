@@ -207,16 +207,42 @@ def closeness():
     for scaling, (weight_scaling, weight_cast) in weights.items():
         q, scale, *_ = reference.cast_grouped(x, offs, E4M3, True, scaling)
         call = (q, scale, *weight_cast, offs, scaling, weight_scaling, torch.float32)
-        results[f"grouped_scaled_mm-{scaling}"] = error(
-            grouped_mm.grouped_scaled_mm(*call), reference.grouped_scaled_mm(*call)
+        left, right = reference.dequantize(q, scale, scaling), reference.dequantize(*weight_cast, weight_scaling)
+        exact, magnitude = (grouped_rows(f(left.double()), f(right.double()), offs) for f in (torch.clone, torch.abs))
+        results[f"grouped_scaled_mm-{scaling}"] = of_bound(
+            grouped_mm.grouped_scaled_mm(*call), exact, 256 * 2**-24 * magnitude
         )
     _, _, xt, scale_x, ends = reference.cast_grouped(x, offs, E4M3, True, "block1x128")
     _, _, gt, scale_g, _ = reference.cast_grouped(g, offs, E5M2, True, "block1x128")
     call = (gt, scale_g, xt, scale_x, ends, "block1x128", torch.float32)
-    results["grouped_scaled_mm_wgrad"] = error(
-        grouped_mm.grouped_scaled_mm_wgrad(*call), reference.grouped_scaled_mm_wgrad(*call)
+    left, right = (reference.dequantize(*part, "block1x128").double() for part in ((gt, scale_g), (xt, scale_x)))
+    exact, magnitude = (grouped_columns(f(left), f(right), ends) for f in (torch.clone, torch.abs))
+    results["grouped_scaled_mm_wgrad"] = of_bound(
+        grouped_mm.grouped_scaled_mm_wgrad(*call), exact, left.shape[1] * 2**-24 * magnitude
     )
     return results
+
+
+def grouped_rows(left, right, offs):
+    """Each group of rows times its expert's transpose; zero beyond the last."""
+    out, start = left.new_zeros(left.shape[0], right.shape[1]), 0
+    for expert, end in enumerate(offs.tolist()):
+        out[start:end], start = left[start:end] @ right[expert].t(), end
+    return out
+
+
+def grouped_columns(left, right, ends):
+    """Each group of columns times the same of the other."""
+    parts, start = [], 0
+    for end in ends.tolist():
+        parts.append(left[:, start:end] @ right[:, start:end].t())
+        start = end
+    return torch.stack(parts)
+
+
+def of_bound(got, exact, bound):
+    """The largest error, in units of the bound."""
+    return float(((got.double() - exact).abs() / bound.clamp(min=1e-300)).max())
 
 
 def dual_error(got, expected):

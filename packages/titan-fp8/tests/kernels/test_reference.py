@@ -3,6 +3,7 @@
 import pytest
 import torch
 from titan_fp8 import ops, reference
+from titan_fp8.reference.scale import MAX_ENCODE_EXPONENT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -60,7 +61,7 @@ def test_power_of_two_scale_is_the_largest_that_cannot_overflow_for_every_bfloat
     assert (torch.frexp(encode.double()).mantissa == 0.5).all()  # a power of two
     assert (encode.double() * decode.double() == 1).all()
     assert (amax.double() * encode.double() <= largest).all()
-    may_double = encode < 2.0**reference._scale.MAX_ENCODE_EXPONENT
+    may_double = encode < 2.0**MAX_ENCODE_EXPONENT
     assert (amax.double() * encode.double() * 2 > largest)[may_double].all()
     # The float64 definition, spelled with a logarithm; exact here, as no ratio is near enough to a power of two to err.
     expected = torch.exp2(torch.log2(largest / amax.double()).floor().clamp(max=126))
@@ -127,7 +128,8 @@ def test_grouped_products_equal_products_group_by_group(scaling, ends):
     values = reference.dequantize(q, scale, scaling)
     start = 0
     for expert, end in enumerate(ends):
-        # Within float8's rounding of the product in full precision: 2^-4 relative a value, averaged over the sum.
+        # e4m3 rounds a value by at most 2^-4 of itself; the errors of two operands add in quadrature to at most 0.088 of
+        # the norm, and are 0.037 where values are spread evenly between codes.
         expected = g[start:end].float().t() @ x[start:end].float()
         assert (wgrad[expert] - expected).norm() <= 0.08 * expected.norm()
         start = end
@@ -140,8 +142,10 @@ def test_grouped_products_equal_products_group_by_group(scaling, ends):
     product = ops.grouped_scaled_mm(q, scale, b, weight_scale, offs, scaling, weight_scaling, torch.float32)
     start = 0
     for expert, end in enumerate(ends):
-        expected = values[start:end] @ reference.dequantize(b, weight_scale, weight_scaling)[expert].t()
-        torch.testing.assert_close(product[start:end], expected, rtol=1e-4, atol=1e-3)  # float32 sums in two orders
+        left = values[start:end].double()
+        right = reference.dequantize(b, weight_scale, weight_scaling)[expert].double().t()
+        # A float32 sum of 256 products, relative to the sum of magnitudes.
+        assert ((product[start:end] - left @ right).abs() <= 256 * 2**-24 * (left.abs() @ right.abs())).all()
         start = end
     assert not product[start:].any()
 
