@@ -1,4 +1,4 @@
-"""Every README's Python code runs, in one fresh process, as a reader would paste it."""
+"""The Python code of every README, guide and concept page runs, in one fresh process, as a reader would paste it."""
 
 import os
 import re
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("examples/**/README.md")])
+PAGES = ("README.md", "packages/*/README.md", "examples/**/README.md", "docs/guides/*.md", "docs/concepts/[!_]*.md")
+READMES = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)})
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.parent.relative_to(ROOT)))
+@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_python_blocks_run(readme, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.S)
     if not blocks:
