@@ -83,36 +83,157 @@ def test_the_global_random_state_is_untouched() -> None:
 
 
 class Rotary(nn.Module):
-    def __init__(self, with_reset: bool) -> None:
+    """As most code writes it: the table is made in the constructor, and nothing fills it again."""
+
+    def __init__(self, dim: int, base: float = 10000.0, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.dim, self.base = dim, base
+        self.register_buffer("table", base ** -(torch.arange(0, dim, 2, device=device) / dim), persistent=False)
+        self.cache = torch.arange(dim, device=device)
+
+
+class Resets(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(2))
         self.register_buffer("table", torch.empty(3), persistent=False)
         self.register_buffer("steps", torch.ones(1))
-        if with_reset:
-            self.reset_parameters = self._reset
 
-    def _reset(self) -> None:
+    def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
         self.table = torch.arange(3.0)
+        nn.init.ones_(self.steps)
 
 
-def test_buffers_on_meta_are_filled_and_real_ones_keep_their_values() -> None:
+class Model(nn.Module):
+    """The convention of Hugging Face and many others; not a subclass of anything of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.rotary = Rotary(8, base=500.0)
+        self.token = nn.Parameter(torch.full((4,), 3.0))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+        if isinstance(module, Model):
+            nn.init.constant_(module.norm.weight, 2.0)
+
+
+def never_a_buffer(name: str, tensor: Tensor, _: torch.Generator) -> None:
+    assert not any(buffer in name for buffer in ("table", "steps", "running")), name
+    tensor.zero_()
+
+
+@pytest.mark.parametrize("init", [None, never_a_buffer], ids=["own-methods", "init"])
+def test_buffers_on_meta_hold_what_their_module_computes(init: Any) -> None:
     with torch.device("meta"):
-        model = Rotary(False)
-    model.steps = torch.full((1,), 5.0)
-
-    def init(name: str, tensor: Tensor, _: torch.Generator) -> None:
-        tensor.fill_(2.0 if name == "table" else 1.0)
-
+        model = nn.Sequential(Rotary(8, base=500.0), Resets(), nn.BatchNorm1d(4))
     materialize(model, "cpu", init)
-    assert model.table.tolist() == [2.0] * 3
+    rotary, resets, norm = model
+    want = Rotary(8, base=500.0)
+    assert torch.equal(rotary.table, want.table)
+    assert torch.equal(rotary.cache, want.cache), "a plain tensor attribute on meta is computed as well"
+    assert resets.table.tolist() == [0.0, 1.0, 2.0]
+    assert resets.steps.tolist() == [1.0]
+    assert norm.running_mean.tolist() == [0.0] * 4
+    assert norm.running_var.tolist() == [1.0] * 4
+    assert norm.num_batches_tracked.item() == 0
+
+
+def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
+    with torch.device("meta"):
+        model = Resets()
+    model.steps = torch.full((1,), 5.0)
+    materialize(model, "cpu", never_a_buffer)
+    assert model.table.tolist() == [0.0, 1.0, 2.0]
     assert model.steps.tolist() == [5.0]
 
 
-def test_a_module_without_reset_parameters_is_named() -> None:
+def test_the_models_own_init_weights_overrides_reset_parameters() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(Rotary(False))
-    with pytest.raises(ValueError, match=r"module '0' \(Rotary\) has .*'scale'.* no reset_parameters"):
+        model = Model()
+    materialize(model, "cpu", None)
+    assert (model.linear.weight == 0.5).all()
+    assert (model.norm.weight == 2.0).all(), "a call on the parent may fill a child's parameter"
+    assert (model.norm.bias == 0.0).all()
+    assert (model.attention.in_proj_bias == 0.0).all(), "nn.MultiheadAttention spells it _reset_parameters"
+    assert 0 < model.attention.in_proj_weight.std() < 1
+
+
+def test_a_parameter_takes_the_value_of_its_constructor_where_nothing_else_fills_it() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Model())
+    materialize(model, "cpu", None)
+    assert model[0].token.tolist() == [3.0] * 4
+
+
+class Hidden(nn.Module):
+    """The base is not kept, so a second module would silently have another table."""
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("table", base ** torch.arange(dim))
+
+
+class Doubled(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = 2 * dim
+        self.register_buffer("table", torch.arange(2 * dim))
+
+
+class Half(nn.Module):
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+
+    def reset_parameters(self) -> None:
+        self.table[:2] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: Hidden(4, base=2.0), "constructor argument 'base' is not kept as an attribute"),
+        (lambda: Doubled(4), "gives dim=16 instead of 8"),
+        (lambda: Half(4), r"constructor takes \*dims"),
+    ],
+    ids=["hidden-argument", "changed-argument", "half-filled"],
+)
+def test_a_buffer_whose_value_is_unknown_is_refused_before_anything_is_allocated(build: Any, why: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), build())
+    with pytest.raises(ValueError, match=rf"buffer '1\.table' of \w+ is on meta.*{why}.*reset_parameters\(\) method"):
+        materialize(model, "cpu", fill)
+    assert model[0].weight.is_meta
+
+
+class Bare(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(size))
+
+
+def test_a_parameter_whose_initial_value_is_unknown_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Bare(3))
+    with pytest.raises(ValueError, match=r"module '0' \(Bare\) has parameters \['scale'\] and no reset_parameters"):
+        materialize(model, "cpu", None)
+
+
+def test_a_method_that_leaves_part_of_a_parameter_unset_is_named() -> None:
+    class Part(Bare):
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.scale[:1])
+
+    with torch.device("meta"):
+        model = Part(3)
+    with pytest.raises(ValueError, match=r"reset_parameters\(\) of module 'root' leaves elements of 'scale' unset"):
         materialize(model, "cpu", None)
 
 

@@ -9,7 +9,8 @@ from titan_fsdp.training.accumulate import accumulate
 from titan_fsdp.training.clip import clip_grad_norm_
 from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
 from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
-from titan_fsdp.weights.materialize import Init, generator_for, materialize
+from titan_fsdp.weights.conventions import Init, conventional_init
+from titan_fsdp.weights.materialize import generator_for, materialize
 from titan_fsdp.wrap_plan import WrapPlan, plan
 from titan_fsdp.wrapping.apply import applied_plan
 from titan_fsdp.wrapping.checks import check_optimizer, check_wrapping
@@ -36,6 +37,7 @@ __all__ = [
     "check_wrapping",
     "clean_fqn",
     "clip_grad_norm_",
+    "conventional_init",
     "eval_mode",
     "full_state_dict",
     "generator_for",
