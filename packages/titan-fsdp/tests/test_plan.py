@@ -19,8 +19,8 @@ def test_auto_finds_embedding_blocks_and_head() -> None:
     assert names(TinyLM()) == ["embed", "layers.0", "layers.1", "norm+head", "root"]
 
 
-def test_auto_puts_tied_embedding_norm_and_head_in_one_unit() -> None:
-    assert names(TinyLM(tied=True)) == ["layers.0", "layers.1", "embed+norm+head", "root"]
+def test_auto_leaves_tied_embedding_and_head_to_the_root() -> None:
+    assert names(TinyLM(tied=True)) == ["layers.0", "layers.1", "root"]
 
 
 def test_auto_sees_through_checkpoint_wrappers_and_pipeline_stages() -> None:

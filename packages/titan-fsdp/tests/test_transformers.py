@@ -4,9 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from titan_fsdp import Policy, materialize, plan
+import torch.distributed as dist
+from titan_fsdp import Policy, materialize, named_parameters, plan
+from titan_fsdp.names import tied_groups
+from titan_testing import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-models = pytest.importorskip("hf_models", reason="transformers is not installed").MODELS
+hf_models = pytest.importorskip("hf_models", reason="transformers is not installed")
+models, transformers = hf_models.MODELS, hf_models.transformers
 
 
 def on_meta(name: str) -> Any:
@@ -58,3 +64,63 @@ def test_materialize_after_wrapping_gives_the_same_buffers() -> None:
     model = plan(on_meta("llama"), {"shard": 1}, Policy()).apply(on_meta("llama"))
     materialize(model, "cpu", None)
     assert torch.equal(model.model.rotary_emb.inv_freq, want.model.rotary_emb.inv_freq)
+
+
+DECODERS = {
+    "t5": ("T5ForConditionalGeneration", "T5Config", {"num_layers": 12}, [
+        *(f"encoder.block.{i}" for i in range(12)), *(f"decoder.block.{i}" for i in range(12)), "root"]),
+    "bart": ("BartForConditionalGeneration", "BartConfig", {}, [
+        "model.encoder.embed_positions", *(f"model.encoder.layers.{i}" for i in range(12)),
+        *(f"model.decoder.layers.{i}" for i in range(12)), "root"]),
+    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {"encoder_layers": 8, "decoder_layers": 8}, [
+        "model.encoder.embed_positions", *(f"model.encoder.layers.{i}" for i in range(8)),
+        *(f"model.decoder.layers.{i}" for i in range(8)), "root"]),
+    "vit": ("ViTForImageClassification", "ViTConfig", {}, [
+        *(f"vit.layers.{i}" for i in range(12)), "vit.layernorm+classifier", "root"]),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 8}, [
+        "model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "model.norm+lm_head", "root"]),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {}, [
+        "transformer.wpe", *(f"transformer.h.{i}" for i in range(12)), "root"]),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_hidden_layers": 8}, [
+        "model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "model.norm+lm_head", "root"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_auto_units_are_the_blocks_of_every_tower(name: str) -> None:
+    model_class, config_class, options, want = DECODERS[name]
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options))
+    units = plan(model, {"shard": 8}).units
+    assert [unit.name for unit in units] == want
+    total = sum(p.numel() for p in model.parameters())
+    tied = {id(p): p.numel() for names in tied_groups(model) for p in [model.get_parameter(names[0])]}
+    # The root holds what is tied, a few positions and norms; no other unit holds a fifth.
+    assert all(unit.numel * 5 <= total for unit in units[:-1])
+    assert units[-1].numel - sum(tied.values()) < 0.02 * total
+
+
+def gradients_of_t5(ranks: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = models["t5"]()
+    model = plan(model, {"shard": ranks}).apply(model, init_device_mesh("cpu", (ranks,)) if ranks > 1 else None)
+    materialize(model, "cpu", None, seed=4)
+    model.eval()  # no dropout
+    tokens = torch.arange(4 * 6).view(4, 6) % 50
+    rows = 4 // ranks
+    mine = tokens[dist.get_rank() * rows :][:rows] if ranks > 1 else tokens
+    model(input_ids=mine, decoder_input_ids=mine, labels=mine.flip(1)).loss.backward()
+    return {
+        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for n, p in named_parameters(model)
+        if p.grad is not None
+    }
+
+
+def test_a_t5_sharded_by_auto_units_has_the_gradients_of_one_process() -> None:
+    want = gradients_of_t5(1)
+    for got in run_ranks(gradients_of_t5, 2, 2):
+        assert got.keys() == want.keys()
+        for name, gradient in want.items():
+            # float32 sums over 24 tokens in another order: each gradient is off by at most 24 roundings of its size.
+            assert (got[name] - gradient).abs().max() <= 24 * 2**-24 * gradient.abs().max() + 1e-9, name

@@ -54,10 +54,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
-    """Groups of FQNs that name one and the same parameter; each has at least two names."""
+    """Groups of FQNs that name one and the same parameter; each has at least two names.
+
+    A module that is registered twice, such as a shared block, counts once, under its first name.
+    """
     names: dict[int, list[str]] = {}
-    for name, parameter in named_parameters(model, duplicates=True):
-        names.setdefault(id(parameter), []).append(name)
+    for path, module in unwrap(model).named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(clean_fqn(f"{path}.{leaf}" if path else leaf))
     return [group for group in names.values() if len(group) > 1]
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from titan_fsdp import materialize
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
 from torch import Tensor, nn
@@ -50,13 +51,10 @@ def test_matrices_have_the_stated_deviation_and_residual_outputs_shrink_with_dep
 
 def test_expert_biases_on_the_meta_device_start_at_zero() -> None:
     model = build_model(ModelConfig(name="deepseek_debug"), vocab_size=300)
-    init = init_for(model)
-    biases = [name for name, _ in model.named_buffers()]
-    assert biases == ["layers.1.moe.expert_bias", "layers.2.moe.expert_bias"]
-    for name in biases:
-        tensor = torch.full((8,), float("nan"))
-        init(name, tensor, torch.Generator())
-        assert torch.equal(tensor, torch.zeros(8))
+    materialize(model, "cpu", init_for(model))
+    assert [name for name, _ in model.named_buffers()] == ["layers.1.moe.expert_bias", "layers.2.moe.expert_bias"]
+    for _, bias in model.named_buffers():
+        assert torch.equal(bias, torch.zeros(8))
 
 
 def test_initial_loss_is_that_of_guessing() -> None:
@@ -111,38 +109,41 @@ def test_own_init_weights_is_used_and_sees_clean_names() -> None:
 
 def test_a_parameter_that_nobody_can_fill_is_named() -> None:
     class Own(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(size))
+
+    with pytest.raises(ValueError, match=r"Own does not say how.*'scale'.*init_weights\(fqn, tensor, generator\)"):
+        init_for(Own(3))
+
+
+def test_a_model_whose_init_weights_takes_no_arguments_is_filled_by_its_other_methods() -> None:
+    class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
+            self.layer = nn.Linear(3, 3)
 
-    with pytest.raises(ValueError, match=r"Own does not say how scale start.*init_weights\(fqn, tensor, generator\)"):
-        init_for(Own())
+        def init_weights(self) -> None:
+            raise AssertionError("fills the whole model at once")
 
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 2.0)
 
-def test_buffers_of_torchs_layers_are_reset_and_lost_ones_are_named() -> None:
-    class Own(nn.Module):
-        def __init__(self, table: Tensor | None) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-            self.register_buffer("table", table)
-
-    init = init_for(Own(torch.ones(3)))  # a real buffer keeps its values: nobody asks for it
-    tensor = torch.empty(3)
-    init("norm.running_var", tensor, torch.Generator())
-    assert torch.equal(tensor, torch.ones(3))
-    with pytest.raises(ValueError, match="does not say how table start"):
-        init_for(Own(torch.ones(3, device="meta")))
+    tensor = torch.empty(3, 3)
+    init_for(Own())("layer.weight", tensor, torch.Generator())
+    assert torch.equal(tensor, torch.full((3, 3), 2.0))
 
 
-def test_a_reset_that_leaves_a_parameter_out_is_named() -> None:
+def test_a_reset_that_leaves_part_of_a_parameter_unset_is_named() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
         def reset_parameters(self) -> None:
-            """Forgets scale."""
+            nn.init.ones_(self.scale[1:])
 
     init = init_for(Own())
-    with pytest.raises(ValueError, match="does not say how scale start"):
+    with pytest.raises(ValueError, match="leaves elements of 'scale' unset"):
         init("scale", torch.empty(3), torch.Generator())

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from titan_fsdp.names import expand, matches, named_parameters
 from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
 from titan_fsdp.planning.policy import Policy, Reshard, Unit
-from titan_fsdp.planning.units import Group, owner
+from titan_fsdp.planning.units import FEWEST_UNITS, Group, owner
 
 MeshOrSizes = DeviceMesh | Mapping[str, int]
 
@@ -177,9 +177,13 @@ def plan_warnings(policy: Policy, units: tuple[PlannedUnit, ...], sizes: Sizes) 
     total = sum(u.numel for u in units)
     if len(units) == 1 and sizes.total > 1:
         notes.append("no repeated block was found: the whole model is gathered at once. Name units to save memory.")
-    root = units[-1]
-    if len(units) > 1 and root.numel * 4 > total:
-        notes.append(f"the root keeps {root.numel / total:.0%} of the parameters gathered throughout. Name more units.")
+    large = [u for u in units if len(units) > 1 and u.numel * FEWEST_UNITS > total and sizes.total > 1]
+    if large:
+        shares = ", ".join(f"{u.name} ({u.numel / total:.0%})" for u in large)
+        notes.append(
+            f"more than a fifth of the parameters are gathered at once in {shares}. Name smaller units to save memory; "
+            "a tied weight stays in the root."
+        )
     for unit in units:
         for p in unit.params:
             if 0 < p.shape[p.shard_dim] < unit.sizes.shard and p.numel > 1024:

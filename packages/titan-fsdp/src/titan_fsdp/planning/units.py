@@ -1,13 +1,18 @@
 """Which modules form a unit: found, or as the user named them.
 
-Finding them: the outermost repeated blocks (children of a ``ModuleList`` or ``ModuleDict``, or siblings of one class
-that has submodules) are a unit each; embeddings that come before them are a unit each; everything with parameters
-that comes after them (final norm, head) is one unit together, the last. Modules that share a parameter share a unit.
-What remains belongs to the root. Registration order stands for execution order.
+Finding them: the outermost repeated blocks are a unit each. A block is a child of a ``ModuleList`` or ``ModuleDict``, or
+one of several siblings of one class that have submodules. One that holds more than a fifth of the parameters and is
+itself made of such blocks (an encoder beside a decoder, a stage of a convolutional network) is a tower: the search goes
+on inside it. Experts are never taken apart, because ranks may skip some of them.
+
+Embeddings before the blocks are a unit each; everything with parameters that comes after them (final norm, head) is one
+unit together, the last. A module whose weight is tied to one elsewhere stays in the root, which is gathered throughout.
+What remains belongs to the root as well. Registration order stands for execution order.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,6 +21,9 @@ from titan_fsdp.names import expand, named_modules, tied_groups
 from titan_fsdp.planning.policy import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+FEWEST_UNITS = 5
+"""A unit should hold at most this part, a fifth, of the parameters: it is what a rank holds unsharded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +47,16 @@ def find_groups(model: nn.Module, units: str | Sequence[Unit | type[nn.Module] |
     """
     modules = named_modules(model)
     if isinstance(units, str):
-        return _merge_tied(model, _discover(model, modules))
-    groups = _merge_tied(model, _discover(model, modules)) if "auto" in units else []
+        return _in_order(_discover(model, modules), modules)
+    groups = _discover(model, modules) if "auto" in units else []
     named = [unit if isinstance(unit, Unit) else Unit(unit) for unit in units if unit != "auto"]
     groups += [group for unit in named for group in _resolve(unit, modules)]
     _check_disjoint(groups)
     _check_tied(model, groups)
+    return _in_order(groups, modules)
+
+
+def _in_order(groups: list[Group], modules: dict[str, nn.Module]) -> list[Group]:
     order = {name: i for i, name in enumerate(modules)}
     return sorted(groups, key=lambda g: min(order[name] for name in g.fqns))
 
@@ -67,8 +79,7 @@ def owner(name: str, fqns: Sequence[str]) -> str | None:
 
 def _discover(model: nn.Module, modules: dict[str, nn.Module]) -> list[Group]:
     ids = {id(module): name for name, module in reversed(modules.items())}
-    blocks: list[str] = []
-    _find_blocks(modules[""], ids, blocks)
+    blocks = [ids[id(block)] for block in _find_blocks(modules[""], _Search(modules[""]))]
     if not blocks:
         return []
     order = {name: i for i, name in enumerate(modules)}
@@ -84,36 +95,71 @@ def _discover(model: nn.Module, modules: dict[str, nn.Module]) -> list[Group]:
             before.append(name)
         elif order[name] > last:
             after.append(name)
-    groups = [Group((name,), Unit(name)) for name in [*before, *blocks]]
-    if after:
-        groups.append(Group(tuple(after), Unit(tuple(after))))
-    return groups
+    ends = [(name,) for name in before] + ([tuple(after)] if after else [])
+    return _settle_ties(model, [Group((name,), Unit(name)) for name in blocks], [Group(e, Unit(e)) for e in ends])
 
 
-def _find_blocks(module: nn.Module, ids: dict[int, str], found: list[str]) -> None:
+class _Search:
+    """What the search for blocks needs to know of the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        self._tied = {parameter for parameter, count in uses.items() if count > 1}
+        self._total = self.size([model])
+
+    def size(self, modules: Iterable[nn.Module]) -> int:
+        """Parameters of ``modules`` that are tied to nothing: tied ones stay in the root."""
+        found = {id(p): p.numel() for module in modules for p in module.parameters()}
+        return sum(numel for parameter, numel in found.items() if parameter not in self._tied)
+
+    def blocks_of_tower(self, module: nn.Module) -> list[nn.Module]:
+        """The blocks that ``module`` is made of; none if it is a block itself."""
+        if self.size([module]) * FEWEST_UNITS <= self._total:
+            return []
+        inner = [block for block in _find_blocks(module, self) if not _may_be_skipped(block, module)]
+        # A tower is its blocks, and little else: what is left of it goes to the root.
+        return inner if len(inner) > 1 and self.size(inner) >= 0.8 * self.size([module]) else []
+
+
+def _find_blocks(module: nn.Module, search: _Search) -> list[nn.Module]:
+    """The blocks inside ``module``, in registration order."""
+    found: list[nn.Module] = []
     children = [child for child in module.children() if has_parameters(child)]
-    siblings = [type(child) for child in children if next(child.children(), None) is not None]
+    siblings = Counter(type(child) for child in children if next(child.children(), None) is not None)
     for child in children:
-        if (is_container(module) and not is_container(child)) or (
-            not is_container(child) and siblings.count(type(child)) > 1
-        ):
-            found.append(ids[id(child)])
+        repeated = is_container(module) or siblings[type(child)] > 1
+        if repeated and not is_container(child):
+            found += search.blocks_of_tower(child) or [child]
         else:
-            _find_blocks(child, ids, found)
+            found += _find_blocks(child, search)
+    return found
 
 
-def _merge_tied(model: nn.Module, groups: list[Group]) -> list[Group]:
-    """Put units that share a parameter into one, at the place of the last of them."""
+def _may_be_skipped(block: nn.Module, tower: nn.Module) -> bool:
+    """Whether ``block`` may be an expert: without a norm of its own, and not in a ``Sequential``, which skips nothing."""
+    if any(isinstance(m, nn.Sequential) and block in list(m.children()) for m in tower.modules()):
+        return False
+    return not any("norm" in type(m).__name__.lower() for m in block.modules())
+
+
+def _settle_ties(model: nn.Module, blocks: list[Group], ends: list[Group]) -> list[Group]:
+    """Blocks tied to each other become one unit; what is tied to anything else is left to the root."""
     for names in tied_groups(model):
-        holders = [g for g in groups if any(owner(name, g.fqns) is not None for name in names)]
-        outside = [name for name in names if all(owner(name, g.fqns) is None for g in groups)]
-        if outside:  # the other name is the root's own: leave all of them to the root
-            groups = [g for g in groups if g not in holders]
-        elif len(holders) > 1:
-            fqns = tuple(fqn for g in holders for fqn in g.fqns)
+        tied_blocks = [g for g in blocks if any(owner(name, g.fqns) is not None for name in names)]
+        tied_ends = [g for g in ends if any(owner(name, g.fqns) is not None for name in names)]
+        in_root = [name for name in names if all(owner(name, g.fqns) is None for g in [*blocks, *ends])]
+        if len(tied_blocks) + len(tied_ends) + bool(in_root) == 1:
+            continue
+        ends = [g for g in ends if g not in tied_ends]
+        if tied_ends or in_root:
+            blocks = [g for g in blocks if g not in tied_blocks]
+        else:
+            fqns = tuple(fqn for g in tied_blocks for fqn in g.fqns)
             merged = Group(fqns, Unit(fqns))
-            groups = [merged if g is holders[-1] else g for g in groups if g is holders[-1] or g not in holders]
-    return groups
+            blocks = [
+                merged if g is tied_blocks[-1] else g for g in blocks if g is tied_blocks[-1] or g not in tied_blocks
+            ]
+    return [*blocks, *ends]
 
 
 def _resolve(unit: Unit, modules: dict[str, nn.Module]) -> list[Group]:

@@ -6,10 +6,12 @@ A buffer is never passed to a weight init: it holds what its module computes, no
 2. the constructor of the module that owns it, run once more (see `titan_fsdp.weights.rebuild`).
 
 What neither gives is refused. Values are computed on the CPU and then copied, so a table has the same bits on every
-device. Tensors on meta that are plain attributes of a module are treated in the same way.
+device. A tensor that is a plain attribute of a module is built in the second way where that is possible. Elsewhere it
+stays on meta, where using it is an error: many such tensors are scratch that the module makes anew.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +40,7 @@ class Tables:
 
 
 def meta_tables(model: nn.Module, seed_of: Callable[[str], int]) -> list[Tables]:
-    """The value of every buffer, and every other tensor attribute, of ``model`` that is on meta.
+    """The values of what is on meta in ``model``: every buffer, and tensor attributes where they can be built.
 
     Args:
         model: The model, without wrappers around it.
@@ -51,17 +53,19 @@ def meta_tables(model: nn.Module, seed_of: Callable[[str], int]) -> list[Tables]
     conventions: Conventions | None = None
     built: dict[int, nn.Module] = {}
     for raw, module in model.named_modules():
-        leaves = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
-        leaves += [n for n, v in module.__dict__.items() if isinstance(v, Tensor) and v.is_meta]
-        if not leaves:
+        buffers = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+        attributes = [n for n, v in module.__dict__.items() if isinstance(v, Tensor) and v.is_meta]
+        if not buffers and not attributes:
             continue
         path = clean_fqn(raw)
         conventions = conventions or Conventions(model)
-        buffers = [leaf for leaf in leaves if leaf in module._buffers]
         values = conventions.buffers(path, buffers, seed_of(path))
-        if len(values) < len(leaves):
-            missing = [leaf for leaf in leaves if leaf not in values]
+        missing = [leaf for leaf in buffers if leaf not in values]
+        if missing:
             values |= _constructed(conventions, path, missing, seed_of(path), built)
+        if attributes:
+            with suppress(ValueError):
+                values |= _constructed(conventions, path, attributes, seed_of(path), built)
         tables.append(Tables(module, values))
     return tables
 

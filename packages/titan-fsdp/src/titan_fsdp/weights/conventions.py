@@ -171,7 +171,8 @@ class Conventions:
                 for leaf, tensor in group.items():
                     if tensor is not None and tensor.is_meta and _storage(tensor) in writes.storages:
                         self.calls.setdefault(join(path, leaf), []).append(call)
-        for group in (module._parameters, module._buffers):
+        groups: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for group in groups:
             for leaf, tensor in group.items():
                 if tensor is not before.get(leaf):  # the method put a new tensor there
                     self.calls[join(call.path, leaf)] = [call]
@@ -180,7 +181,9 @@ class Conventions:
     def _run(self, path: str, tensors: dict[str, Any], calls: list[_Call], seed: int) -> dict[str, Any]:
         """Put ``tensors`` into twin module ``path``, run ``calls``, and return what is then in their places."""
         module = self.paths[path]
-        homes = {leaf: module._parameters if leaf in module._parameters else module._buffers for leaf in tensors}
+        homes: dict[str, dict[str, Any]] = {
+            leaf: module._parameters if leaf in module._parameters else module._buffers for leaf in tensors
+        }
         before = {leaf: homes[leaf][leaf] for leaf in tensors}
         device = next(iter(tensors.values())).device
         try:

@@ -8,7 +8,7 @@ import colorsys
 from dataclasses import dataclass
 from html import escape
 
-from titan_mesh.layout.explain import AxisRow, show_ranks
+from titan_mesh.layout.explain import AxisRow, rows, show_ranks
 from titan_mesh.layout.ranks import RankLayout
 
 _CELL_W, _CELL_H = 46, 34
@@ -44,8 +44,7 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
         ValueError: ``rank`` is not one of the layout's.
     """
     coord = layout.coord(rank)
-    rows = [row for row in layout.table() if row.same_as is None]
-    panels = [_Panel(layout, row, rank) for row in rows]
+    panels = [_Panel(layout, row, rank) for row in rows(layout) if row.same_as is None]
     columns = max(1, min(_PANELS_A_ROW, len(panels)))
     lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     panel_width = panels[0].width if panels else 420

@@ -107,9 +107,9 @@ class Decoder(nn.Module):
         return rope_cos_sin(positions, self.rope_dim, self.rope_theta)
 
     def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill one full parameter or buffer with its initial value.
+        """Fill one full parameter with its initial value.
 
-        Norms are one and expert biases zero; matrices, stacked experts among them, are normal with standard deviation
+        Norms are one; matrices, stacked experts among them, are normal with standard deviation
         0.02, those that write to the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers), so that its variance
         does not grow with depth (GPT-2).
 
@@ -119,9 +119,7 @@ class Decoder(nn.Module):
             generator: Source of all randomness, on the tensor's device.
         """
         owner, leaf = fqn.split(".")[-2:]
-        if leaf == "expert_bias":
-            nn.init.zeros_(tensor)
-        elif owner.endswith("norm"):
+        if owner.endswith("norm"):
             nn.init.ones_(tensor)
         elif owner in ("wo", "w2") or leaf == "w2":
             nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.num_layers), generator=generator)

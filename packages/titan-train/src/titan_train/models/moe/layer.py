@@ -57,6 +57,11 @@ class MoE(nn.Module):
         """What the gradient of a row's auxiliary losses is multiplied by; 0, until `set_aux_scale` sets it, is none."""
         self._start_counting(self.router.gate.weight.device)
 
+    def reset_parameters(self) -> None:
+        """Start the expert bias at zero; the parameters belong to the submodules."""
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``; each row is a sequence, or this rank's part of one."""
         tokens = x.flatten(0, -2)
