@@ -1,7 +1,7 @@
 """The planner's shapes are those of the shipped models."""
 
 import pytest
-from titan_train.config.model import SHIPPED_MODELS
+from titan_train.models.registry import list_models
 from titan_train.planner.model.families import find_shape, shapes
 
 EXACT = {
@@ -22,11 +22,11 @@ def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
 
 
 def test_every_shipped_model_has_a_shape() -> None:
-    assert {n for n in SHIPPED_MODELS if "debug" not in n and "small" not in n} <= set(shapes())
+    assert {n for n in list_models() if "debug" not in n and "small" not in n} <= set(shapes())
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="did you mean 'llama3_"):
+    with pytest.raises(ValueError, match="Did you mean 'llama3_"):
         find_shape("llama3_71b")
 
 

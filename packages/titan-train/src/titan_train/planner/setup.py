@@ -51,7 +51,7 @@ class Setup:
     offload_activations: float = 0.0
     """Share of kept activations that move to host memory."""
     offload_optimizer: float = 0.0
-    """Share of the optimizer state that the host keeps and updates."""
+    """Share of the optimizer state that the host keeps and updates; with fsdp parameters and gradients go along."""
     attention_share: float = 1.0
     """Packed documents: sum of squared lengths over the square of the sequence length."""
     imbalance: float = 1.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from titan_train.planner.comm.links import Span, exchange_seconds, gather_seconds
 from titan_train.planner.cost.constants import Constants
-from titan_train.planner.cost.products import Rates, cast_seconds, product_seconds
+from titan_train.planner.cost.products import DeviceRates, cast_seconds, product_seconds
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.model.shape import AttentionShape, Block, ExpertsShape, FeedForwardShape
+from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
 from titan_train.planner.setup import Setup
 
 # A chunked scan moves its inputs about this often (convolution, steps, states in float32), at this part of attention's rate.
@@ -44,7 +44,7 @@ class Context:
     constants: Constants
     setup: Setup
     dim: int
-    rates: Rates
+    rates: DeviceRates
     tp: Span
     cp: Span
     ep: Span
@@ -92,7 +92,7 @@ def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int
         cost.add(operator, forward + casts, forward + back + (0.0 if lora else weight))
 
 
-def _attention(c: Context, a: AttentionShape, cost: BlockCost) -> None:
+def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
     dim, setup = c.dim, c.setup
     q = a.heads * a.head_dim
     if a.latent:
@@ -121,7 +121,7 @@ def _attention(c: Context, a: AttentionShape, cost: BlockCost) -> None:
         _context_transfers(c, a, cost, flops / rate)
 
 
-def _context_transfers(c: Context, a: AttentionShape, cost: BlockCost, compute: float) -> None:
+def _context_transfers(c: Context, a: AttentionWidths, cost: BlockCost, compute: float) -> None:
     """Ring hops hide behind attention; an all-to-all and an all-gather stand in front of it."""
     setup, n = c.setup, c.setup.cp
     kv = 2.0 * setup.tokens * a.kv_heads * (a.head_dim + a.v_dim) / min(setup.tp, a.kv_heads)
@@ -146,7 +146,7 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     routed = tokens * e.per_token * setup.imbalance
     rows = max(1.0, routed / local)
     scale = constants.expert_scale
-    part = Rates(
+    part = DeviceRates(
         c.rates.products * rows / (rows + constants.expert_rows),
         c.rates.plain * rows / (rows + constants.expert_rows),
         c.rates.attention,

@@ -14,7 +14,7 @@ _PENALTY = {"tensorwise": 1.0, "delayed": 1.0, "rowwise": 1.04, "mxfp8": 1.04, "
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """What one device does in a second, for one precision."""
 
     products: float
@@ -29,8 +29,8 @@ class Rates:
     """Bytes per operand element that casting moves; 0 without float8."""
 
 
-def rates(machine: Machine, constants: Constants, precision: Precision) -> Rates:
-    """Rates of a machine.
+def rates(machine: Machine, constants: Constants, precision: Precision) -> DeviceRates:
+    """DeviceRates of a machine.
 
     Raises:
         ValueError: The machine has no units for the precision.
@@ -40,19 +40,19 @@ def rates(machine: Machine, constants: Constants, precision: Precision) -> Rates
     stream = machine.bandwidth * constants.bandwidth
     if precision in ("bf16", "fp32"):
         half = 2.0 if precision == "fp32" and machine.name != "cpu" else 1.0
-        return Rates(plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0)
+        return DeviceRates(plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0)
     peak = machine.fp4 if precision == "nvfp4" else machine.fp8
     if not peak:
         raise ValueError(
             f"{machine.title} has no units for precision {precision!r}. Use 'bf16', or a machine that has them."
         )
     if precision == "nvfp4":
-        return Rates(peak * constants.matmul4, plain, attention, stream, 0.6, constants.cast_bytes)
+        return DeviceRates(peak * constants.matmul4, plain, attention, stream, 0.6, constants.cast_bytes)
     products = peak * constants.matmul8 / _PENALTY[precision]
-    return Rates(products, plain, attention, stream, 1.0, constants.cast_bytes)
+    return DeviceRates(products, plain, attention, stream, 1.0, constants.cast_bytes)
 
 
-def product_seconds(r: Rates, rows: float, inner: float, columns: float, *, plain: bool = False) -> float:
+def product_seconds(r: DeviceRates, rows: float, inner: float, columns: float, *, plain: bool = False) -> float:
     """Forward: ``[rows, inner] @ [inner, columns]``."""
     flops = 2.0 * rows * inner * columns
     if plain or r.cast_bytes == 0:
@@ -61,6 +61,6 @@ def product_seconds(r: Rates, rows: float, inner: float, columns: float, *, plai
     return flops / r.products + operands / r.stream
 
 
-def cast_seconds(r: Rates, elements: float) -> float:
+def cast_seconds(r: DeviceRates, elements: float) -> float:
     """Casting an operand to float8."""
     return r.cast_bytes * elements / r.stream

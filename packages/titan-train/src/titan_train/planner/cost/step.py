@@ -36,6 +36,10 @@ TERMS = {
 }
 
 
+_HOST_UPDATE = 60e9
+"""Bytes per second that the host's optimizer streams, a device's share of the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """One step."""
@@ -50,7 +54,7 @@ class StepTime:
 
 
 def context_of(shape: ModelShape, machine: Machine, constants: Constants, setup: Setup) -> Context:
-    """Rates and spans of a run."""
+    """DeviceRates and spans of a run."""
     return Context(
         machine,
         constants,
@@ -175,9 +179,7 @@ def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[flo
 
 def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True) -> tuple[float, float]:
     """Dense and expert parameters of one rank before sharding: the pipeline rank with the embedding, or an inner one."""
-    dim = shape.dim
-    dense = sum(b.count * (b.mixer_parameters(dim) + b.dense_parameters(dim)) for b in shape.blocks)
-    experts = sum(b.count * b.expert_parameters(dim) for b in shape.blocks)
+    dense, experts = shape.totals
     ends = shape.head_parameters * (1 if setup.pp > 1 or shape.tied else 2) if first or setup.pp == 1 else 0
     return (dense / setup.pp + ends) / setup.tp, experts / setup.pp / setup.ep
 
@@ -234,7 +236,9 @@ def _offload(c: Context, shape: ModelShape, compute: float) -> float:
     if s.offload_optimizer:
         dense, experts = rank_parameters(shape, s)
         local = dense / (s.dp_shard * s.cp) + experts / max(1, s.dp_shard * s.cp * s.tp // s.ep)
-        seconds += s.offload_optimizer * local * (8.0 / c.machine.host_bandwidth + 28.0 / 60e9)
+        gathers = 4.0 * s.microbatches * (1 + s.reshard) + 4.0  # parameters in float32, gradients back
+        copies = max(0.0, gathers * local / c.machine.host_bandwidth - 0.5 * s.microbatches * compute)
+        seconds += s.offload_optimizer * (copies + 28.0 * local / _HOST_UPDATE)
     return seconds
 
 

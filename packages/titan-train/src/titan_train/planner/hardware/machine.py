@@ -1,12 +1,13 @@
 """Read a machine's TOML file."""
 
-import difflib
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from titan_train.nearest import did_you_mean
 
 _ALIASES = {
     "h100-80gb-sxm": "h100",
@@ -76,10 +77,9 @@ def load_machine(name: str) -> Machine:
         return _parse(tomllib.loads(path.read_text()), name)
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in list_machines():
-        near = difflib.get_close_matches(key, list_machines(), n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"unknown hardware {name!r}; did you mean {near!r}? Known: {', '.join(list_machines())}. For another machine "
-            "write a file with titan-train doctor --bench and give its path."
+            f"unknown hardware {name!r}. {did_you_mean(key, list_machines())}Known: {', '.join(list_machines())}. For "
+            "another machine write a file with titan-train doctor --bench and give its path."
         )
     text = resources.files("titan_train.planner.hardware").joinpath(f"{key}.toml").read_text()
     return _parse(tomllib.loads(text), key)

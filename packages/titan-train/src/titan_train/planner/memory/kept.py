@@ -4,11 +4,19 @@ Two elements of a gated feed-forward are kept for each hidden channel in front o
 sequence parallelism everything is cut over tp. Of recomputed modules only the input is kept.
 """
 
-from titan_train.planner.model.shape import AttentionShape, Block, ExpertsShape, FeedForwardShape
+from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 _FLOAT8_INPUTS = 0.5
 """Kept inputs of float8 products are float8 already."""
+
+
+def kept_token_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes a token, for all blocks."""
+    key = ("kept", setup.recompute, setup.recompute_modules, setup.recompute_share, setup.stack, setup.float8)
+    if key not in shape.memo:
+        shape.memo[key] = sum(b.count * block_token_bytes(b, shape.dim, setup) for b in shape.blocks)
+    return shape.memo[key]
 
 
 def block_token_bytes(block: Block, dim: int, setup: Setup) -> float:
@@ -57,7 +65,7 @@ def _everything(block: Block, dim: int, setup: Setup) -> float:
     return extra * kept
 
 
-def _attention(a: AttentionShape, dim: int, inputs: float, modules: set[str]) -> float:
+def _attention(a: AttentionWidths, dim: int, inputs: float, modules: set[str]) -> float:
     out = 2.0 * a.heads * a.v_dim * inputs
     if "core_attn" not in modules:
         out += 4.0 * a.heads  # log-sum-exp

@@ -10,9 +10,9 @@ Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which Tra
 
 from dataclasses import dataclass
 
-from titan_train.planner.memory.kept import block_token_bytes
+from titan_train.planner.memory.kept import kept_token_bytes
 from titan_train.planner.memory.states import block_and_head_bytes, dummy_gradient_bytes, state_bytes
-from titan_train.planner.model.shape import AttentionShape, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
@@ -74,7 +74,7 @@ def in_flight(setup: Setup, *, first: bool) -> float:
 def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
     tokens, tp = setup.tokens, setup.tp
     parts = dict(state_bytes(shape, setup, first=True))
-    layers = sum(b.count * block_token_bytes(b, shape.dim, setup) for b in shape.blocks) / setup.pp
+    layers = kept_token_bytes(shape, setup) / setup.pp
     kept = layers * tokens / tp * in_flight(setup, first=first)
     parts["activations"] = kept * (1 - setup.offload_activations)
     if tp > 1:
@@ -114,6 +114,13 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
 
 def _working_set(shape: ModelShape, setup: Setup) -> float:
     """Bytes a token of one block's backward: gradients of its widest part, and with recomputation all it kept."""
+    key = ("working", setup.recompute == "none")
+    if key not in shape.memo:
+        shape.memo[key] = _widest_block(shape, setup)
+    return shape.memo[key]
+
+
+def _widest_block(shape: ModelShape, setup: Setup) -> float:
     widest = 0.0
     for block in shape.blocks:
         parts = 4.0 * shape.dim
@@ -121,7 +128,7 @@ def _working_set(shape: ModelShape, setup: Setup) -> float:
             parts += 2.0 * block.ffn.hidden * block.ffn.matrices
         elif isinstance(block.ffn, ExpertsShape):
             parts += 2.0 * block.ffn.per_token * (block.ffn.hidden * block.ffn.matrices + 2 * shape.dim)
-        if isinstance(block.attention, AttentionShape):
+        if isinstance(block.attention, AttentionWidths):
             a = block.attention
             parts = max(parts, 2.0 * 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + 4.0 * shape.dim)
         if setup.recompute != "none":

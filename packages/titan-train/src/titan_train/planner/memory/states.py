@@ -26,6 +26,8 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool) -> dict[str, fl
         if setup.pp > 1:  # gathered once a step, gradients added up whole
             out["gathered"] = 2.0 * whole if shard * expert_shard > 1 else 0.0
             out["gradients"] = 4.0 * whole
+        elif not setup.reshard:
+            out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)
     if setup.sharding == "zero1":
         whole, local = dense + experts, sum(n / s for n, s in both)
@@ -36,30 +38,24 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool) -> dict[str, fl
 
 
 def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:
-    out["optimizer"] *= 1 - setup.offload_optimizer
+    """Fsdp moves parameters, gradients and optimizer state to the host together; zero1 the optimizer state alone."""
+    for name in (
+        ("parameters", "gradients", "optimizer") if setup.sharding == "fsdp" and setup.pp == 1 else ("optimizer",)
+    ):
+        out[name] *= 1 - setup.offload_optimizer
     return out
 
 
 def block_and_head_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     """Bytes in bf16 of one block's parameters on one rank, all its experts counted: the largest block, and the head."""
-    dim = shape.dim
-    block = max(
-        (
-            (b.mixer_parameters(dim) + b.dense_parameters(dim)) / setup.tp + b.expert_parameters(dim) / setup.ep
-            for b in shape.blocks
-        ),
-        default=0.0,
-    )
+    block = max((dense / setup.tp + experts / setup.ep for _, dense, experts in shape.block_sizes), default=0.0)
     return 2.0 * block, 2.0 * shape.head_parameters / setup.tp
 
 
 def dummy_gradient_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes in bf16 of the distinct matrices of one block: experts have the same shape, so that one is enough."""
-    dim = shape.dim
     distinct = 0.0
-    for b in shape.blocks:
-        one = 0.0
-        if isinstance(b.ffn, ExpertsShape):
-            one = b.expert_parameters(dim) / b.ffn.num_experts
-        distinct = max(distinct, (b.mixer_parameters(dim) + b.dense_parameters(dim)) / setup.tp + one)
+    for block, (_, dense, experts) in zip(shape.blocks, shape.block_sizes, strict=True):
+        one = experts / block.ffn.num_experts if isinstance(block.ffn, ExpertsShape) else 0.0
+        distinct = max(distinct, dense / setup.tp + one)
     return 2.0 * distinct

@@ -4,11 +4,11 @@ Sources: the models' published configurations and reports. A shape marked "appro
 parameter count agrees with the published one, its inner widths may not.
 """
 
-import difflib
 from functools import cache
 
+from titan_train.nearest import did_you_mean
 from titan_train.planner.model.shape import (
-    AttentionShape,
+    AttentionWidths,
     Block,
     ExpertsShape,
     FeedForwardShape,
@@ -36,7 +36,7 @@ def _dense(
     positions: int = 0,
     norm: int = 1,
 ) -> ModelShape:
-    attention = AttentionShape(heads, kv, head_dim or dim // heads, qk_norm=qk_norm, bias=bias)
+    attention = AttentionWidths(heads, kv, head_dim or dim // heads, qk_norm=qk_norm, bias=bias)
     block = Block(layers, attention, FeedForwardShape(hidden, gated, bias), norms=2 * norm)
     return ModelShape(name, dim, (block,), vocab, tied=tied, positions=positions, final_norm=norm)
 
@@ -45,7 +45,7 @@ def _routed(
     name: str,
     dim: int,
     layers: int,
-    attention: AttentionShape,
+    attention: AttentionWidths,
     experts: ExpertsShape,
     vocab: int,
     *,
@@ -56,8 +56,8 @@ def _routed(
     return ModelShape(name, dim, (*first, Block(layers - dense, attention, experts)), vocab, moe=True)
 
 
-def _mla(heads: int, q_lora: int, *, nope: int = 128, rope: int = 64, v: int = 128) -> AttentionShape:
-    return AttentionShape(heads, heads, nope + rope, value_dim=v, q_lora=q_lora, kv_lora=512, rope_dim=rope)
+def _mla(heads: int, q_lora: int, *, nope: int = 128, rope: int = 64, v: int = 128) -> AttentionWidths:
+    return AttentionWidths(heads, heads, nope + rope, value_dim=v, q_lora=q_lora, kv_lora=512, rope_dim=rope)
 
 
 def _hybrid(
@@ -76,7 +76,7 @@ def _hybrid(
     blocks = (
         Block(mamba, ssm=ssm, norms=1),
         Block(routed, ffn=experts, norms=1),
-        Block(attention, AttentionShape(heads, kv, 128), norms=1),
+        Block(attention, AttentionWidths(heads, kv, 128), norms=1),
     )
     return ModelShape(name, dim, blocks, vocab, moe=True)
 
@@ -88,8 +88,8 @@ def _gpt(name: str, dim: int, layers: int, heads: int, vocab: int = 50_257, seq:
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelShape:
-    near = AttentionShape(64, 8, 64, bias=True, window=128)
-    far = AttentionShape(64, 8, 64, bias=True)
+    near = AttentionWidths(64, 8, 64, bias=True, window=128)
+    far = AttentionWidths(64, 8, 64, bias=True)
     ffn = ExpertsShape(experts, 4, 2880, bias=True)
     return ModelShape(name, 2880, (Block(layers // 2, near, ffn), Block(layers // 2, far, ffn)), 201_088, moe=True)
 
@@ -97,7 +97,7 @@ def _gpt_oss(name: str, layers: int, experts: int) -> ModelShape:
 def _dit(
     name: str, dim: int, layers: int, heads: int, hidden: int, *, text: int = 0, gated: bool = False
 ) -> ModelShape:
-    attention = AttentionShape(heads, heads, dim // heads, qk_norm=True, causal=False, cross_tokens=text)
+    attention = AttentionWidths(heads, heads, dim // heads, qk_norm=True, causal=False, cross_tokens=text)
     block = Block(
         layers, attention, FeedForwardShape(hidden, gated), norms=0, modulation=6 * dim * (dim if not text else 1)
     )
@@ -107,7 +107,7 @@ def _dit(
 @cache
 def shapes() -> dict[str, ModelShape]:
     """All shapes, by name."""
-    qwen = AttentionShape(32, 4, 128, qk_norm=True)
+    qwen = AttentionWidths(32, 4, 128, qk_norm=True)
     flux_double = _dit("", 3072, 38, 24, 12_288)  # a double block holds two streams, as two blocks of one stream
     flux_single = Block(
         38, flux_double.blocks[0].attention, FeedForwardShape(12_288, gated=False), norms=0, modulation=3 * 3072**2
@@ -138,7 +138,7 @@ def shapes() -> dict[str, ModelShape]:
         ),
         _routed("qwen3_30b_a3b", 2048, 48, qwen, ExpertsShape(128, 8, 768), 151_936),
         _routed(
-            "qwen3_235b_a22b", 4096, 94, AttentionShape(64, 4, 128, qk_norm=True), ExpertsShape(128, 8, 1536), 151_936
+            "qwen3_235b_a22b", 4096, 94, AttentionWidths(64, 4, 128, qk_norm=True), ExpertsShape(128, 8, 1536), 151_936
         ),
         _routed(
             "deepseek_v2_lite",
@@ -178,12 +178,12 @@ def shapes() -> dict[str, ModelShape]:
             "deepseek_v4_flash",
             4096,
             43,
-            AttentionShape(64, 1, 192, window=1024),
+            AttentionWidths(64, 1, 192, window=1024),
             ExpertsShape(256, 6, 2048, 2048),
             129_280,
         ),
-        _routed("mixtral_8x7b", 4096, 32, AttentionShape(32, 8, 128), ExpertsShape(8, 2, 14_336), 32_000),
-        _routed("mixtral_8x22b", 6144, 56, AttentionShape(48, 8, 128), ExpertsShape(8, 2, 16_384), 32_768),
+        _routed("mixtral_8x7b", 4096, 32, AttentionWidths(32, 8, 128), ExpertsShape(8, 2, 14_336), 32_000),
+        _routed("mixtral_8x22b", 6144, 56, AttentionWidths(48, 8, 128), ExpertsShape(8, 2, 16_384), 32_768),
         _gpt_oss("gpt_oss_20b", 24, 32),
         _gpt_oss("gpt_oss_120b", 36, 128),
         # hybrids of state space, routed feed-forward and attention; squared ReLU. Super and Ultra: approximate
@@ -242,9 +242,8 @@ def find_shape(name: str) -> ModelShape:
     key = key.replace("llama3.1", "llama3").replace("llama3.2", "llama3")
     key = _ALIASES.get(key, key)
     if key not in shapes():
-        near = difflib.get_close_matches(key, shapes(), n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"no shape is known for model {name!r}; did you mean {near!r}? Known: {', '.join(sorted(shapes()))}. "
+            f"no shape is known for model {name!r}. {did_you_mean(key, shapes())}Known: {', '.join(sorted(shapes()))}. "
             "For another model give a configuration file."
         )
     return shapes()[key]

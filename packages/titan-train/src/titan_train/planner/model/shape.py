@@ -5,11 +5,12 @@ routed); either may be absent, so that hybrid models are described too. Paramete
 `titan_train.models`; a test holds the two together.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class AttentionWidths:
     """Grouped-query attention, or latent attention (MLA) if ``kv_lora`` is set."""
 
     heads: int
@@ -97,7 +98,7 @@ class Block:
     """``count`` equal blocks."""
 
     count: int
-    attention: AttentionShape | None = None
+    attention: AttentionWidths | None = None
     ffn: FeedForwardShape | ExpertsShape | None = None
     ssm: StateSpaceShape | None = None
     norms: int = 2
@@ -145,7 +146,7 @@ class Block:
         return e.num_experts * (e.matrices * width * e.hidden + (e.hidden * (e.matrices - 1) + width if e.bias else 0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """A model."""
 
@@ -166,6 +167,26 @@ class ModelShape:
     def num_layers(self) -> int:
         """Blocks."""
         return sum(b.count for b in self.blocks)
+
+    @cached_property
+    def block_sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """For each group of blocks: their number, and one block's dense and routed parameters."""
+        return tuple(
+            (b.count, b.mixer_parameters(self.dim) + b.dense_parameters(self.dim), b.expert_parameters(self.dim))
+            for b in self.blocks
+        )
+
+    @cached_property
+    def totals(self) -> tuple[int, int]:
+        """Dense and routed parameters of all blocks."""
+        return sum(n * dense for n, dense, _ in self.block_sizes), sum(
+            n * experts for n, _, experts in self.block_sizes
+        )
+
+    @cached_property
+    def memo(self) -> dict[tuple[object, ...], float]:
+        """Values that a search asks for again and again, by name and arguments."""
+        return {}
 
     @property
     def head_parameters(self) -> int:
@@ -193,8 +214,6 @@ class ModelShape:
         """The same model with fewer blocks; of a model with leading dense blocks ``dense_layers`` are kept."""
         if num_layers >= self.num_layers:
             return self
-        from dataclasses import replace
-
         if len(self.blocks) == 2 and isinstance(self.blocks[0].ffn, FeedForwardShape) and self.moe:
             first, rest = self.blocks
             blocks = (replace(first, count=dense_layers), replace(rest, count=num_layers - dense_layers))

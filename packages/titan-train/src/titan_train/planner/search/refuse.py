@@ -1,0 +1,100 @@
+"""What cannot fit: the term that breaks it, and the smallest change that makes it fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titan_train.planner.estimate import StepEstimate
+from titan_train.planner.memory.peak import MemoryPeak, memory_peak
+from titan_train.planner.model.shape import ModelShape
+from titan_train.planner.search.search import search
+from titan_train.planner.search.space import Request
+from titan_train.planner.setup import Setup
+
+_GIB = 2.0**30
+
+
+def breaking_term(peak: MemoryPeak) -> tuple[str, float]:
+    """The use that takes the most bytes."""
+    return max(peak.parts.items(), key=lambda part: part[1])
+
+
+def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Changes that lower memory, those that cost the least speed first."""
+    if not setup.reshard:
+        yield "reshard after forward", replace(setup, reshard=True)
+    if setup.microbatch > 1:
+        yield f"microbatch {setup.microbatch // 2}", replace(setup, microbatch=setup.microbatch // 2)
+        yield "microbatch 1", replace(setup, microbatch=1)
+    if setup.recompute == "none" and not setup.te:
+        yield "selective recomputation", replace(setup, recompute="selective")
+    if setup.recompute != "full":
+        yield "full recomputation", replace(setup, recompute="full", recompute_modules=())
+        if setup.microbatch > 1:
+            yield "full recomputation and microbatch 1", replace(setup, recompute="full", microbatch=1)
+    words = "the optimizer state in host memory" if setup.te else "parameters and optimizer state in host memory"
+    if setup.pp == 1 or setup.te:
+        yield words, replace(setup, offload_optimizer=1.0)
+        yield (
+            f"full recomputation, microbatch 1 and {words}",
+            replace(setup, recompute="full", microbatch=1, offload_optimizer=1.0),
+        )
+
+
+def refuse_setup(shape: ModelShape, setup: Setup, peak: MemoryPeak, limit_bytes: float) -> str:
+    """The sentence for one setup that does not fit."""
+    name, size = breaking_term(peak)
+    text = (
+        f"does not fit: {peak.allocated_gib:.1f} GiB at {peak.instant}, and {limit_bytes / _GIB:.1f} GiB are usable. "
+        f"{name.capitalize()} take {size / _GIB:.1f} GiB."
+    )
+    for words, changed in changes(setup):
+        smaller = memory_peak(shape, changed)
+        if smaller.allocated <= limit_bytes:
+            return f"{text} Smallest change that fits: {words} ({smaller.allocated_gib:.1f} GiB)."
+    devices = fewest_shards(shape, setup, limit_bytes)
+    if devices:
+        return f"{text} No single change is enough; with {devices} devices (more shards) it fits."
+    return f"{text} Neither recomputation nor more shards are enough: use tensor, context or pipeline parallelism."
+
+
+def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | None:
+    """Devices at which more sharding, with full recomputation, fits; None if it never does."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        changed = replace(
+            setup,
+            dp_shard=setup.dp_shard * factor,
+            global_batch=setup.global_batch * factor,
+            recompute="full",
+            loss="chunked",
+        )
+        if memory_peak(shape, changed).allocated <= limit_bytes:
+            return changed.world_size
+    return None
+
+
+def refuse_search(request: Request, closest: StepEstimate | None) -> str:
+    """The sentence for a search that found nothing."""
+    given = f"{request.shape.name} on {request.gpus} x {request.machine.title} at {request.seq_len:,} tokens"
+    if closest is None:
+        return (
+            f"{given}: no legal layout. The global batch ({request.global_batch}) must be a multiple of the data-parallel "
+            "ranks, and the sequence must divide over cp and tp; change the batch or the fixed degrees."
+        )
+    name, size = breaking_term(closest.memory)
+    text = (
+        f"{given} does not fit: the layout that needs the least memory ({closest.setup.describe()}) needs "
+        f"{closest.memory.allocated_gib:.1f} GiB, and {request.limit_bytes / _GIB:.1f} GiB are usable. "
+        f"{name.capitalize()} take {size / _GIB:.1f} GiB."
+    )
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(
+            request, gpus=request.gpus * factor, global_batch=max(request.global_batch, request.gpus * factor)
+        )
+        if search(more, 1).best:
+            return f"{text} Smallest number of devices that fits: {more.gpus}."
+    for factor in (2, 4, 8, 16):
+        if request.seq_len // factor >= 1024:
+            shorter = replace(request, seq_len=request.seq_len // factor)
+            if search(shorter, 1).best:
+                return f"{text} Longest sequence that fits: {shorter.seq_len:,}."
+    return f"{text} No change of layout is enough: use a machine with more memory."

@@ -1,0 +1,202 @@
+"""Estimate every legal setup and rank those that fit.
+
+Choices that do not interact are settled one by one: the least recomputation that fits is the fastest, the method of
+context parallelism is the one with the cheapest block, async TP is on where there is tp. The rest is enumerated.
+
+The order is by estimated tokens per second, less 2 % for each axis outside the range of measured rows (tp across
+domains, pp > 8, cp > 8, under 4,096 tokens a microbatch, experts, more than 512 devices). Setups within 2 % of the best
+are a tie, and the simplest of a tie comes first: fewest axes, then small pp, cp, tp, ep.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titan_train.planner.calibrate.defaults import constants_for
+from titan_train.planner.cost.block import BlockCost, block_cost
+from titan_train.planner.cost.constants import Constants
+from titan_train.planner.cost.step import context_of, step_time
+from titan_train.planner.estimate import StepEstimate
+from titan_train.planner.memory.peak import MemoryPeak, memory_peak
+from titan_train.planner.memory.states import state_bytes
+from titan_train.planner.search.space import Request, base_setup, batches, degrees
+from titan_train.planner.setup import Setup
+
+_TIE = 0.02
+_HOST_BYTES = 128 * 2**30
+"""Host memory that one device may use for parameters and optimizer state."""
+_RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE_TORCH = tuple({"recompute": name} for name in _RECOMPUTE)
+_RECOMPUTE_TE = (
+    {"recompute": "none"},
+    {"recompute": "none", "recompute_modules": ("layernorm", "moe_act")},
+    {"recompute": "none", "recompute_modules": ("layernorm", "moe_act", "mla_up_proj", "mlp")},
+    {"recompute": "full"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The outcome of a search."""
+
+    request: Request
+    best: list[StepEstimate]
+    """Best first."""
+    families: dict[str, StepEstimate]
+    """The best without pipeline, without tensor and without context parallelism."""
+    front: list[StepEstimate]
+    """Setups that no other beats in both memory and speed, least memory first."""
+    tie: int
+    """How many of all setups lie within 2 % of the best."""
+    examined: int
+    """Setups whose memory was estimated."""
+    fitting: int
+    """Setups that fit and were timed."""
+    closest: StepEstimate | None = field(default=None)
+    """Where none fits: the setup that needs the least memory."""
+
+
+class Searcher:
+    """One search; keeps the costs of blocks that many setups share."""
+
+    def __init__(self, request: Request, *, offload: float = 0.0) -> None:
+        self.request = request
+        self.offload = offload
+        self.costs: dict[tuple[Any, ...], list[BlockCost]] = {}
+        self.constants: dict[str, Constants] = {}
+
+    def run(self, top: int = 10) -> Ranking:
+        """Search."""
+        request = self.request
+        base = replace(base_setup(request), offload_optimizer=self.offload)
+        found: list[StepEstimate] = []
+        examined, closest = 0, None
+        for chosen in degrees(request):
+            for batch in batches(request, chosen):
+                setup = replace(base, async_tp=chosen["tp"] > 1, **chosen, **batch)  # type: ignore[arg-type]
+                examined += 1
+                fitted, peak = self._least_recompute(setup)
+                if peak.allocated > request.limit_bytes:
+                    if closest is None or peak.allocated < closest.memory.allocated:
+                        closest = self._estimate(fitted, peak)
+                    continue
+                found += [self._fastest(replace(fitted, precision=precision), peak) for precision in request.precisions]
+        ranked, tie = self._rank(found)
+        families = {
+            name: next((e for e in ranked if getattr(e.setup, axis) == 1), None)
+            for name, axis in (("no pipeline", "pp"), ("no tensor parallelism", "tp"), ("no context parallelism", "cp"))
+        }
+        return Ranking(
+            request,
+            ranked[:top],
+            {name: e for name, e in families.items() if e is not None},
+            pareto(found),
+            tie,
+            examined,
+            len(found),
+            closest if not found else None,
+        )
+
+    def _least_recompute(self, setup: Setup) -> tuple[Setup, MemoryPeak]:
+        options = _RECOMPUTE_TE if setup.te else _RECOMPUTE_TORCH
+        shape, limit = self.request.shape, self.request.limit_bytes
+        if sum(state_bytes(shape, setup, first=True).values()) > limit:
+            options = options[-1:]
+        for option in options:
+            setup = replace(setup, **option)  # type: ignore[arg-type]
+            peak = memory_peak(shape, setup)
+            if peak.allocated <= limit:
+                break
+        return setup, peak  # type: ignore[possibly-undefined]
+
+    def _fastest(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
+        """Settle what needs no memory, or little: the method of context parallelism, and resharding."""
+        if setup.cp > 1:
+            setup = min(self._cp_methods(setup), key=lambda s: sum(c.total() for c in self._costs(s)))
+        best = self._estimate(setup, peak)
+        if setup.sharding == "fsdp" and setup.pp == 1 and setup.dp_shard * setup.cp > 1:
+            kept = replace(setup, reshard=False)
+            kept_peak = memory_peak(self.request.shape, kept)
+            if kept_peak.allocated <= self.request.limit_bytes:
+                other = self._estimate(kept, kept_peak)
+                if other.time.total < 0.995 * best.time.total:
+                    return other
+        return best
+
+    def _cp_methods(self, setup: Setup) -> list[Setup]:
+        heads = [b.attention for b in self.request.shape.blocks if b.attention is not None]
+        methods = ["ring", "allgather"]
+        if all(a.heads // setup.tp % setup.cp == 0 and a.kv_heads // setup.tp % setup.cp == 0 for a in heads):
+            methods.append("ulysses")
+        return [replace(setup, cp_method=method) for method in methods]  # type: ignore[arg-type]
+
+    def _constants(self, setup: Setup) -> Constants:
+        if setup.precision not in self.constants:
+            self.constants[setup.precision] = constants_for(self.request.machine, setup, routed=self.request.shape.moe)
+        return self.constants[setup.precision]
+
+    def _costs(self, s: Setup) -> list[BlockCost]:
+        key = (s.tp, s.cp, s.ep, s.microbatch, s.recompute, s.recompute_modules, s.precision, s.cp_method)
+        if key not in self.costs:
+            context = context_of(self.request.shape, self.request.machine, self._constants(s), s)
+            self.costs[key] = [block_cost(context, b) for b in self.request.shape.blocks]
+        return self.costs[key]
+
+    def _estimate(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
+        shape, machine, constants = self.request.shape, self.request.machine, self._constants(setup)
+        time = step_time(shape, machine, constants, setup, self._costs(setup))
+        return StepEstimate(shape, machine, setup, constants, time, peak)
+
+    def _rank(self, found: list[StepEstimate]) -> tuple[list[StepEstimate], int]:
+        scored = sorted(((score(e), _simplicity(e.setup), e) for e in found), key=lambda x: (-x[0], x[1]))
+        if not scored:
+            return [], 0
+        near = [x for x in scored if x[0] >= scored[0][0] * (1 - _TIE)]
+        first = min(near, key=lambda x: (x[1], -x[0]))
+        return [first[2], *(x[2] for x in scored if x is not first)], len(near)
+
+
+def outside(e: StepEstimate) -> list[str]:
+    """Axes on which a setup lies outside the range of measured rows."""
+    s = e.setup
+    checks = (
+        (s.tp > e.machine.domain, "tp across domains"),
+        (s.pp > 8, "pp > 8"),
+        (s.cp > 8, "cp > 8"),
+        (s.tokens < 4096, "under 4,096 tokens a microbatch"),
+        (s.ep > 1, "experts"),
+        (s.world_size > 512, "more than 512 devices"),
+    )
+    return [name for is_outside, name in checks if is_outside]
+
+
+def score(e: StepEstimate) -> float:
+    """Tokens per second, less 2 % for each axis outside the measured range."""
+    return e.tokens_per_s * (1 - 0.02 * len(outside(e)))
+
+
+def _simplicity(s: Setup) -> tuple[Any, ...]:
+    axes = sum(degree > 1 for degree in s.degrees().values())
+    return (
+        axes, s.pp, s.cp, s.tp, s.ep, s.dp_replicate, s.stages_per_rank, _RECOMPUTE.index(s.recompute), s.microbatch,
+        s.precision, not s.reshard,
+    )  # fmt: skip
+
+
+def pareto(found: list[StepEstimate]) -> list[StepEstimate]:
+    """Setups that no other beats in both memory and speed, least memory first."""
+    front: list[StepEstimate] = []
+    for e in sorted(found, key=lambda e: (e.memory.allocated, -e.tokens_per_s)):
+        if not front or e.tokens_per_s > front[-1].tokens_per_s:
+            front.append(e)
+    return front
+
+
+def search(request: Request, top: int = 10) -> Ranking:
+    """Search all setups of ``request``; where none fits, also those that keep parameters and optimizer on the host."""
+    found = Searcher(request).run(top)
+    if found.best or request.stack in ("te", "te_graphs", "xla"):
+        return found
+    if 16 * request.shape.parameters() / request.gpus > _HOST_BYTES:
+        return found
+    offloaded = Searcher(request, offload=1.0).run(top)
+    return offloaded if offloaded.best else found

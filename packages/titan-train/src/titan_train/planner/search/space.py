@@ -1,0 +1,137 @@
+"""Every legal choice of degrees and batch.
+
+Legal: tp divides the heads and stays inside one domain; cp leaves at least 1,024 tokens a rank and cuts the sequence into
+2 x cp x tp equal parts; pp leaves each stage a block; ep divides the experts and the dp_shard x cp x tp ranks; the
+microbatch divides a rank's share of the batch; interleaved schedules need a multiple of pp microbatches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, ModelShape
+from titan_train.planner.setup import Precision, Setup, Stack
+
+_LEAST_TOKENS = 1024
+_STAGES = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    shape: ModelShape
+    machine: Machine
+    gpus: int
+    seq_len: int
+    global_batch: int
+    stack: Stack = "compile"
+    precisions: tuple[Precision, ...] = ("bf16",)
+    fixed: dict[str, int] = field(default_factory=dict[str, int])
+    """Degrees that are given, such as {"tp": 8}."""
+    max_memory_gib: float = 0.0
+    """0 takes 92 % of the machine's memory: allocated is not reserved, and estimates of pipelines read low."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "seq_len", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        unknown = set(self.fixed) - {"pp", "dp_replicate", "cp", "tp", "ep", "microbatch"}
+        if unknown:
+            raise ValueError(
+                f"cannot fix {', '.join(sorted(unknown))}. Fix pp, dp_replicate, cp, tp, ep or microbatch; dp_shard follows."
+            )
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a setup may allocate on one device."""
+        return self.max_memory_gib * 2**30 if self.max_memory_gib else 0.92 * self.machine.memory_bytes
+
+
+def degrees(request: Request) -> Iterator[dict[str, int]]:
+    """Legal degrees, without batch and schedule."""
+    shape, gpus = request.shape, request.gpus
+    attention = [b.attention for b in shape.blocks if b.attention is not None]
+    experts = [b.ffn for b in shape.blocks if isinstance(b.ffn, ExpertsShape)]
+    for tp in _values(request, "tp", min(request.machine.domain, 64)):
+        if not all(_splits(a, tp) for a in attention):
+            continue
+        for cp in _values(request, "cp", max(1, request.seq_len // _LEAST_TOKENS)):
+            if request.seq_len % (2 * cp * tp) and cp * tp > 1:
+                continue
+            for pp in _values(request, "pp", shape.num_layers):
+                if gpus % (tp * cp * pp):
+                    continue
+                dp = gpus // (tp * cp * pp)
+                if request.global_batch % dp:
+                    continue
+                for replicate in _replicas(request, dp, tp * cp):
+                    ranks = dp // replicate * cp * tp
+                    for ep in _values(request, "ep", ranks) if experts else (1,):
+                        if ranks % ep or any(e.num_experts % ep for e in experts):
+                            continue
+                        yield {
+                            "tp": tp,
+                            "cp": cp,
+                            "pp": pp,
+                            "dp_replicate": replicate,
+                            "dp_shard": dp // replicate,
+                            "ep": ep,
+                        }
+
+
+def batches(request: Request, chosen: dict[str, int]) -> Iterator[dict[str, int | str]]:
+    """Microbatch and schedule for given degrees."""
+    pp, dp = chosen["pp"], chosen["dp_replicate"] * chosen["dp_shard"]
+    local = request.global_batch // dp
+    for micro in (1, 2, 4, 8, 16):
+        if local % micro or request.fixed.get("microbatch", micro) != micro:
+            continue
+        m = local // micro
+        if pp == 1:
+            yield {"microbatch": micro, "schedule": "1f1b", "stages_per_rank": 1}
+            continue
+        if m < pp:
+            continue
+        yield {"microbatch": micro, "schedule": "1f1b", "stages_per_rank": 1}
+        for v in _STAGES:
+            if m % pp == 0 and pp * v <= request.shape.num_layers:
+                yield {"microbatch": micro, "schedule": "interleaved_1f1b", "stages_per_rank": v}
+
+
+def base_setup(request: Request) -> Setup:
+    """The choices that are not searched."""
+    te = request.stack in ("te", "te_graphs")
+    return Setup(
+        seq_len=request.seq_len,
+        global_batch=request.global_batch,
+        stack=request.stack,
+        sharding="zero1" if te else "fsdp",
+        dispatcher="hybridep" if te else "alltoall",
+        loss="fused" if te else "eager" if request.stack == "eager" else "compiled",
+        imbalance=1.1 if request.shape.moe else 1.0,
+    )
+
+
+def _values(request: Request, name: str, most: int) -> tuple[int, ...]:
+    if name in request.fixed:
+        return (request.fixed[name],)
+    top = min(most, request.gpus)
+    return tuple(2**k for k in range(top.bit_length()) if 2**k <= top)
+
+
+def _replicas(request: Request, dp: int, inner: int) -> tuple[int, ...]:
+    """One copy, or copies whose shards fill one to four domains."""
+    if "dp_replicate" in request.fixed:
+        wanted = request.fixed["dp_replicate"]
+        return (wanted,) if dp % wanted == 0 else ()
+    found = {1}
+    for domains in (1, 2, 4):
+        shard = domains * request.machine.domain // inner
+        if shard > 1 and dp % shard == 0 and dp > shard:
+            found.add(dp // shard)
+    return tuple(sorted(found))
+
+
+def _splits(a: AttentionWidths, tp: int) -> bool:
+    return a.heads % tp == 0 and (a.latent or a.kv_heads % tp == 0)
