@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from titan_mesh import build
 from titan_train.config import parse_config
 from titan_train.models import Llama, LlamaArgs, flops_per_token, init_for
+from titan_train.parallel.apply import build_parallel_model
 from titan_train.plan.layout import build_layout, resolve_mode
-from titan_train.train.build import build_parallel_model
 
 
 class Titan:

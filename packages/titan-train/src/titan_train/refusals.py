@@ -86,7 +86,7 @@ def check(refusal: Refusal) -> None:
         ValueError: It is refused, as it should be.
     """
     from titan_train.models import build_model
-    from titan_train.train.build import check_model
+    from titan_train.parallel.check import check_model
 
     tree: dict[str, dict[str, Any]] = {"train": {"global_batch": 8}}
     for sections in (refusal.base or _LLAMA, refusal.settings):

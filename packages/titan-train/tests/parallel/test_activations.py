@@ -7,7 +7,7 @@ import torch
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel.activations import apply_activation_checkpointing
-from titan_train.train.build import blocks_of
+from titan_train.parallel.structure import blocks_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ARGS = LlamaArgs(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=128)

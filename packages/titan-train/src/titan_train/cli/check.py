@@ -21,7 +21,7 @@ from titan_train.plan.run import plan_run
 if TYPE_CHECKING:
     from torch import nn
 
-    from titan_train.train.estimate import RankEstimate
+    from titan_train.parallel.estimate import RankEstimate
 
 _MEMORY = {
     "params": "sharded parameters, float32",
@@ -55,8 +55,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model, count_parameters, flops_per_token
-    from titan_train.train.build import check_model, fsdp_policy
-    from titan_train.train.estimate import estimate_ranks
+    from titan_train.parallel.check import check_model
+    from titan_train.parallel.data_parallel import fsdp_policy
+    from titan_train.parallel.estimate import estimate_ranks
 
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     check_model(config, layout, batch, model)
@@ -86,7 +87,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> str:
     """The schedule, what its ranks hold, and how much of a step they wait."""
-    from titan_train.train.build import stage_layers
+    from titan_train.parallel.pipeline import stage_layers
 
     layers = stage_layers(config, model, schedule)
     held = "; ".join(

@@ -1,1 +1,12 @@
-"""Parallelism and memory: each transforms a plain model in place, on the meta device, before its weights exist."""
+"""Parallelism and memory: each kind transforms a plain model in place, on the meta device, before its weights exist.
+
+- `apply`: all of it, in the one order that works. Start reading here.
+- `check`: what a model cannot do under a layout. `estimate`: what one rank would hold.
+- ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.
+- `context`: each rank computes on its share of every sequence.
+- `pipeline`: the stages of a model, and their executor.
+- `data_parallel`: FSDP2, HSDP or DDP around what the others left.
+- `float8`, `activations`, `compiled`: float8 layers, activation checkpointing and offload, torch.compile.
+- `param_shard`: which box of each parameter a rank holds. `gradients`: partial gradients, and the norm over all ranks.
+- `structure`: a model's repeated blocks and tied parameters.
+"""

@@ -76,8 +76,8 @@ class Heads:
         return cls(max(1, inner.num_heads // tp), max(1, inner.num_kv_heads // tp), inner.head_dim)
 
 
-class ContextParallel:
-    """Cuts batches over the ranks that share a sequence, and replaces a model's attention."""
+class ContextParallelism:
+    """ParamShards batches over the ranks that share a sequence, and replaces a model's attention."""
 
     def __init__(self, config: ContextConfig, mesh: Mesh, heads: Heads, *, seq_len: int, dtype: torch.dtype) -> None:
         """Prepare. Collective over all ranks where the method needs two groups (USP).
@@ -124,7 +124,7 @@ class ContextParallel:
 
 
 class ContextAttention(nn.Module):
-    """In place of `CausalAttention`: attention over tokens that the group's ranks hold."""
+    """Replaces `CausalAttention`: attention over the tokens of all ranks of the group."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup | None]) -> None:
         super().__init__()

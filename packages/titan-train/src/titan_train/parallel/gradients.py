@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
-from titan_train.parallel.cut import Cut
+from titan_train.parallel.param_shard import ParamShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Gradients:
 
     parts: Sequence[nn.Module]
     """The model, or this rank's pipeline stages."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
+    cuts: Mapping[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism cut."""
     tied: TiedCopies | None = None
     world_size: int = 1

@@ -14,21 +14,20 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+from titan_mesh import Mesh
 from titan_pipeline import Schedule, balanced_cut
+from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage, Transport
+from torch import nn
 
-from titan_train.config import PipelineConfig
-
-if TYPE_CHECKING:
-    import torch
-    from titan_mesh import Mesh
-    from titan_pipeline.runtime import Transport
-    from torch import nn
-
-    from titan_train.data import Batch
-    from titan_train.parallel.context import LocalBatch
-    from titan_train.train.loss import TokenLoss
+from titan_train.config import Config, PipelineConfig
+from titan_train.data import Batch
+from titan_train.models import accepted_inputs, flops_per_token
+from titan_train.models.common.loss import TokenLoss
+from titan_train.parallel.context import LocalBatch
+from titan_train.parallel.float8 import DEFERRING_RULES
 
 _FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
 
@@ -67,14 +66,20 @@ def plan_layers(
     return balanced_cut(loaded, num_stages)
 
 
-def check_can_be_cut(model: "nn.Module") -> None:
+def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
+    """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
+    check_can_be_cut(whole)
+    costs = [flops_per_token(block, config.model.seq_len) for block in whole.get_submodule("layers").children()]
+    head = flops_per_token(whole, config.model.seq_len) - sum(costs)
+    return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
+
+
+def check_can_be_cut(model: nn.Module) -> None:
     """Refuse a model that does not follow this module's protocol.
 
     Raises:
         ValueError: It has no ``layers``, keyed by number.
     """
-    from torch import nn
-
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
         raise ValueError(
@@ -84,19 +89,17 @@ def check_can_be_cut(model: "nn.Module") -> None:
         )
 
 
-def take_stage(whole: "nn.Module", layers: range, *, first: bool, last: bool) -> "nn.Module":
+def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
-    from torch import nn
-
     gone = [*(() if first else getattr(whole, "first_stage_parts", _FIRST))]
     gone += [*(() if last else getattr(whole, "last_stage_parts", _LAST))]
     stage = copy.copy(whole)
-    kept = nn.ModuleDict({str(number): cast("nn.ModuleDict", whole.layers)[str(number)] for number in layers})
+    kept = nn.ModuleDict({str(number): cast(nn.ModuleDict, whole.layers)[str(number)] for number in layers})
     stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}
     return copy.deepcopy(stage)  # parts that other stages hold are not copied
 
 
-def make_transport(schedule: Schedule, mesh: "Mesh", device: "torch.device") -> "Transport":
+def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device) -> Transport:
     """How this rank exchanges hidden states with the stages before and after. Collective over all ranks of the run.
 
     Args:
@@ -104,15 +107,11 @@ def make_transport(schedule: Schedule, mesh: "Mesh", device: "torch.device") -> 
         mesh: All ranks.
         device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU by gloo.
     """
-    from titan_pipeline.runtime import GlooTransport
-
     return GlooTransport(mesh.group("pp")) if device.type == "cpu" else device_transport(schedule, mesh, device)
 
 
-def device_transport(schedule: Schedule, mesh: "Mesh", device: "torch.device") -> "Transport":
+def device_transport(schedule: Schedule, mesh: Mesh, device: torch.device) -> Transport:
     """A channel of the device's own backend for each pair of neighbours, of every pipeline. Collective over all ranks."""
-    from titan_pipeline.runtime import DeviceTransport
-
     every_rank = mesh["pp", "dp_replicate", "fsdp", "tp"]
     return DeviceTransport(every_rank, "pp", schedule.placement, device)
 
@@ -130,10 +129,10 @@ class Pipeline:
     def __init__(
         self,
         schedule: Schedule,
-        parts: "Sequence[nn.Module]",
-        transport: "Transport",
+        parts: Sequence[nn.Module],
+        transport: Transport,
         *,
-        loss: "TokenLoss",
+        loss: TokenLoss,
         config: PipelineConfig,
         gather_each_microbatch: bool,
     ) -> None:
@@ -147,11 +146,6 @@ class Pipeline:
             config: Of the pipeline.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
         """
-        from titan_pipeline.runtime import Executor, TorchStage
-
-        from titan_train.models import accepted_inputs
-        from titan_train.parallel.float8 import DEFERRING_RULES
-
         last = schedule.num_stages - 1
         stages = [
             TorchStage(
@@ -166,7 +160,7 @@ class Pipeline:
         ]
         self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
 
-    def step(self, batches: "Sequence[Batch] | Sequence[LocalBatch]", num_labels: int) -> float:
+    def step(self, batches: Sequence[Batch] | Sequence[LocalBatch], num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
 
         Returns:
@@ -174,15 +168,15 @@ class Pipeline:
         """
         return self.executor.step(*_arguments(batches), extras=_extras(batches), denominator=float(num_labels)).loss
 
-    def evaluate(self, batches: "Sequence[Batch] | Sequence[LocalBatch]") -> float:
+    def evaluate(self, batches: Sequence[Batch] | Sequence[LocalBatch]) -> float:
         """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""
         return self.executor.evaluate(*_arguments(batches), extras=_extras(batches), denominator=1.0).loss
 
 
-def _arguments(batches: "Sequence[Batch] | Sequence[LocalBatch]") -> tuple[list[Any], list[_Target]]:
+def _arguments(batches: Sequence[Batch] | Sequence[LocalBatch]) -> tuple[list[Any], list[_Target]]:
     return [b.tokens for b in batches], [_Target(b.labels) for b in batches]
 
 
-def _extras(batches: "Sequence[Batch] | Sequence[LocalBatch]") -> list[dict[str, Any]]:
+def _extras(batches: Sequence[Batch] | Sequence[LocalBatch]) -> list[dict[str, Any]]:
     names = ("positions", "cu_seqlens", "attention_plan")
     return [{name: getattr(batch, name, None) for name in names} for batch in batches]

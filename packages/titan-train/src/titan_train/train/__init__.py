@@ -1,7 +1,9 @@
-"""The training loop, and everything it needs built in order.
+"""The training loop, and what it needs each step.
 
-`Trainer` composes a run from a `Config`; the other modules each hold one concept: the layout of the ranks, the
-inputs, the model under its parallelism, one optimizer step, validation, signals.
+- `trainer`: `Trainer` composes a run from a `Config`: inputs, model, optimizer, checkpoints, records.
+- `step`: one optimizer step. `validate`: the loss on held-out text.
+- `reduce_scope`: what this rank contributes to sums over all ranks.
+- `monitor`: what the trainer reports to its launcher. `signals`: requests to stop or to save.
 """
 
 from titan_train.train.trainer import Trainer

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from titan_train.data import Batch
 from titan_train.models import call_model
+from titan_train.models.common.loss import count_valid
 from titan_train.models.moe import LayerRouting, routing_statistics, share_routing, update_expert_bias
-from titan_train.train.build import ParallelModel
-from titan_train.train.loss import count_valid
-from titan_train.train.place import Place
+from titan_train.parallel.apply import ParallelModel
+from titan_train.train.reduce_scope import ReduceScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OptimizerStep:
         *,
         max_grad_norm: float,
         accumulate: fsdp.Accumulate,
-        place: Place,
+        scope: ReduceScope,
         device: torch.device,
     ) -> None:
         """Prepare to step.
@@ -63,14 +63,14 @@ class OptimizerStep:
             optimizer: Holds its parameters.
             max_grad_norm: Clip the gradient's 2-norm to this; 0 only measures.
             accumulate: What titan-fsdp keeps between micro-batches.
-            place: Whether this rank speaks for others that see the same data.
+            scope: Which sums this rank takes part in.
             device: Where the batches are.
         """
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
         self._accumulate: fsdp.Accumulate = accumulate
-        self._place = place
+        self._scope = scope
         self._device = device
         # Float8 layers cast each weight once for all micro-batches of a step.
         self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
@@ -83,10 +83,10 @@ class OptimizerStep:
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
         """
         counts = torch.tensor([0, *requests], dtype=torch.int64, device=self._device)
-        if self._place.counts_labels:
+        if self._scope.counts_labels:
             for batch in batches:
                 counts[0] += count_valid(batch.labels)
-        agreed = self._place.sum(counts).tolist()
+        agreed = self._scope.sum(counts).tolist()
         num_labels = max(1, agreed[0])
 
         with self._constant_weights:
@@ -94,9 +94,9 @@ class OptimizerStep:
         gradients = self._model.gradients
         gradients.finish()
         sums = torch.stack([total, gradients.square_norm().to(self._device)])
-        if not self._place.speaks_for_loss:
+        if not self._scope.counts_loss:
             sums[0] = 0.0
-        sums = self._place.sum(sums)
+        sums = self._scope.sum(sums)
         grad_norm = sums[1].sqrt()
         gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
 
@@ -104,8 +104,8 @@ class OptimizerStep:
         skipped = not (_finite(loss_value) and _finite(norm_value))
         routing: dict[str, LayerRouting] = {}
         for part in self._model.parts:
-            routing |= update_expert_bias(part, self._place.tokens_group, skip=skipped)
-        routing = share_routing(routing, self._model.experts, self._place.pipeline_group, self._device)
+            routing |= update_expert_bias(part, self._scope.tokens_group, skip=skipped)
+        routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

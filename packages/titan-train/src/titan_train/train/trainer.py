@@ -39,10 +39,10 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
-from titan_train.train.build import build_parallel_model, describe_layout
 from titan_train.train.monitor import StepMonitor
-from titan_train.train.place import Place
+from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
@@ -98,7 +98,7 @@ class Trainer:
     def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
         """Everything that needs the mesh."""
         layout, mode, schedule = plan.layout, plan.mode, plan.schedule
-        self._place = Place.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self._scope = ReduceScope.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._inputs: Inputs = open_inputs(config)
         self.model = build_parallel_model(
             config,
@@ -119,7 +119,7 @@ class Trainer:
             self.optimizer,
             max_grad_norm=config.train.max_grad_norm,
             accumulate=config.parallel.accumulate,
-            place=self._place,
+            scope=self._scope,
             device=self.device,
         )
         self._checkpointer = Checkpointer(
@@ -291,7 +291,7 @@ class Trainer:
                 self.model,
                 loader,
                 accumulation=self.batch_plan.accumulation,
-                place=self._place,
+                scope=self._scope,
                 device=self.device,
             )
         record = ValidationRecord(

@@ -8,14 +8,14 @@ import torch
 
 from titan_train.data import Batch
 from titan_train.models import call_model
-from titan_train.train.build import ParallelModel
-from titan_train.train.loss import count_valid
-from titan_train.train.place import Place
+from titan_train.models.common.loss import count_valid
+from titan_train.parallel.apply import ParallelModel
+from titan_train.train.reduce_scope import ReduceScope
 
 
 @torch.no_grad()
 def validation_loss(
-    model: ParallelModel, batches: Iterable[Batch], *, accumulation: int, place: Place, device: torch.device
+    model: ParallelModel, batches: Iterable[Batch], *, accumulation: int, scope: ReduceScope, device: torch.device
 ) -> tuple[float, int]:
     """Mean cross-entropy in nats per valid label over ``batches`` of all ranks, and the number of labels.
 
@@ -25,7 +25,7 @@ def validation_loss(
         model: What this rank trains.
         batches: This rank's micro-batches; every rank has as many, a multiple of ``accumulation``.
         accumulation: Micro-batches of a step, which a pipeline takes at once.
-        place: What this rank adds to sums.
+        scope: What this rank adds to sums.
         device: Where the batches are.
     """
     was_training = [part.training for part in model.parts]
@@ -37,13 +37,13 @@ def validation_loss(
         while group := list(itertools.islice(remaining, accumulation)):
             cut = group if model.context is None else [model.context.cut(batch) for batch in group]
             if model.pipeline is not None:
-                sums[0] += model.pipeline.evaluate(cut) * place.speaks_for_loss
+                sums[0] += model.pipeline.evaluate(cut) * scope.counts_loss
             else:
                 for batch in cut:
-                    sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * place.speaks_for_loss
-            if place.counts_labels:
+                    sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * scope.counts_loss
+            if scope.counts_labels:
                 sums[1] += sum(count_valid(batch.labels) for batch in group)
-    place.sum(sums)
+    scope.sum(sums)
     for part, training in zip(model.parts, was_training, strict=True):
         part.train(training)
     total, count = sums.tolist()

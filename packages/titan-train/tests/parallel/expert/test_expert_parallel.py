@@ -10,8 +10,8 @@ from titan_train.models import build_model, init_for
 from titan_train.models.common.blocks import SwiGLU
 from titan_train.models.moe import MoE, MoEArgs, grouped_mm_loop, set_aux_scale, update_expert_bias
 from titan_train.parallel.activations import apply_activation_checkpointing
-from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.param_shard import ParamShard
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +20,7 @@ KINDS = {
     "softmax-k2": {},
     "sigmoid-k3-shared": {"scores": "sigmoid", "experts_per_token": 3, "num_shared_experts": 1},
 }
-Result = tuple[Tensor, Tensor, dict[str, tuple[Cut | None, Tensor]], list[int], Tensor]
+Result = tuple[Tensor, Tensor, dict[str, tuple[ParamShard | None, Tensor]], list[int], Tensor]
 
 
 def make(kind: str, skew: bool, dtype: torch.dtype) -> MoE:
@@ -68,7 +68,7 @@ def train_layer(
     rank = dist.get_rank() if ranks > 1 else 0
     layer = make(kind, skew, dtype)
     set_aux_scale(layer, 1 / ROWS)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ParamShard] = {}
     if ranks > 1:
         cuts = apply_expert_parallel(layer, dist.group.WORLD, pad_rows_to=64 if poison else 1)
     if poison:
@@ -81,7 +81,7 @@ def train_layer(
     x.requires_grad_()
     out = layer(x)
     out.backward(probe)
-    grads: dict[str, tuple[Cut | None, Tensor]] = {}
+    grads: dict[str, tuple[ParamShard | None, Tensor]] = {}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         if ranks > 1 and name not in cuts:

@@ -12,8 +12,8 @@ from titan_testing import assert_close, run_ranks
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
 from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group, update_expert_bias
-from titan_train.parallel.cut import Cut
 from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
+from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor import apply_tensor_parallel, vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randint(97, (ROWS, SEQ), generator=generator), torch.randint(97, (ROWS, SEQ), generator=generator)
 
 
-Gradients = dict[str, tuple[Cut | None, Tensor]]
+Gradients = dict[str, tuple[ParamShard | None, Tensor]]
 
 
 def one_process(kind: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, tuple[int, ...]]]:

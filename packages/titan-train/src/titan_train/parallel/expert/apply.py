@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_train.models.moe import moe_layers
-from titan_train.parallel.cut import Cut, slice_parameter
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
+from titan_train.parallel.param_shard import ParamShard, slice_parameter
 
 
-def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, *, pad_rows_to: int = 1) -> dict[str, Cut]:
+def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, *, pad_rows_to: int = 1) -> dict[str, ParamShard]:
     """Cut the experts of ``model`` in place; local, no communication.
 
     Args:
@@ -40,7 +40,7 @@ def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, *, pad_row
     if n == 1:
         return {}
     _check_counts(model, n)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ParamShard] = {}
     for fqn, layer in moe_layers(model):
         held = layer.args.num_experts // n
         for name, _ in list(layer.experts.named_parameters(recurse=False)):

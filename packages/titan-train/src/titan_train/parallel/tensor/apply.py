@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_train.models.common.tensor_styles import StyleTable
-from titan_train.parallel.cut import Cut
+from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
 from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
@@ -27,7 +27,7 @@ def apply_tensor_parallel(
     replicate_kv: bool = False,
     async_tp: bool = False,
     float8_gather: bool = False,
-) -> dict[str, Cut]:
+) -> dict[str, ParamShard]:
     """Cut ``model`` in place.
 
     Collective over ``group`` where key-value heads are replicated (it makes a subgroup); local otherwise.

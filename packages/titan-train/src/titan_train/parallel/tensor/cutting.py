@@ -11,11 +11,11 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn
 from torch import nn
 
-from titan_train.parallel.cut import Cut, slice_parameter
+from titan_train.parallel.param_shard import ParamShard, slice_parameter
 from titan_train.parallel.tensor.plan import ROW_CUT, PlannedModule, TensorPlan
 
 
-def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> dict[str, Cut]:
+def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> dict[str, ParamShard]:
     """Carry out a plan on the parameters; ties between them stay ties.
 
     Collective over ``group`` where ranks share key-value heads (it makes the subgroup that shares one).
@@ -31,7 +31,7 @@ def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup)
     for name, parameter in wholes.items():
         names.setdefault(id(parameter), []).append(name)
     cutter = _Cutter(group)
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ParamShard] = {}
     for entry in plan.modules:
         if entry.units:
             cuts |= cutter.cut(entry)
@@ -44,26 +44,26 @@ def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup)
             )
     for name in plan.partial:
         shape = tuple(wholes[name].shape)
-        cuts[name] = Cut(shape, (0,) * len(shape), pieces=1, axis="tp", partial_over=group)
+        cuts[name] = ParamShard(shape, (0,) * len(shape), pieces=1, axis="tp", partial_over=group)
     return cuts
 
 
 @dataclass
 class _Cutter:
-    """Cuts one module after the other, and remembers what it has cut."""
+    """ParamShards one module after the other, and remembers what it has cut."""
 
     group: dist.ProcessGroup
-    _done: dict[int, tuple[nn.Parameter, nn.Parameter, Cut]] = field(default_factory=dict)
+    _done: dict[int, tuple[nn.Parameter, nn.Parameter, ParamShard]] = field(default_factory=dict)
     """By id of the whole parameter: the whole (kept alive, so that no id comes twice), the part, the cut."""
     _replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
-    def cut(self, entry: PlannedModule) -> dict[str, Cut]:
+    def cut(self, entry: PlannedModule) -> dict[str, ParamShard]:
         """Cut a module's weight and bias."""
         tp, rank, module = self.group.size(), self.group.rank(), entry.module
         start, length = entry.share(tp, rank)
         pieces = entry.pieces(tp)
         shared_by = self._replica_group(tp // pieces) if pieces < tp else None
-        cuts: dict[str, Cut] = {}
+        cuts: dict[str, ParamShard] = {}
         for name in ("weight", "bias"):
             if getattr(module, name, None) is None:
                 continue
@@ -73,14 +73,14 @@ class _Cutter:
                 cut = self._slice(entry.fqn, module, name, 1, start, length)
             else:  # of a rowwise linear
                 whole = module.get_parameter(name)
-                cut = Cut(tuple(whole.shape), (0,), pieces=1, axis="tp")
+                cut = ParamShard(tuple(whole.shape), (0,), pieces=1, axis="tp")
                 if rank > 0:
                     module.register_parameter(name, None)
             cuts[f"{entry.fqn}.{name}"] = replace(cut, pieces=pieces, partial_over=shared_by)
         _set_sizes(module, start, length, rows=entry.style in ROW_CUT)
         return cuts
 
-    def _slice(self, fqn: str, module: nn.Module, name: str, dim: int, start: int, length: int) -> Cut:
+    def _slice(self, fqn: str, module: nn.Module, name: str, dim: int, start: int, length: int) -> ParamShard:
         whole = module.get_parameter(name)
         if id(whole) not in self._done:
             cut = slice_parameter(module, name, dim, start, length)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from titan_fsdp import clean_fqn, named_parameters
 from torch import nn
 
-from titan_train.parallel.tensor.styles import Style, StyleTable, style_of
+from titan_train.models.common.tensor_styles import Style, StyleTable
+from titan_train.parallel.tensor.styles import style_of
 
 ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "head")
 """Styles that cut dimension 0 of the weight (and the bias, where there is one)."""

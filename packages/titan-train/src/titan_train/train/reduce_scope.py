@@ -1,7 +1,7 @@
 """What one rank contributes to sums over all ranks.
 
-Ranks of a tensor, context or pipeline group see the same batch: one of them counts its labels. Those of a context group
-compute different parts of the loss, so each of them speaks for its own.
+The ranks of a tensor, context or pipeline group read the same batch, so one of them counts its labels. The ranks of a
+context group compute different parts of the loss, so each of them adds its own part.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReduceScope:
     """Which sums this rank takes part in."""
 
     counts_labels: bool
     """This rank is the first of those that read the same batch."""
-    speaks_for_loss: bool
+    counts_loss: bool
     """This rank is the first of those that compute the same part of the loss."""
     tokens_group: dist.ProcessGroup | None
     """The ranks that see other tokens than this one, and this one; None for a run of one rank."""
@@ -26,7 +26,7 @@ class Place:
     world_size: int
 
     @classmethod
-    def of(cls, mesh: Mesh | None, *, sequence_parallel: bool) -> "Place":
+    def of(cls, mesh: Mesh | None, *, sequence_parallel: bool) -> "ReduceScope":
         """Where this rank is; ``mesh`` None is a run of one rank."""
         if mesh is None:
             return cls(True, True, None, None, 1)

@@ -2,7 +2,7 @@
 
 Compute runs on plain local tensors; FSDP2 then shards what is left. Three parties need to know the whole: initialisation
 (so that weights do not depend on the layout), the gradient norm (so that each element counts once) and the checkpoint (so
-that another layout can load it). They read it from a table ``dict[str, Cut]`` by parameter name.
+that another layout can load it). They read it from a table ``dict[str, ParamShard]`` by parameter name.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParamShard:
     """The box of one parameter that this rank holds; the parameter itself has the box's shape."""
 
     global_shape: tuple[int, ...]
@@ -35,11 +35,11 @@ class Cut:
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, shape, strict=True))]
 
 
-Cuts = Mapping[str, Cut]
+ParamShards = Mapping[str, ParamShard]
 """By the parameter's clean name; parameters that are not in it were not cut."""
 
 
-def slice_parameter(module: nn.Module, name: str, dim: int, start: int, length: int) -> Cut:
+def slice_parameter(module: nn.Module, name: str, dim: int, start: int, length: int) -> ParamShard:
     """Replace parameter ``name`` of ``module`` by rows ``start … start + length`` of its dimension ``dim``.
 
     Works on the meta device and on real weights. A parameter that two modules share must be put into the other one by the
@@ -60,4 +60,4 @@ def slice_parameter(module: nn.Module, name: str, dim: int, start: int, length: 
     module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
     offset = [0] * whole.ndim
     offset[dim] = start
-    return Cut(tuple(whole.shape), tuple(offset), pieces=1, axis="tp")
+    return ParamShard(tuple(whole.shape), tuple(offset), pieces=1, axis="tp")

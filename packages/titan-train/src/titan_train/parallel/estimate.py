@@ -21,13 +21,14 @@ from titan_train.config import Config
 from titan_train.models import build_model, count_parameters
 from titan_train.models.moe import moe_layers
 from titan_train.parallel.activations import apply_activation_checkpointing
-from titan_train.parallel.cut import slice_parameter
-from titan_train.parallel.pipeline import take_stage
+from titan_train.parallel.data_parallel import fsdp_policy
+from titan_train.parallel.param_shard import slice_parameter
+from titan_train.parallel.pipeline import stage_layers, take_stage
+from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode
-from titan_train.train.build import blocks_of, fsdp_policy, stage_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,290 @@
+"""The model under its parallelism, in the one order that works.
+
+Built on the meta device (no memory) → pipeline stage → float8 → tensor parallel → expert parallel → context parallel →
+activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn from the whole parameters' names and shapes, so
+that they are the same whatever the layout. The optimizer comes after, because it must hold the sharded parameters.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import titan_fp8
+import titan_fsdp as fsdp
+import torch
+import torch.distributed as dist
+from titan_mesh import Layout, Mesh
+from titan_pipeline import Schedule
+from torch import Tensor, nn
+
+from titan_train.config import Config
+from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.common.loss import TokenLoss, cross_entropy_sum
+from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
+from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.check import check_model
+from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.context import ContextParallelism, Heads
+from titan_train.parallel.data_parallel import apply_data_parallel
+from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.float8 import convert_to_float8, share_scales
+from titan_train.parallel.gradients import Gradients, TiedCopies
+from titan_train.parallel.param_shard import ParamShard
+from titan_train.parallel.pipeline import Pipeline, make_transport, stage_layers, take_stage
+from titan_train.parallel.structure import blocks_of, tied_to_first
+from titan_train.parallel.tensor import (
+    FusedProducts,
+    apply_tensor_parallel,
+    merge_tables,
+    micro_pipeline_options,
+    overlapped_modules,
+    table_for,
+    vocab_parallel_cross_entropy_sum,
+)
+from titan_train.parallel.tensor.float8_linears import gathers_same_bits
+from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
+from titan_train.plan.batch import plan_batch
+from titan_train.plan.layout import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """What one rank trains."""
+
+    parts: Sequence[nn.Module]
+    """The model; under pipeline parallelism, this rank's stages."""
+    plans: Sequence[fsdp.WrapPlan]
+    """How each part was wrapped; empty in mode "none"."""
+    cuts: Mapping[str, ParamShard]
+    """Which box of each parameter is here, where tensor or expert parallelism cut it."""
+    loss: TokenLoss
+    """From (local) logits and labels to the sum of the cross-entropy."""
+    gradients: Gradients
+    context: ContextParallelism | None
+    pipeline: Pipeline | None
+    names: tuple[str, ...]
+    """Of all parameters of the whole model."""
+    experts: Mapping[str, int]
+    """Experts of each mixture-of-experts layer of the whole model, by the layer's name."""
+    num_parameters: int
+    """Of the whole model."""
+    flops_per_token: float
+    """Of the whole model, forward and backward."""
+    fused: FusedProducts | None = None
+    """What the compiler overlapped of tensor parallelism, known after the first step; None where it was not asked to."""
+
+
+def build_parallel_model(
+    config: Config,
+    *,
+    layout: Layout,
+    mode: Mode,
+    mesh: Mesh | None,
+    schedule: Schedule | None,
+    vocab_size: int,
+    device: torch.device,
+) -> ParallelModel:
+    """Build, cut, wrap and initialise this rank's part of the model.
+
+    Args:
+        config: The run's configuration.
+        layout: The degrees.
+        mode: The data-parallel wrapping, from `titan_train.plan.layout.resolve_mode`.
+        mesh: The ranks; None without a process group.
+        schedule: The pipeline's; None without one.
+        vocab_size: The tokenizer's, which sizes the embedding and the head.
+        device: Where the weights live.
+    """
+    whole = build_model(config.model, vocab_size=vocab_size, device="meta")
+    check_model(config, layout, plan_batch(config, layout), whole)
+    applied = _Application(config, layout, mode, mesh, schedule, device, whole)
+    wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
+    parts = [part for part, _ in wrapped]
+    pipeline = None
+    copies = None
+    if schedule is not None and mesh is not None:
+        pipeline = Pipeline(
+            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, config=config.pipeline,
+            gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
+        )  # fmt: skip
+        copies = _tied_copies(applied.tied, mesh, schedule)
+    return ParallelModel(
+        parts=parts,
+        plans=[plan for _, plan in wrapped if plan is not None],
+        cuts=applied.cuts,
+        loss=applied.loss,
+        gradients=Gradients(parts, applied.cuts, tied=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
+        context=applied.context,
+        pipeline=pipeline,
+        names=tuple(name for name, _ in whole.named_parameters()),
+        experts={name: layer.args.num_experts for name, layer in moe_layers(whole)},
+        num_parameters=count_parameters(whole),
+        flops_per_token=flops_per_token(whole, config.model.seq_len),
+        fused=applied.fused,
+    )
+
+
+def describe_layout(layout: Layout, model: ParallelModel, schedule: Schedule | None) -> str:
+    """The text of ``layout.txt``: the rank table, the schedule, what overlaps, then what each wrapped unit does."""
+    parts = [layout.explain()]
+    if schedule is not None:
+        parts.append(f"pipeline schedule {schedule.name}, {schedule.num_stages} stages\n{schedule.to_text()}")
+    overlapped = [name for part in model.parts for name in overlapped_modules(part)]
+    if overlapped:
+        parts.append("asynchronous tensor parallelism: transfers overlap the products of\n  " + "\n  ".join(overlapped))
+    return "\n\n".join([*parts, *(plan.explain() for plan in model.plans)])
+
+
+def _parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None) -> Sequence[nn.Module]:
+    """The model on meta, or each of this rank's stages of it."""
+    if schedule is None or mesh is None:
+        return [copy.deepcopy(whole)]
+    layers = stage_layers(config, whole, schedule)
+    last = schedule.num_stages - 1
+    return [
+        take_stage(whole, layers[stage], first=stage == 0, last=stage == last)
+        for stage in schedule.stages_of(mesh.rank_in("pp"))
+    ]
+
+
+@dataclass
+class _Application:
+    """Every kind of parallelism, applied to the parts of this rank's model one after the other."""
+
+    config: Config
+    layout: Layout
+    mode: Mode
+    mesh: Mesh | None
+    schedule: Schedule | None
+    device: torch.device
+    whole: nn.Module
+    cuts: dict[str, ParamShard] = field(default_factory=dict[str, ParamShard])
+    """What tensor and expert parallelism have cut of all parts so far."""
+    loss: TokenLoss = cross_entropy_sum
+
+    def __post_init__(self) -> None:
+        config, mesh = self.config, self.mesh
+        self.spec = self.layout.spec
+        self.init = init_for(self.whole)
+        self.tied = tied_to_first(self.whole)
+        self.fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, self.device) else None
+        self.context: ContextParallelism | None = None
+        if self.spec.cp > 1 and mesh is not None:
+            dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+            heads = Heads.of(self.whole, config.parallel.tp)
+            self.context = ContextParallelism(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+
+    def to(self, part: nn.Module) -> tuple[nn.Module, fsdp.WrapPlan | None]:
+        """Apply all of it to one part, in the order that works; the part, and how it was wrapped."""
+        config = self.config
+        self._float8(part)
+        self._tensor(part)
+        self._experts(part)
+        if self.context is not None:
+            self.context.apply(part)
+        apply_activation_checkpointing(part, blocks_of(part), config.activations)
+        if config.compile.enabled:
+            self._compile(part)
+        init = _init_of_shards(self.init, self.cuts, self.tied, config.run.seed)
+        return apply_data_parallel(part, config, self.layout, self.mode, self.mesh, self.device, init)
+
+    def _float8(self, part: nn.Module) -> None:
+        config = self.config
+        if config.float8.recipe != "none":
+            convert_to_float8(
+                part,
+                config.float8,
+                tokens=config.model.seq_len // self.spec.cp * (config.train.microbatch or 1),
+            )
+
+    def _tensor(self, part: nn.Module) -> None:
+        parallel = self.config.parallel
+        if self.spec.tp == 1:
+            return
+        assert self.mesh is not None
+        group = self.mesh.group("tp")
+        self.cuts |= apply_tensor_parallel(
+            part,
+            group,
+            table=merge_tables(self.whole, table_for(self.whole), parallel.tp_plan),
+            sequence_parallel=parallel.sequence_parallel,
+            replicate_kv=parallel.replicate_kv,
+            async_tp=parallel.async_tp and self.fused is None,
+            float8_gather=_gathers_float8(self.config, self.schedule),
+        )
+        if "lm_head.weight" in self.cuts:
+            self.loss = _vocab_parallel_loss(group, self.cuts["lm_head.weight"])
+        share_scales(part, group)
+
+    def _experts(self, part: nn.Module) -> None:
+        """Expert parallelism; and which ranks share a row, and how much one row of the step weighs in the balance loss."""
+        if self.spec.ep > 1:
+            assert self.mesh is not None
+            self.cuts |= apply_expert_parallel(part, self.mesh.group("ep"))
+        shared = self.spec.tp > 1 and self.config.parallel.sequence_parallel
+        set_sequence_group(part, None if self.mesh is None else self.mesh.group("sequence" if shared else "cp"))
+        set_aux_scale(part, 1 / self.config.train.global_batch)
+
+    def _compile(self, part: nn.Module) -> None:
+        """Compile the blocks, with tensor parallelism's transfers overlapped where the compiler is to do that."""
+        config = self.config
+        ring = config.parallel.async_tp and self.spec.tp > 1 and self.fused is None
+        options: dict[str, Any] = {}
+        if self.fused is not None and self.mesh is not None:
+            enable_symmetric_memory(self.mesh.group("tp"))
+            options = micro_pipeline_options(self.fused)
+        whole_graph = self.spec.cp == 1 and self.spec.ep == 1 and not ring
+        compile_blocks(
+            blocks_of(part), config.compile, config.activations, whole_graph=whole_graph, inductor_options=options
+        )
+
+
+def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:
+    """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
+    if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
+        return config.float8.recipe != "none" and config.float8.tp_gather == "on"
+    splits = schedule is not None and schedule.splits_backward
+    return gathers_same_bits(titan_fp8.Recipe.get(config.float8.recipe)) and not splits
+
+
+def _vocab_parallel_loss(group: dist.ProcessGroup, head: ParamShard) -> TokenLoss:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy_sum(logits, labels, group, head.offset[0])
+
+    return loss
+
+
+def _init_of_shards(init: InitFn, cuts: Mapping[str, ParamShard], tied: Mapping[str, str], seed: int) -> InitFn:
+    """Fill the box of each parameter that is here, from the values of the whole one."""
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if fqn in tied:  # the copy of a tied parameter on another pipeline stage starts as the first one does
+            generator = fsdp.generator_for(tied[fqn], tensor.device, seed)
+        cut = cuts.get(fqn)
+        if cut is None:
+            init(tied.get(fqn, fqn), tensor, generator)
+            return
+        whole = tensor.new_empty(cut.global_shape)
+        init(tied.get(fqn, fqn), whole, generator)
+        tensor.copy_(cut.of(whole, tuple(tensor.shape)))
+
+    return fill
+
+
+def _tied_copies(tied: Mapping[str, str], mesh: Mesh, schedule: Schedule) -> TiedCopies | None:
+    """Where the two ends of a pipeline share a parameter, the ranks that hold its copies. Collective over all ranks."""
+    if not tied:
+        return None
+    ends = sorted({schedule.placement[0], schedule.placement[-1]})
+    mine: Any = None
+    if len(ends) > 1:
+        for ranks in mesh.layout.groups("pp"):
+            members = [ranks[end] for end in ends]
+            group = dist.new_group(members)
+            if mesh.global_rank in members:
+                mine = group
+    (second, first), *more = tied.items()
+    if more:
+        raise ValueError(f"parallel.pp: {len(tied)} tied parameters; a pipeline can share one, between its two ends.")
+    return TiedCopies((first, second), mine)

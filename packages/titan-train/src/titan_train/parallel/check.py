@@ -1,0 +1,73 @@
+"""What a model cannot do under a layout: refused with one error, before any rank starts."""
+
+import titan_fp8
+import torch
+from titan_mesh import Layout
+from torch import nn
+
+from titan_train.config import Config
+from titan_train.models.moe import moe_layers
+from titan_train.parallel.context import Heads, plan_rows
+from titan_train.parallel.expert import check_expert_parallel
+from titan_train.parallel.pipeline import stage_layers
+from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
+from titan_train.parallel.tensor.float8_linears import can_gather_float8
+from titan_train.plan.batch import BatchPlan
+from titan_train.plan.schedule import plan_pipeline
+
+
+def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+    """Refuse what this model cannot do under this layout, before any rank starts.
+
+    Args:
+        config: The run's configuration.
+        layout: The degrees.
+        batch: How a step is cut.
+        model: The whole model, on the meta device.
+
+    Raises:
+        ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
+    """
+    spec = layout.spec
+    parallel = config.parallel
+    if spec.tp > 1:
+        check_tensor_parallel(
+            model,
+            spec.tp,
+            table=merge_tables(model, table_for(model), parallel.tp_plan),
+            seq_len_local=config.model.seq_len // spec.cp,
+            sequence_parallel=parallel.sequence_parallel,
+            replicate_kv=parallel.replicate_kv,
+            async_tp=parallel.async_tp,
+        )
+    check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
+    if spec.cp > 1:
+        plan_rows(
+            config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32
+        )
+        mixed_rows = config.data.document_mask and batch.microbatch > 1
+        if mixed_rows and any(layer.args.balance_loss for _, layer in moe_layers(model)):
+            raise ValueError(
+                f"parallel.cp={spec.cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss: context "
+                "parallelism lays the rows of a micro-batch into one, and the balance loss is defined on a row. Set "
+                "train.microbatch=1."
+            )
+    schedule = plan_pipeline(config, layout, batch)
+    if schedule is not None:
+        stage_layers(config, model, schedule)
+    recipe = config.float8.recipe
+    if recipe != "none" and config.float8.all_gather == "on" and not titan_fp8.Recipe.get(recipe).fsdp_all_gather:
+        raise ValueError(
+            f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans what several ranks hold of a "
+            "weight. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
+        )
+    if recipe != "none" and config.float8.tp_gather == "on" and not can_gather_float8(titan_fp8.Recipe.get(recipe)):
+        raise ValueError(
+            f"float8.tp_gather='on' and float8.recipe={recipe!r}: scales of this recipe span the tokens of all ranks in the "
+            "weight gradient. Use recipe 'blockwise' or 'tensorwise', or tp_gather='auto'."
+        )
+    if config.activations.checkpoint == "budget" and not config.compile.enabled:
+        raise ValueError(
+            "activations.checkpoint='budget' is what torch.compile decides while it compiles. Set compile.enabled=true, or "
+            "use 'selective'."
+        )

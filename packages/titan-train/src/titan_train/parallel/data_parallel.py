@@ -1,0 +1,87 @@
+"""Data parallelism: FSDP2, HSDP or DDP around a part of the model, then its weights.
+
+It comes last, because it shards what the other kinds of parallelism left of each parameter. The wrapping itself is
+titan-fsdp's; here a configuration becomes its policy.
+"""
+
+from collections.abc import Callable, Sequence
+
+import titan_fp8
+import titan_fsdp as fsdp
+import torch
+from titan_mesh import Layout, Mesh
+from torch import Tensor, nn
+
+from titan_train.config import Config
+from titan_train.models.moe import moe_layers
+from titan_train.plan.layout import Mode
+
+
+def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = ()) -> fsdp.Policy:
+    """The titan-fsdp policy that a configuration means.
+
+    Args:
+        config: The run's configuration.
+        mode: The resolved mode.
+        experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
+    """
+    parallel = config.parallel
+    return fsdp.Policy(
+        mode="fsdp" if mode == "none" else mode,
+        units=["auto", *(fsdp.Unit(name, mesh="experts") for name in experts)],
+        reshard=parallel.reshard,
+        reshard_overrides=dict(parallel.reshard_overrides),
+        mp=fsdp.MixedPrecision(
+            param=config.train.dtype, reduce=parallel.reduce_dtype, keep_fp32=list(parallel.keep_fp32)
+        ),
+        offload=None if parallel.offload == "none" else parallel.offload,
+        # the loss is already divided by the step's tokens over all ranks
+        grad_divide="sum",
+        comm=fsdp.Comm(
+            reduce_scatter="bf16" if parallel.compress == "bf16" and mode != "ddp" else "native",
+            ddp_hook=parallel.compress if mode == "ddp" and parallel.compress != "none" else None,
+        ),
+        pp=parallel.pp > 1,
+    )
+
+
+def apply_data_parallel(
+    part: nn.Module,
+    config: Config,
+    layout: Layout,
+    mode: Mode,
+    mesh: Mesh | None,
+    device: torch.device,
+    init: Callable[[str, Tensor, torch.Generator], None],
+) -> tuple[nn.Module, fsdp.WrapPlan | None]:
+    """Wrap one part, put it on its device and fill its weights.
+
+    Args:
+        part: The model or a pipeline stage, on the meta device, after every other kind of parallelism.
+        config: The run's configuration.
+        layout: The degrees.
+        mode: The resolved mode.
+        mesh: The ranks; None only in mode "none".
+        device: Where the weights live.
+        init: Fills one parameter of this rank.
+
+    Returns:
+        The wrapped part, and how it was wrapped; None in mode "none".
+    """
+    if mode == "none":
+        fsdp.materialize(part, device, init, seed=config.run.seed)
+        return part, None
+    assert mesh is not None
+    if mode == "ddp":  # DistributedDataParallel wraps real parameters
+        ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
+        fsdp.materialize(part, device, init, seed=config.run.seed)
+        return plan.apply(part), plan
+    experts = [f"{name}.experts" for name, _ in moe_layers(part)] if layout.spec.ep > 1 else []
+    meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
+    if config.float8.recipe != "none" and config.float8.all_gather != "off":
+        titan_fp8.apply_float8_all_gather(part)
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts), meshes=meshes)
+    wrapped = plan.apply(part)
+    fsdp.materialize(wrapped, device, init, seed=config.run.seed)
+    return wrapped, plan
