@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from titan_train.models import Qwen3, Qwen3Args, init_for
-from titan_train.models.moe import set_aux_scale
+from titan_train.models.common.moe.balance import set_aux_scale
 from torch import Tensor
 
 ARGS = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 61}

@@ -6,8 +6,9 @@ import torch
 from composition_matrix import MODELS
 from titan_pipeline.runtime import DeviceTransport, GlooTransport
 from titan_testing import run_ranks
+from titan_train.parallel import apply as build
 from titan_train.parallel import pipeline
-from titan_train.train import build
+from titan_train.plan.schedule import plan_schedule
 
 PP_FSDP = MODELS["dense"] | {"parallel": {"pp": 2, "dp_shard": 2}}
 STEPS = 2
@@ -39,7 +40,7 @@ def test_channels_between_devices_carry_the_same_bits(folder, schedule):
 
 
 def test_the_device_decides():
-    schedule, mesh = pipeline.plan_schedule(build.Config().pipeline, pp=2, microbatches=2), object()
+    schedule, mesh = plan_schedule(build.Config().pipeline, pp=2, microbatches=2), object()
     seen = []
     device = torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
 - ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``: one folder per family.
-- ``common/``: the blocks that families share. ``moe/``: mixture of experts.
+- ``common/``: the blocks that families share, mixture of experts among them.
 - `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
 
 Names are imported on first use, so that ``import titan_train.models`` is light.
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from titan_train.models.build import build_model
     from titan_train.models.call import TokenBatch, accepted_inputs, call_model
     from titan_train.models.common.attention import CausalAttention, SequenceContext
+    from titan_train.models.common.moe.args import MoEArgs
+    from titan_train.models.common.moe.layer import MoE
     from titan_train.models.deepseek.args import DeepSeekArgs
     from titan_train.models.deepseek.model import DeepSeek
     from titan_train.models.family import Family
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from titan_train.models.initialize import InitFn, init_for
     from titan_train.models.llama.args import LlamaArgs
     from titan_train.models.llama.model import Llama
-    from titan_train.models.moe import MoE, MoEArgs
     from titan_train.models.qwen3.args import Qwen3Args
     from titan_train.models.qwen3.model import Qwen3
     from titan_train.models.registry import families, list_models, register_family
@@ -48,7 +49,8 @@ _WHERE = {
     "titan_train.models.initialize": ("InitFn", "init_for"),
     "titan_train.models.llama.args": ("LlamaArgs",),
     "titan_train.models.llama.model": ("Llama",),
-    "titan_train.models.moe": ("MoE", "MoEArgs"),
+    "titan_train.models.common.moe.args": ("MoEArgs",),
+    "titan_train.models.common.moe.layer": ("MoE",),
     "titan_train.models.qwen3.args": ("Qwen3Args",),
     "titan_train.models.qwen3.model": ("Qwen3",),
     "titan_train.models.registry": ("families", "list_models", "register_family"),

@@ -12,7 +12,7 @@ from titan_fsdp import unwrap
 from torch import nn
 
 from titan_train.models.common.attention import CausalAttention
-from titan_train.models.moe import MoE
+from titan_train.models.common.moe.layer import MoE
 
 
 def count_parameters(model: nn.Module) -> int:

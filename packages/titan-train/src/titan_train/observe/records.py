@@ -39,7 +39,7 @@ class StepRecord:
     elapsed_s: float
     """Seconds since training began, validation and checkpoints included."""
     routing: dict[str, float] = field(default_factory=dict[str, float])
-    """How evenly the experts of a mixture of experts were used, from `titan_train.models.moe.routing_statistics`."""
+    """How evenly the experts of a mixture of experts were used, from `routing_statistics`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

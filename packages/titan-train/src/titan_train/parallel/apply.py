@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import TokenLoss, cross_entropy_sum
-from titan_train.models.moe import moe_layers, set_aux_scale, set_sequence_group
+from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks

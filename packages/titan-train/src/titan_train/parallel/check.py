@@ -6,7 +6,7 @@ from titan_mesh import Layout
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.models.moe import moe_layers
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
 from titan_train.parallel.pipeline import stage_layers

@@ -13,7 +13,7 @@ from titan_mesh import Layout, Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models.moe import moe_layers
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.plan.layout import Mode
 
 

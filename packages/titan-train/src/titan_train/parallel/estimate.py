@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models import build_model, count_parameters
-from titan_train.models.moe import moe_layers
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.param_shard import slice_parameter

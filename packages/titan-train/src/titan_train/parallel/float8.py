@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_train.config import Float8Config
+from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import SharedInput
-from titan_train.models.moe import Experts
 
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_train.data import Batch
 from titan_train.models import call_model
 from titan_train.models.common.loss import count_valid
-from titan_train.models.moe import LayerRouting, routing_statistics, share_routing, update_expert_bias
+from titan_train.models.common.moe.balance import LayerRouting, routing_statistics, share_routing, update_expert_bias
 from titan_train.parallel.apply import ParallelModel
 from titan_train.train.reduce_scope import ReduceScope
 

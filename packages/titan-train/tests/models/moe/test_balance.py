@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_testing import assert_close, run_ranks
-from titan_train.models.moe import (
+from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.moe.balance import (
     LayerRouting,
-    MoE,
-    MoEArgs,
     routing_statistics,
     set_aux_scale,
     set_sequence_group,
     update_expert_bias,
 )
+from titan_train.models.common.moe.layer import MoE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from titan_train.models.moe import MoEArgs, Router
+from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.moe.router import Router
 from torch import Tensor
 
 ARGS = {"dim": 16, "expert_ffn_dim": 16, "num_experts": 8, "experts_per_token": 2}

@@ -14,6 +14,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from titan_testing import run_ranks
 from titan_train.config import ActivationsConfig, CompileConfig, ParallelConfig, parse_config
 from titan_train.models import Llama, LlamaArgs
+from titan_train.parallel import apply as build
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules
 from titan_train.parallel.tensor.micro_pipeline import (
@@ -25,7 +26,6 @@ from titan_train.parallel.tensor.micro_pipeline import (
 )
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.run import plan_run
-from titan_train.train import build
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode

@@ -4,6 +4,8 @@
 - `blocks`: decoder layer, grouped-query attention, SwiGLU.
 - `decoder`: embedding, layers, norm and head, from a list of layers.
 - `hf_config`: read a published ``config.json`` field by field, and compare it with a model's arguments.
+- ``moe/``: mixture of experts.
+- `loss`: cross-entropy as a sum over tokens.
 - `rope`: rotary positions.
 - `shared_input`: several linears that read one input.
 - `tensor_styles`: the words in which a family says how its modules are sharded by tensor parallelism.

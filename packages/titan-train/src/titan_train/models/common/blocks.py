@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.moe.layer import MoE
 from titan_train.models.common.rope import apply_rope
 from titan_train.models.common.shared_input import SharedInput
-from titan_train.models.moe import MoE
 
 
 class DecoderBlock(nn.Module):

@@ -6,7 +6,7 @@ extra layer that predicts a second token is not part of the model here. Paramete
 
 from dataclasses import dataclass
 
-from titan_train.models.moe import MoEArgs
+from titan_train.models.common.moe.args import MoEArgs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

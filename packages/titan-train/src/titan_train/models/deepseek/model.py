@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from titan_train.models.common.blocks import DecoderBlock, SwiGLU
 from titan_train.models.common.decoder import Decoder
 from titan_train.models.common.hf_config import compare_settings
+from titan_train.models.common.moe.layer import MoE
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.deepseek.attention import LatentAttention
 from titan_train.models.deepseek.hf import args_from_hf, settings_of
 from titan_train.models.deepseek.yarn import yarn_frequencies
-from titan_train.models.moe import MoE
 
 
 class DeepSeek(Decoder):

@@ -6,7 +6,7 @@ whatever the model's width. Parameter counts are exact and held by a test.
 
 from dataclasses import dataclass
 
-from titan_train.models.moe import MoEArgs
+from titan_train.models.common.moe.args import MoEArgs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from torch import nn
 from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
 from titan_train.models.common.decoder import Decoder
 from titan_train.models.common.hf_config import compare_settings
-from titan_train.models.moe import MoE
+from titan_train.models.common.moe.layer import MoE
 from titan_train.models.qwen3.args import Qwen3Args
 from titan_train.models.qwen3.hf import args_from_hf, settings_of
 

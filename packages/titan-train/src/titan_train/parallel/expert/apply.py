@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from titan_train.models.moe import moe_layers
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
 from titan_train.parallel.param_shard import ParamShard, slice_parameter
 

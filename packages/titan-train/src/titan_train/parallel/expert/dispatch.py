@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
-from titan_train.models.moe.dispatch import gather_tokens, permute_rows, sort_rows, spread_tokens
+from titan_train.models.common.moe.dispatch import gather_tokens, permute_rows, sort_rows, spread_tokens
 
 
 class ExpertParallelDispatch(nn.Module):

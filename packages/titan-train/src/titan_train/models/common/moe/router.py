@@ -4,7 +4,7 @@ The gate gives every token a logit for each expert, always in float32: a roundin
 scores are the logits' sigmoid (DeepSeek-V3) or softmax (Qwen3, DeepSeek-V2); the K experts with the highest scores get
 the token. Two things change the choice but not the weights:
 
-- a bias for each expert, which balancing moves (`titan_train.models.moe.balance`; arXiv:2408.15664);
+- a bias for each expert, which balancing moves (`titan_train.models.common.moe.balance`; arXiv:2408.15664);
 - groups: experts are split into equal groups, and only experts of the best groups can be chosen, so that a token
   travels to few nodes. A group's score is the highest of its experts' (DeepSeek-V2, arXiv:2405.04434, section 2.2.2) or
   the sum of its best two (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.moe.args import MoEArgs
+from titan_train.models.common.moe.args import MoEArgs
 
 
 class Routing(NamedTuple):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn, unwrap
 from torch import nn
 
-from titan_train.models.moe.layer import MoE
+from titan_train.models.common.moe.layer import MoE
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import _functional_collectives as functional
 
-from titan_train.models.moe.args import MoEArgs
-from titan_train.models.moe.dispatch import LocalDispatch
-from titan_train.models.moe.experts import Experts
-from titan_train.models.moe.router import Router, Routing
+from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.moe.dispatch import LocalDispatch
+from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.moe.router import Router, Routing
 
 
 class MoE(nn.Module):
