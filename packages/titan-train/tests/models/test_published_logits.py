@@ -14,7 +14,7 @@ import torch
 from titan_ckpt import DEEPSEEK, LLAMA, QWEN3, import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
-from titan_train.models.moe import Router
+from titan_train.models.common.moe.router import Router
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
