@@ -77,7 +77,7 @@ def run(folder, name, sections, steps=10):
                         trainer.model,
                         loader,
                         accumulation=trainer.batch_plan.accumulation,
-                        place=trainer._place,
+                        scope=trainer._scope,
                         device=trainer.device,
                     )[0]
                 )
