@@ -49,8 +49,8 @@ import torch
 from rivals import Rival, rivals, version_of_torch_checkpointing
 from safetensors import safe_open
 from titan_ckpt import Checkpointer, TrainState
-from titan_ckpt._load import box_copies, check_copies, run_copies
-from titan_ckpt._read import StepReader
+from titan_ckpt.load.copies import box_copies, check_copies, run_copies
+from titan_ckpt.load.reader import StepReader
 from torch import nn
 
 Seconds = dict[str, list[float]]

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from ckpt_loop import build, full_state, train
-from titan_ckpt import Checkpointer, CheckpointError, TrainState, _commit
-from titan_ckpt._arena import Arena, staging_point
-from titan_ckpt._format import Entry
+from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_ckpt.background.arena import Arena, staging_point
+from titan_ckpt.format.header import Entry
+from titan_ckpt.steps import commit
+from titan_ckpt.steps.process import Process
 from titan_testing import run_ranks
 from torch import nn
 
@@ -360,8 +362,8 @@ def test_a_reader_changes_nothing_on_disk_and_the_first_save_removes_leftovers(t
     reader = Checkpointer(tmp_path / "none", async_=True)
     assert (reader.steps(), reader.latest(), reader.restore(build())) == ([], None, 0)
     assert list(tmp_path.iterdir()) == []
-    dead = dataclasses.replace(_commit.Process.of(os.getpid()), pid=2**30)
-    left, _ = _commit.begin_save(tmp_path, 1, dead)
+    dead = dataclasses.replace(Process.of(os.getpid()), pid=2**30)
+    left, _ = commit.begin_save(tmp_path, 1, dead)
     ck = Checkpointer(tmp_path, async_=True)
     assert (ck.steps(), ck.latest(), ck.restore(build())) == ([], None, 0)
     assert left.exists()

@@ -10,12 +10,14 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from titan_ckpt import Checkpointer, TrainState, _commit
-from titan_ckpt._cli import main
-from titan_ckpt._compare import unequal_elements
-from titan_ckpt._manifest import _self_digest
-from titan_ckpt._progress import Progress
-from titan_ckpt._read import StepReader
+from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt.cli import main
+from titan_ckpt.format.manifest import _self_digest
+from titan_ckpt.load.compare import unequal_elements
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.progress import Progress
+from titan_ckpt.steps import commit
+from titan_ckpt.steps.process import Process
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +75,7 @@ def test_gc_deletes_leftovers_and_surplus_only_when_told(tmp_path, capsys):
     for step in (1, 2, 3):
         save(str(tmp_path), step)
     (tmp_path / ".trash-step-00000000-0123abcd").mkdir()
-    folder, _ = _commit.begin_save(tmp_path, 4, _commit.Process("elsewhere", 1, "1"))
+    folder, _ = commit.begin_save(tmp_path, 4, Process("elsewhere", 1, "1"))
     assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
     assert len(list(tmp_path.iterdir())) == 5
     assert main(["gc", str(tmp_path), "--keep-last", "1"]) == 0
@@ -102,7 +104,7 @@ def test_gc_says_deleted_only_of_what_is_gone(tmp_path, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(_commit, "discard", refuse)
+    monkeypatch.setattr(commit, "discard", refuse)
     assert main(["gc", str(tmp_path), "--keep-last", "1"]) == 2
     printed = capsys.readouterr()
     assert "deleted" not in printed.out
@@ -232,7 +234,7 @@ def test_tensors_larger_than_a_piece_are_compared_whole(tmp_path):
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
-from titan_ckpt._cli import main
+from titan_ckpt.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -288,7 +290,7 @@ def test_every_long_command_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, cap
     rest = {"diff": [step, step], "verify": [step], "export-hf": [step, root]}.get(command, [folder, root])
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("titan_ckpt._progress._EVERY_S", 0.0)
+    monkeypatch.setattr("titan_ckpt.progress._EVERY_S", 0.0)
     assert main([command, *rest]) == 0
     assert "% " in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\033[K"), "the bar is gone when the result is printed"

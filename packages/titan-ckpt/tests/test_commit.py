@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from titan_ckpt import Checkpointer, CheckpointError, Manifest, TrainState, _commit, _write
-from titan_ckpt._claim import LOCK_NAME, release_root, take_root
-from titan_ckpt._process import Process
+from titan_ckpt import Checkpointer, CheckpointError, Manifest, TrainState
+from titan_ckpt.save import write
+from titan_ckpt.steps import claim, commit, leftovers
+from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
+from titan_ckpt.steps.process import Process
 from torch import nn
 
 
@@ -50,7 +52,7 @@ def test_keep_last_one_keeps_exactly_the_newest(tmp_path):
 def test_an_unfinished_save_is_neither_counted_nor_kept_nor_committed_later(tmp_path):
     ck = Checkpointer(tmp_path, keep_last=1)
     ck.save(1, make_state(1))
-    folder, _ = _commit.begin_save(tmp_path, 2, dead_process())
+    folder, _ = commit.begin_save(tmp_path, 2, dead_process())
     (folder / "model-r00007.safetensors").write_bytes(b"of another world size")
     assert ck.latest() == 1
     ck.save(2, make_state(2))
@@ -61,8 +63,8 @@ def test_an_unfinished_save_is_neither_counted_nor_kept_nor_committed_later(tmp_
 
 
 def test_the_unfinished_save_of_a_living_process_is_left_alone(tmp_path):
-    folder, _ = _commit.begin_save(tmp_path, 2, Process.of(os.getpid()))
-    assert _commit.sweep(tmp_path) == []
+    folder, _ = commit.begin_save(tmp_path, 2, Process.of(os.getpid()))
+    assert leftovers.sweep(tmp_path) == []
     assert folder.exists()
 
 
@@ -71,11 +73,11 @@ def test_a_process_of_another_host_boot_or_namespace_is_never_called_dead(tmp_pa
     stranger = replace(dead_process(), **apart)
     assert not stranger.local
     assert stranger.alive
-    folder, _ = _commit.begin_save(tmp_path, 2, stranger)
-    assert _commit.owner_of(folder) == stranger
-    assert _commit.sweep(tmp_path) == []
+    folder, _ = commit.begin_save(tmp_path, 2, stranger)
+    assert claim.owner_of(folder) == stranger
+    assert leftovers.sweep(tmp_path) == []
     os.utime(folder, (time.time() - 90_000,) * 2)
-    assert _commit.sweep(tmp_path) == [folder], "a day without a word from there"
+    assert leftovers.sweep(tmp_path) == [folder], "a day without a word from there"
 
 
 def test_only_folders_with_names_of_ours_are_swept(tmp_path):
@@ -98,18 +100,18 @@ def test_only_folders_with_names_of_ours_are_swept(tmp_path):
     for name in ours:
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (0, 0))
-    assert sorted(path.name for path in _commit.sweep(tmp_path)) == sorted(ours)
+    assert sorted(path.name for path in leftovers.sweep(tmp_path)) == sorted(ours)
     assert names(tmp_path) == sorted([*theirs, file, "step-00000001"])
 
 
 def test_what_a_killed_deletion_of_a_leftover_left_is_swept(tmp_path):
-    folder, _ = _commit.begin_save(tmp_path, 2, dead_process())
-    left = _commit.retire(folder)
+    folder, _ = commit.begin_save(tmp_path, 2, dead_process())
+    left = commit.retire(folder)
     assert left.exists()
     assert not folder.exists()
-    assert _commit.retire(folder) is None
-    assert _commit.retire(left) == left
-    assert _commit.sweep(tmp_path) == [left]
+    assert commit.retire(folder) is None
+    assert commit.retire(left) == left
+    assert leftovers.sweep(tmp_path) == [left]
     assert names(tmp_path) == []
 
 
@@ -119,28 +121,28 @@ def test_a_save_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        _commit.begin_save(tmp_path, 1, Process.of(os.getpid()))
+        commit.begin_save(tmp_path, 1, Process.of(os.getpid()))
     assert names(tmp_path) == []
 
 
 def test_a_leftover_that_cannot_be_deleted_stops_neither_the_sweep_nor_the_start(tmp_path, monkeypatch):
-    kept, _ = _commit.begin_save(tmp_path, 1, dead_process())
-    gone, _ = _commit.begin_save(tmp_path, 2, dead_process())
-    real = _commit.retire
+    kept, _ = commit.begin_save(tmp_path, 1, dead_process())
+    gone, _ = commit.begin_save(tmp_path, 2, dead_process())
+    real = commit.retire
 
     def retire(path):
         if path == kept:
             raise PermissionError(errno.EPERM, "Operation not permitted")
         return real(path)
 
-    monkeypatch.setattr(_commit, "retire", retire)
-    assert _commit.sweep(tmp_path) == [gone]
+    monkeypatch.setattr(commit, "retire", retire)
+    assert leftovers.sweep(tmp_path) == [gone]
     assert names(tmp_path) == [kept.name]
 
 
 def test_a_negative_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"step=-1 is negative\. Count steps from 0"):
-        _commit.begin_save(tmp_path, -1, Process.of(os.getpid()))
+        commit.begin_save(tmp_path, -1, Process.of(os.getpid()))
     assert names(tmp_path) == []
 
 
@@ -173,7 +175,7 @@ def test_a_folder_claimed_by_a_living_trainer_is_refused_to_another(tmp_path):
             take_root(tmp_path, second)
         release_root(tmp_path, second)
         assert (tmp_path / LOCK_NAME).exists(), "only its owner gives up a claim"
-        assert _commit.sweep(tmp_path) == []
+        assert leftovers.sweep(tmp_path) == []
         assert (tmp_path / LOCK_NAME).exists()
         other.communicate(b"\n")
     take_root(tmp_path, second)  # the first is dead
@@ -218,7 +220,7 @@ def _no_links(*_):
 
 def test_a_claim_of_the_dead_and_one_that_is_none_are_dropped(tmp_path):
     take_root(tmp_path, dead_process())
-    assert _commit.sweep(tmp_path) == []
+    assert leftovers.sweep(tmp_path) == []
     assert names(tmp_path) == [path.name for path in tmp_path.iterdir()]
     (tmp_path / LOCK_NAME).write_text('["no claim"]')
     take_root(tmp_path, Process.of(os.getpid()))
@@ -229,7 +231,7 @@ def test_saving_a_step_again_replaces_it_without_a_moment_without_it(tmp_path, m
     ck = Checkpointer(tmp_path)
     ck.save(1, make_state(1))
     with monkeypatch.context() as patch:
-        patch.setattr(_commit, "purge", lambda *_: [])  # as if killed right after the commit
+        patch.setattr(commit, "purge", lambda *_: [])  # as if killed right after the commit
         ck.save(1, make_state(2))
     assert value(tmp_path) == (1, 2.0)
     ck.save(1, make_state(3))
@@ -243,7 +245,7 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
     ck = Checkpointer(tmp_path, keep_last=1)
     ck.save(1, make_state(1))
     calls = [0]
-    real = _write._write_all
+    real = write._write_all
 
     def failing(fd, data):
         calls[0] += 1
@@ -252,7 +254,7 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
         real(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_write, "_write_all", failing)
+        patch.setattr(write, "_write_all", failing)
         with pytest.raises(
             CheckpointError, match=f"rank 0 cannot write below .*errno {number}.*Earlier steps are intact"
         ):

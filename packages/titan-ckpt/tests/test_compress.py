@@ -7,11 +7,11 @@ import torch
 import zstandard
 from ckpt_layouts import assert_equal
 from titan_ckpt import Checkpointer, DamageError, Manifest, TrainState
-from titan_ckpt._cli import main
-from titan_ckpt._codec import FRAME_BYTES, Packer, unpack_frame
-from titan_ckpt._format import FORMAT_VERSION
-from titan_ckpt._load import read_tensor
-from titan_ckpt._read import StepReader
+from titan_ckpt.cli import main
+from titan_ckpt.format.codec import FRAME_BYTES, Packer, unpack_frame
+from titan_ckpt.format.names import FORMAT_VERSION
+from titan_ckpt.load.copies import read_tensor
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_loop import Data
 from titan_ckpt import Checkpointer, DamageError, Manifest, TitanStorageReader, TitanStorageWriter, TrainState
-from titan_ckpt._read import StepReader
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 
@@ -170,7 +170,7 @@ def test_a_pickle_in_place_of_any_file_runs_no_code(saved, tmp_path):
 
 
 def test_a_step_of_a_newer_format_is_refused_with_the_way_out(saved, tmp_path):
-    from titan_ckpt._manifest import _self_digest
+    from titan_ckpt.format.manifest import _self_digest
 
     root = tmp_path / "copy"
     shutil.copytree(saved, root)

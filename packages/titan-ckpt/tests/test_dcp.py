@@ -18,8 +18,8 @@ from titan_ckpt import (
     TrainState,
     import_dcp,
 )
-from titan_ckpt._cli import main
-from titan_ckpt._read import StepReader
+from titan_ckpt.cli import main
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -199,7 +199,7 @@ def pickles(mark: str) -> dict[str, bytes]:
 IMPORT = """
 import sys
 found, ran = [], []
-import torch, titan_ckpt._dcp_import
+import torch, titan_ckpt.interop.dcp_import
 def hook(name, args):
     if name == "pickle.find_class":
         found.append(args)

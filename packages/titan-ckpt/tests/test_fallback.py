@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, TrainState
-from titan_ckpt._read import StepReader
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_while_its_state_is_filled_stops_every_rank(tmp_path):
 def test_what_ranks_tell_each_other_of_damage_is_json(tmp_path):
     """The counterpart of `Ranks.agree`: a report survives the way there and back."""
     from titan_ckpt import Damage
-    from titan_ckpt._ranks import _damage, _told
+    from titan_ckpt.comm import _damage, _told
 
     damage = Damage("model-r00001.safetensors", "does not match its digest", ("a", "b"), 3, 12 << 20)
     sent = json.loads(json.dumps(_told(DamageError("step-00000001", [damage]))))

@@ -8,9 +8,9 @@ from ckpt_loop import Net
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
-from titan_ckpt._cli import main
-from titan_ckpt._hf import import_hf_step
-from titan_ckpt._views import row_boxes
+from titan_ckpt.cli import main
+from titan_ckpt.interop.hf import import_hf_step
+from titan_ckpt.interop.views import row_boxes
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

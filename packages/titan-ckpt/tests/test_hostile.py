@@ -13,13 +13,14 @@ import pytest
 import torch
 import zstandard
 from titan_ckpt import Checkpointer, DamageError, TrainState
-from titan_ckpt._cli import main
-from titan_ckpt._codec import unpack_frame, unpack_json
-from titan_ckpt._digest import block_digests, digest, root_digest
-from titan_ckpt._format import decode_header, is_file_name, parse_object
-from titan_ckpt._manifest import _self_digest
-from titan_ckpt._read import StepReader
-from titan_ckpt._wellformed import check_manifest
+from titan_ckpt.cli import main
+from titan_ckpt.format.codec import unpack_frame, unpack_json
+from titan_ckpt.format.digest import block_digests, digest, root_digest
+from titan_ckpt.format.header import decode_header
+from titan_ckpt.format.manifest import _self_digest
+from titan_ckpt.format.names import is_file_name, parse_object
+from titan_ckpt.format.validate import check_manifest
+from titan_ckpt.load.reader import StepReader
 from torch import nn
 
 STEP = "step-00000002"
@@ -129,7 +130,7 @@ def bomb(nbytes: int, *, declared: bool) -> bytes:
 
 UNPACK = """
 import resource, sys
-from titan_ckpt._codec import unpack_frame, unpack_json
+from titan_ckpt.format.codec import unpack_frame, unpack_json
 data = open(sys.argv[1], "rb").read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for unpack in (unpack_json, lambda data: unpack_frame(data, 4 << 20, 4)):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from titan_ckpt import Checkpointer, CheckpointError, TrainState, _commit
+from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_ckpt.steps import claim, leftovers
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,10 +37,10 @@ def committed(root: Path) -> int:
     for param in state.model.parameters():
         assert step == 0 or bool((param == step).all()), f"step {step} is not what was saved"
     assert state.extra["step"] == (step or -1)
-    _commit.sweep(root)  # as the first save does
-    leftovers = [path.name for path in root.iterdir() if not path.name.startswith("step-")]
+    leftovers.sweep(root)  # as the first save does
+    left = [path.name for path in root.iterdir() if not path.name.startswith("step-")]
     # A trainer may die between making a folder and naming its owner there; for a minute that may be anyone's.
-    assert not [name for name in leftovers if (root / name / _commit.OWNER_NAME).exists()], leftovers
+    assert not [name for name in left if (root / name / claim.OWNER_NAME).exists()], left
     return step
 
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from titan_ckpt._layout import Cut, local_part, shard_runs
+from titan_ckpt.state.sharding import Cut, local_part, shard_runs
 from titan_testing import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

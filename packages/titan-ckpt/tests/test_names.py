@@ -2,8 +2,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from titan_ckpt import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, Checkpointer, KeyMap, Pair, TrainState, export_hf, import_hf
-from titan_ckpt._foreign import SafetensorsReader
-from titan_ckpt._hf import import_hf_step
+from titan_ckpt.interop.hf import import_hf_step
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,11 +6,11 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from titan_ckpt._boxes import find_overlap, intersect, is_tiling
-from titan_ckpt._digest import block_digests
-from titan_ckpt._format import BLOCK_BYTES, ITEM_BYTES
-from titan_ckpt._index import FileRecord, Index
-from titan_ckpt._plan import (
+from titan_ckpt.format.boxes import find_overlap, intersect, is_tiling
+from titan_ckpt.format.digest import block_digests
+from titan_ckpt.format.index import FileRecord, Index
+from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt.save.plan import (
     Held,
     decode_pieces,
     encode_held,
@@ -18,7 +18,7 @@ from titan_ckpt._plan import (
     plan_save,
     plan_told,
 )
-from titan_ckpt._save import index_tensors
+from titan_ckpt.save.prepare import index_tensors
 
 
 def row(rank: int, ranks: int, rows: int = 8, key: str = "w") -> Held:
@@ -120,7 +120,7 @@ def plain_writers(ranks, small):
 @pytest.mark.parametrize("seeds", [range(at, at + 100) for at in range(0, 500, 100)], ids=lambda seeds: str(seeds[0]))
 def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_cuts(seeds, monkeypatch):
     small = 24
-    monkeypatch.setattr("titan_ckpt._plan.SMALL_BYTES", small)
+    monkeypatch.setattr("titan_ckpt.save.plan.SMALL_BYTES", small)
     for seed in seeds:
         ranks = random_layout(random.Random(seed))
         plan = plan_save(ranks)
@@ -277,7 +277,7 @@ def test_planning_for_256_ranks_with_900_tensors_takes_seconds_and_the_index_und
 
 
 def test_block_digests_do_not_depend_on_how_the_stream_is_cut():
-    from titan_ckpt._digest import BlockDigester
+    from titan_ckpt.format.digest import BlockDigester
 
     data = bytes(range(256)) * (BLOCK_BYTES // 128 + 3)
     digester = BlockDigester()

@@ -5,8 +5,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from titan_ckpt import Checkpointer, DamageError, Manifest, Retention, TrainState, _commit
-from titan_ckpt._job import Job, Layout, Lead
+from titan_ckpt import Checkpointer, DamageError, Manifest, Retention, TrainState
+from titan_ckpt.save.job import Job, Layout, Lead
+from titan_ckpt.steps import commit, leftovers, listing
 from torch import nn
 
 
@@ -24,7 +25,7 @@ def save(root, *steps: int, **keep) -> Checkpointer:
 
 
 def listed(root) -> list[int]:
-    return [step for step, _ in _commit.step_folders(root)]
+    return [step for step, _ in listing.step_folders(root)]
 
 
 def folders(root) -> list[str]:
@@ -56,24 +57,24 @@ def test_a_run_that_goes_back_to_an_older_step_goes_on_from_what_it_saves_there(
     ck.save(70, make_state(70.0))
     assert ck.steps() == [60, 70]
     assert ck.latest() == ck.restore(make_state()) == 70
-    assert [Manifest.open(path).serial for _, path in _commit.step_folders(tmp_path)] == [4, 5]
+    assert [Manifest.open(path).serial for _, path in listing.step_folders(tmp_path)] == [4, 5]
 
 
 def test_the_step_after_a_damaged_one_is_kept_though_its_number_is_smaller(tmp_path):
     save(tmp_path, 100, 200)
     path = tmp_path / "step-00000150"
     save(tmp_path, 150)
-    assert _commit.purge(path, 150, Retention(last=1), distrusted=(200,)) != []
+    assert commit.purge(path, 150, Retention(last=1), distrusted=(200,)) != []
     assert listed(tmp_path) == [200, 150], "the damaged one is neither counted nor deleted"
     shutil.rmtree(tmp_path / "step-00000150")
     save(tmp_path, 200, keep_last=1)
-    newest = dict(_commit.step_folders(tmp_path))[200]
-    assert _commit.purge(newest, 200, Retention(last=1), distrusted=(200,)) == [], "saved again, it is trusted"
+    newest = dict(listing.step_folders(tmp_path))[200]
+    assert commit.purge(newest, 200, Retention(last=1), distrusted=(200,)) == [], "saved again, it is trusted"
 
 
 def test_a_distrusted_step_still_counts_for_nothing_with_keep_last_two(tmp_path):
     ck = save(tmp_path, 100, 200, 150)
-    _commit.purge(ck.path(150), 150, Retention(last=2), distrusted=[200])
+    commit.purge(ck.path(150), 150, Retention(last=2), distrusted=[200])
     assert listed(tmp_path) == [100, 200, 150]
 
 
@@ -116,15 +117,15 @@ def test_a_copied_or_renamed_folder_is_damage_that_says_so(tmp_path):
 def stale_revision(root, step: int) -> None:
     """Save a step twice, as if killed between the second commit and the deletion of the first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_commit, "purge", lambda *_: [])
+        patch.setattr(commit, "purge", lambda *_: [])
         save(root, step, step)
 
 
 def test_a_replaced_revision_is_swept_and_never_comes_back(tmp_path):
     stale_revision(tmp_path, 1)
     assert folders(tmp_path) == ["step-00000001", "step-00000001.r1"]
-    assert _commit.leftovers(tmp_path) == [tmp_path / "step-00000001"]
-    assert _commit.sweep(tmp_path) == [tmp_path / "step-00000001"]
+    assert leftovers.find_leftovers(tmp_path) == [tmp_path / "step-00000001"]
+    assert leftovers.sweep(tmp_path) == [tmp_path / "step-00000001"]
     assert folders(tmp_path) == ["step-00000001.r1"]
     assert listed(tmp_path) == [1]
 
@@ -132,17 +133,17 @@ def test_a_replaced_revision_is_swept_and_never_comes_back(tmp_path):
 def test_the_revision_before_a_damaged_one_is_not_swept(tmp_path):
     stale_revision(tmp_path, 1)
     (tmp_path / "step-00000001.r1" / "MANIFEST.json").unlink()
-    assert _commit.sweep(tmp_path) == []
+    assert leftovers.sweep(tmp_path) == []
     assert len(folders(tmp_path)) == 2
 
 
 def test_a_retired_step_goes_with_all_its_revisions_oldest_first(tmp_path, monkeypatch):
     stale_revision(tmp_path, 1)
-    gone, real = [], _commit.retire
-    monkeypatch.setattr(_commit, "retire", lambda path: gone.append(path.name) or real(path))
-    assert _commit.surplus(tmp_path, Retention(last=1)) == []
+    gone, real = [], commit.retire
+    monkeypatch.setattr(commit, "retire", lambda path: gone.append(path.name) or real(path))
+    assert commit.surplus(tmp_path, Retention(last=1)) == []
     ck = Checkpointer.__new__(Checkpointer)  # without the sweep
-    monkeypatch.setattr(_commit, "sweep", lambda *_: [])
+    monkeypatch.setattr(leftovers, "sweep", lambda *_: [])
     ck.__init__(tmp_path, keep_last=1)
     ck.save(2, make_state())
     assert gone == ["step-00000001", "step-00000001.r1"]
@@ -152,8 +153,8 @@ def test_a_retired_step_goes_with_all_its_revisions_oldest_first(tmp_path, monke
 def test_surplus_lists_whole_steps_in_the_order_of_commits(tmp_path):
     stale_revision(tmp_path, 9)
     save(tmp_path, 3, 5)
-    assert [path.name for path in _commit.surplus(tmp_path, Retention(last=1))] == ["step-00000009.r1", "step-00000003"]
-    assert [path.name for path in _commit.surplus(tmp_path, Retention(last=1), [5])] == ["step-00000009.r1"]
+    assert [path.name for path in commit.surplus(tmp_path, Retention(last=1))] == ["step-00000009.r1", "step-00000003"]
+    assert [path.name for path in commit.surplus(tmp_path, Retention(last=1), [5])] == ["step-00000009.r1"]
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "INDEX.json.zst"])
@@ -195,25 +196,25 @@ def test_a_listing_while_steps_are_deleted_is_taken_again(tmp_path, monkeypatch)
     for most in (None, 1):
         left[:] = [max(listed(tmp_path)) + 1, max(listed(tmp_path)) + 2]
         with monkeypatch.context() as patch:
-            patch.setattr(_commit.Manifest, "open", opened)
-            found = _commit.open_steps(tmp_path, lambda *why: told.append(why), most)
+            patch.setattr(listing.Manifest, "open", opened)
+            found = listing.open_steps(tmp_path, lambda *why: told.append(why), most)
         assert [manifest.step for manifest in found] == listed(tmp_path)
     assert told == [], "what was deleted meanwhile is not damage"
-    assert _commit.is_gone(tmp_path / "step-00000001")
+    assert listing.is_gone(tmp_path / "step-00000001")
 
 
 def test_a_look_that_meets_a_deleted_step_finds_the_one_that_replaced_it(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    real, left = _commit._look, [2, 3]
+    real, left = listing._look, [2, 3]
 
     def look(path):  # the trainer saves the next step and deletes this one just before it is looked at
         if left:
             with monkeypatch.context() as patch:
-                patch.setattr(_commit, "_look", real)
+                patch.setattr(listing, "_look", real)
                 save(tmp_path, left.pop(0), keep_last=1)
         return real(path)
 
-    monkeypatch.setattr(_commit, "_look", look)
+    monkeypatch.setattr(listing, "_look", look)
     assert listed(tmp_path) == [3]
 
 
@@ -221,20 +222,20 @@ def test_one_step_is_found_without_reading_any_manifest(tmp_path, monkeypatch):
     save(tmp_path, 7)
     stale_revision(tmp_path, 5)
     monkeypatch.setattr(Manifest, "read", None)
-    assert _commit.step_folder(tmp_path, 7) == tmp_path / "step-00000007"
-    assert _commit.step_folder(tmp_path, 5) == tmp_path / "step-00000005.r1"
-    assert _commit.step_folder(tmp_path, 6) is None
+    assert listing.step_folder(tmp_path, 7) == tmp_path / "step-00000007"
+    assert listing.step_folder(tmp_path, 5) == tmp_path / "step-00000005.r1"
+    assert listing.step_folder(tmp_path, 6) is None
 
 
 def test_valid_steps_are_opened_newest_first_and_the_others_told(tmp_path):
     save(tmp_path, 1, 2, 3)
     (tmp_path / "step-00000003" / "MANIFEST.json").unlink()
     told = []
-    assert [m.step for m in _commit.open_steps(tmp_path, lambda path, why: told.append((path.name, str(why))))] == [
+    assert [m.step for m in listing.open_steps(tmp_path, lambda path, why: told.append((path.name, str(why))))] == [
         1,
         2,
     ]
-    assert [m.step for m in _commit.open_steps(tmp_path, lambda path, why: None, 1)] == [2]
+    assert [m.step for m in listing.open_steps(tmp_path, lambda path, why: None, 1)] == [2]
     ((name, why),) = told
     assert name == "step-00000003"
     assert "MANIFEST.json: is missing" in why
@@ -253,7 +254,7 @@ def test_metrics_that_are_no_finite_numbers_are_valid_json_and_come_back(tmp_pat
 
 
 def test_a_manifest_without_a_field_is_damage(tmp_path):
-    from titan_ckpt._manifest import _self_digest
+    from titan_ckpt.format.manifest import _self_digest
 
     path = Checkpointer(tmp_path).save(1, make_state()).path
     value = json.loads((path / "MANIFEST.json").read_text())

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from titan_ckpt import Checkpointer, CheckpointError, TrainState, _commit, _meeting, _saver
-from titan_ckpt._commit import Process
-from titan_ckpt._job import Job, Layout
-from titan_ckpt._meeting import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
+from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_ckpt.background import rendezvous, server
+from titan_ckpt.background.rendezvous import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
+from titan_ckpt.save.job import Job, Layout
+from titan_ckpt.steps import commit
+from titan_ckpt.steps.process import Process
 from titan_testing import run_ranks
 from torch import nn
 
@@ -29,7 +31,7 @@ def state_of(value: float = 1.0, size: int = 16) -> TrainState:
 
 
 def job_of(root: Path, rank: int, lead=None) -> Job:
-    folder, save_id = _commit.begin_save(root, 2, Process.of(os.getpid()))
+    folder, save_id = commit.begin_save(root, 2, Process.of(os.getpid()))
     return Job(folder, 2, save_id, rank, 2, Layout(()), (), lead)
 
 
@@ -67,9 +69,9 @@ def test_a_failed_rank_says_why_in_the_space_it_reserved_before_it_wrote(tmp_pat
 
 def test_a_saver_whose_disk_takes_not_even_a_note_answers_and_ends(tmp_path, monkeypatch):
     job = job_of(tmp_path, rank=1)
-    monkeypatch.setattr(_meeting, "_write_note", _no_space)
+    monkeypatch.setattr(rendezvous, "_write_note", _no_space)
     savers = [dataclasses.asdict(Process.of(os.getpid()))] * 2
-    answer, left = _saver._carry_out(job, memoryview(b""), {"savers": savers, "timeout_s": 60.0}, lambda: False)
+    answer, left = server._carry_out(job, memoryview(b""), {"savers": savers, "timeout_s": 60.0}, lambda: False)
     assert "No space left" in answer["error"]
     assert answer["ends"]
     assert left == []
@@ -111,7 +113,7 @@ def test_a_full_disk_fails_the_step_at_once_on_every_rank_and_the_next_small_one
 
 def test_a_step_whose_folder_something_else_deletes_fails_at_once(tmp_path):
     job = job_of(tmp_path, rank=0)
-    _commit.discard(job.folder)
+    commit.discard(job.folder)
     with pytest.raises(NotCommitted, match="something else deleted it"):
         await_report(job, 1, ELSEWHERE, patience(trainer_gone=False))
     with pytest.raises(NotCommitted, match="was not committed"):
@@ -131,8 +133,8 @@ def test_another_working_folder_later_does_not_move_the_checkpoints(tmp_path, mo
 
 
 def test_a_saver_of_a_lost_machine_is_waited_for_until_it_is_silent_and_this_trainer_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(_meeting, "_SILENCE_S", 0.3)
-    monkeypatch.setattr(_meeting, "_BEAT_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_BEAT_S", 0.05)
     job = job_of(tmp_path, rank=1)
     began = time.monotonic()
     with pytest.raises(NotCommitted, match="not on disk in time"):
@@ -144,7 +146,7 @@ def test_a_saver_of_a_lost_machine_is_waited_for_until_it_is_silent_and_this_tra
     with SignOfLife(job):
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
-            note = _meeting._read_note(job, 1)
+            note = rendezvous._read_note(job, 1)
             assert not orphaned.ended(ELSEWHERE, note), "it says that it lives"
             assert not living.ended(ELSEWHERE, {})
             assert not living.ended(Process.of(os.getpid()), {})
@@ -263,9 +265,9 @@ def test_a_saver_does_not_import_from_the_trainers_working_folder(tmp_path, monk
 
 
 def test_a_saver_that_dies_is_reported_with_its_last_words(tmp_path, monkeypatch):
-    command = _saver.command
+    command = server.command
     monkeypatch.setattr(
-        "titan_ckpt._async.command",
+        "titan_ckpt.background.client.command",
         lambda fd: [*command(fd)[:2], "-c", "import sys; sys.stdin.read(); sys.exit('no such luck')"],
     )
     ck = Checkpointer(tmp_path, async_=True)
@@ -307,10 +309,10 @@ def test_a_saver_that_cannot_be_started_on_one_rank_is_every_ranks_error(tmp_pat
 def test_a_message_is_read_to_its_end_or_not_at_all():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        _saver.send(ours, b"whole")
-        assert _saver.receive(theirs, lambda: False) == (b"whole", None)
+        server.send(ours, b"whole")
+        assert server.receive(theirs, lambda: False) == (b"whole", None)
         ours.sendall((100).to_bytes(8, "little") + b"half")
-        assert _saver.receive(theirs, lambda: True) is None, "the other process is gone, its end is held open"
+        assert server.receive(theirs, lambda: True) is None, "the other process is gone, its end is held open"
         theirs.shutdown(socket.SHUT_RDWR)
-        assert _saver.receive(theirs, lambda: False) is None
-    assert _saver.receive(theirs, lambda: False) is None, "a closed end is no error"
+        assert server.receive(theirs, lambda: False) is None
+    assert server.receive(theirs, lambda: False) is None, "a closed end is no error"

@@ -8,17 +8,20 @@ import pytest
 import torch
 from ckpt_layouts import assert_equal
 from ckpt_loop import build, full_state, train
-from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, _commit, export_hf
-from titan_ckpt._cli import main
-from titan_ckpt._job import Job, Layout
-from titan_ckpt._storage import MappedFile, RemotePath, as_path, shared_between_processes
+from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, export_hf
+from titan_ckpt.cli import main
+from titan_ckpt.load.mapped import MappedFile
+from titan_ckpt.save.job import Job, Layout
+from titan_ckpt.steps import commit, leftovers, listing
+from titan_ckpt.steps.process import Process
+from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 fsspec = pytest.importorskip("fsspec", reason="the extra titan-ckpt[fsspec]")
-from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402 - only if fsspec is there
+from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
 
 class Objects(MemoryFileSystem):
@@ -136,14 +139,14 @@ def test_a_store_that_goes_away_at_any_write_leaves_the_previous_step(bucket):
 def test_an_unfinished_save_is_no_step_and_swept_when_its_owner_is_dead(bucket):
     Checkpointer(bucket).save(1, state_of(1.0))
     root = as_path(bucket)
-    alive, _ = _commit.begin_save(root, 2, _commit.Process.of(os.getpid()))
-    dead = replace(_commit.Process.of(os.getpid()), pid=2**30, started="1")
-    gone, _ = _commit.begin_save(root, 2, dead)
+    alive, _ = commit.begin_save(root, 2, Process.of(os.getpid()))
+    dead = replace(Process.of(os.getpid()), pid=2**30, started="1")
+    gone, _ = commit.begin_save(root, 2, dead)
     (gone / "model-r00000.safetensors").write_bytes(b"half")
-    abroad, _ = _commit.begin_save(root, 2, _commit.Process("elsewhere", 1, "1"))
+    abroad, _ = commit.begin_save(root, 2, Process("elsewhere", 1, "1"))
     assert len({alive.name, gone.name, abroad.name}) == 3
     assert Checkpointer(bucket).steps() == [1]
-    assert [path.name for path in _commit.sweep(root)] == [gone.name]
+    assert [path.name for path in leftovers.sweep(root)] == [gone.name]
     assert not gone.exists()
     assert alive.exists()
     assert abroad.exists()
@@ -164,7 +167,7 @@ def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket)
             ck.save(4, state_of(4.0))
         Objects.failing = ""
         assert {name for name in Objects.store if "step-00000004" not in name} >= set(before)
-        _commit.sweep(as_path(bucket))
+        leftovers.sweep(as_path(bucket))
         assert sorted(Objects.store) == before, "and what was begun is swept once the store answers"
     assert ck.steps() == [1, 2, 3]
 
@@ -172,7 +175,7 @@ def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket)
 def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_next_save(bucket, monkeypatch):
     ck = Checkpointer(bucket, keep_last=1)
     ck.save(1, state_of(1.0))
-    real = _commit.purge
+    real = commit.purge
 
     def purge(*args):
         Objects.failing = "step-00000001"
@@ -182,7 +185,7 @@ def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_
             Objects.failing = ""
 
     with monkeypatch.context() as patch:
-        patch.setattr(_commit, "purge", purge)
+        patch.setattr(commit, "purge", purge)
         ck.save(2, state_of(2.0))
     assert ck.steps() == [1, 2]
     ck.save(3, state_of(3.0))
@@ -192,19 +195,19 @@ def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_
 def test_a_look_at_a_store_that_meets_a_deleted_step_finds_the_one_that_replaced_it(bucket, monkeypatch):
     ck = Checkpointer(bucket, keep_last=1)
     ck.save(1, state_of(1.0))
-    real, left = _commit._look, [2, 3]
+    real, left = listing._look, [2, 3]
 
     def look(path):
         if left:
             with monkeypatch.context() as patch:
-                patch.setattr(_commit, "_look", real)
+                patch.setattr(listing, "_look", real)
                 ck.save(left.pop(0), state_of(0.0))
         return real(path)
 
-    monkeypatch.setattr(_commit, "_look", look)
-    assert [step for step, _ in _commit.step_folders(as_path(bucket))] == [3]
-    assert _commit.step_folder(as_path(bucket), 3).name.startswith("step-00000003.r0.")
-    assert _commit.step_folder(as_path(bucket), 1) is None
+    monkeypatch.setattr(listing, "_look", look)
+    assert [step for step, _ in listing.step_folders(as_path(bucket))] == [3]
+    assert listing.step_folder(as_path(bucket), 3).name.startswith("step-00000003.r0.")
+    assert listing.step_folder(as_path(bucket), 1) is None
 
 
 def test_a_file_of_the_users_in_a_store_is_no_step(bucket):

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from titan_ckpt import DEEPSEEK, LLAMA, QWEN3, Checkpointer, export_hf, import_hf
-from titan_ckpt._hf import import_hf_step
-from titan_ckpt._read import StepReader
+from titan_ckpt.interop.hf import import_hf_step
+from titan_ckpt.load.reader import StepReader
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from titan_ckpt import _leaves, _tree
+from titan_ckpt.format import tagged_json
+from titan_ckpt.state import leaves
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
@@ -38,10 +39,10 @@ def same(a, b) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(plain)
 def test_plain_data_comes_back_the_same(value):
-    text = _tree.dump_json(_tree.encode(value, "x"))
+    text = tagged_json.dump_json(tagged_json.encode(value, "x"))
     import json
 
-    assert same(_tree.decode(json.loads(text)), value)
+    assert same(tagged_json.decode(json.loads(text)), value)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,13 @@ def test_plain_data_comes_back_the_same(value):
     ids=repr,
 )
 def test_what_json_lacks_comes_back_the_same(value):
-    got = _tree.decode(_tree.encode(value, "x"))
+    got = tagged_json.decode(tagged_json.encode(value, "x"))
     assert type(got) is type(value)
     assert same(got, value)
 
 
 def test_tensors_arrays_and_dtypes_come_back_small_inline_large_stored():
-    sink = _leaves.TensorSink()
+    sink = leaves.TensorSink()
     value = {
         "small": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
         "scalar": torch.tensor(7),
@@ -78,7 +79,7 @@ def test_tensors_arrays_and_dtypes_come_back_small_inline_large_stored():
     }
     encoded = sink.encode(value, "x")
     assert list(sink.tensors) == ["x.large"]
-    got = _leaves.decode(encoded, sink.tensors.__getitem__)
+    got = leaves.decode(encoded, sink.tensors.__getitem__)
     for key, want in value.items():
         assert type(got[key]) is type(want)
         if isinstance(want, torch.Tensor):
@@ -91,11 +92,11 @@ def test_tensors_arrays_and_dtypes_come_back_small_inline_large_stored():
 @pytest.mark.parametrize("bad", [object(), lambda: 0, torch.nn.Linear(1, 1), np.array([object()]), Exception])
 def test_anything_else_is_refused_with_its_path(bad):
     with pytest.raises(TypeError, match=r"x\.a\[0\] is a .* Save its fields instead"):
-        _leaves.TensorSink().encode({"a": [bad]}, "x")
+        leaves.TensorSink().encode({"a": [bad]}, "x")
 
 
 def test_unknown_tags_are_refused():
     with pytest.raises(ValueError, match=r"unknown tag '\$call'"):
-        _leaves.decode({"$call": "os.system"}, lambda key: torch.empty(0))
+        leaves.decode({"$call": "os.system"}, lambda key: torch.empty(0))
     with pytest.raises(ValueError, match=r"unknown tag '\$dtype'"):
-        _leaves.decode({"$dtype": "load"}, lambda key: torch.empty(0))
+        leaves.decode({"$dtype": "load"}, lambda key: torch.empty(0))

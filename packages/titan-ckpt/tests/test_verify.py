@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, DamageError, TrainState
-from titan_ckpt._format import BLOCK_BYTES
-from titan_ckpt._read import StepReader
-from titan_ckpt._verify import assign_blocks, tell_blocks
+from titan_ckpt.format.names import BLOCK_BYTES
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.load.verify import assign_blocks, tell_blocks
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +104,7 @@ def test_every_machine_checks_for_itself():
 
 def test_blocks_that_come_over_the_network_are_checked_by_each_reader():
     fsspec = pytest.importorskip("fsspec")
-    from titan_ckpt._storage import RemotePath
+    from titan_ckpt.storage.paths import RemotePath
 
     path = RemotePath(fsspec.filesystem("memory"), "/nowhere")
     blocks = {(0, 0), (0, 1)}

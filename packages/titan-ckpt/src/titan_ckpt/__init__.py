@@ -12,20 +12,21 @@ What needs torch is imported when it is first used, so that the saver process an
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt._errors import CheckpointError, Damage, DamageError
-from titan_ckpt._manifest import Manifest
-from titan_ckpt._names import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, KeyMap, Pair
-from titan_ckpt._retention import Retention
-from titan_ckpt._storage import RemotePath, StorePath
+from titan_ckpt.errors import CheckpointError, Damage, DamageError
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.interop.families import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3
+from titan_ckpt.interop.key_map import KeyMap, Pair
+from titan_ckpt.steps.retention import Retention
+from titan_ckpt.storage.paths import RemotePath, StorePath
 
 if TYPE_CHECKING:
-    from titan_ckpt._checkpointer import Checkpointer
-    from titan_ckpt._dcp_import import import_dcp
-    from titan_ckpt._dcp_storage import TitanStorageReader, TitanStorageWriter
-    from titan_ckpt._hf import export_hf, import_hf
-    from titan_ckpt._layout import LocalShard
-    from titan_ckpt._save_job import SaveJob
-    from titan_ckpt._state import Stateful, TrainState
+    from titan_ckpt.background.handle import SaveJob
+    from titan_ckpt.checkpointer import Checkpointer
+    from titan_ckpt.interop.dcp_import import import_dcp
+    from titan_ckpt.interop.dcp_storage import TitanStorageReader, TitanStorageWriter
+    from titan_ckpt.interop.hf import export_hf, import_hf
+    from titan_ckpt.state.sharding import LocalShard
+    from titan_ckpt.state.train_state import Stateful, TrainState
 
 __all__ = [
     "DEEPSEEK",
@@ -54,16 +55,16 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Checkpointer": "_checkpointer",
-    "LocalShard": "_layout",
-    "SaveJob": "_async",
-    "Stateful": "_state",
-    "TitanStorageReader": "_dcp_storage",
-    "TitanStorageWriter": "_dcp_storage",
-    "TrainState": "_state",
-    "export_hf": "_hf",
-    "import_dcp": "_dcp_import",
-    "import_hf": "_hf",
+    "Checkpointer": "checkpointer",
+    "LocalShard": "state.sharding",
+    "SaveJob": "background.client",
+    "Stateful": "state.train_state",
+    "TitanStorageReader": "interop.dcp_storage",
+    "TitanStorageWriter": "interop.dcp_storage",
+    "TrainState": "state.train_state",
+    "export_hf": "interop.hf",
+    "import_dcp": "interop.dcp_import",
+    "import_hf": "interop.hf",
 }
 
 

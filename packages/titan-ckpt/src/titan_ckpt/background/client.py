@@ -1,0 +1,288 @@
+"""Asynchronous saves, the trainer's side: stage into an arena, hand over, go on training.
+
+The saver process maps the same arena (`titan_ckpt.background.arena`). One save is in flight at a time: the arena holds it.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.background.arena import Arena, staging_point
+from titan_ckpt.background.handle import SaveJob
+from titan_ckpt.background.inherited import command
+from titan_ckpt.background.rendezvous import give_up
+from titan_ckpt.background.wire import pack, receive, send
+from titan_ckpt.comm import Ranks
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.format.tagged_json import dump_json
+from titan_ckpt.save.job import Job, Layout, arena_starts
+from titan_ckpt.save.prepare import Planned
+from titan_ckpt.steps.process import Process
+
+_log = logging.getLogger("titan_ckpt")
+
+# How long savers wait for each other within a step.
+_MEETING_S = 3600.0
+# How long `Saver.close` waits for a process that has nothing left to do but to delete old steps.
+_ENDING_S = 60.0
+
+
+class Saver:
+    """One rank's saver process and arena.
+
+    Raises:
+        CheckpointError: If the process cannot be started.
+    """
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    # Memory: neither holds it a launcher's pipe open, nor does a full disk lose the last words.
+                    errors = os.memfd_create("titan-ckpt-saver-errors", os.MFD_CLOEXEC)
+                    undo.callback(os.close, errors)
+                    self._child = subprocess.Popen(
+                        command(theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                        start_new_session=True,  # it may outlive the trainer
+                    )
+            except OSError as err:
+                raise CheckpointError(f"the saver process could not be started: {err}") from err
+            undo.pop_all()
+        self._link = _Link(ours, self._child, errors)
+        self.process = Process.of(self._child.pid)
+        self._arena = Arena()
+        self._arena_sent = True
+        self._arena_used = threading.Lock()
+        self._layout: Layout | None = None
+        """The layout that the arena's targets, and after `submit` the process, are made for."""
+        self._layout_sent = True
+        self._targets: list[Tensor] = []
+        self._preparing: threading.Thread | None = None
+        self._submitted: queue.SimpleQueue[tuple[Job, SaveJob] | None] = queue.SimpleQueue()
+        # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
+        arguments = (self._link, self._submitted)
+        threading.Thread(target=_answers, args=arguments, daemon=True, name="titan-ckpt").start()
+        # One that is dropped unclosed must leave neither thread, process nor arena.
+        weakref.finalize(self, _drop, self._submitted, self._arena).atexit = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs and takes further saves."""
+        return not self._link.ending and self._child.poll() is None
+
+    def prepare(self, layout: Layout, devices: Iterable[torch.device]) -> None:
+        """Take the memory for jobs of this layout, with tensors on these CUDA devices, in a thread."""
+
+        def run() -> None:
+            with contextlib.suppress(Exception):  # the save tries again, and says what is wrong
+                self._adopt(layout)
+                self._arena.lock_pages(devices)
+
+        self._await_prepared()
+        self._preparing = threading.Thread(target=run, name="titan-ckpt")
+        self._preparing.start()
+
+    def take(self, job: Job, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
+        """Copy the state's bytes and hand the job over; a failure is the result's, and told to the other ranks.
+
+        Args:
+            job: What to write.
+            planned: The state it is made of.
+            result: Finished from a thread when the process answers.
+            savers: Every rank's saver process.
+            overlap: Copy parameters and optimizer state in a thread; all else is copied when this returns.
+        """
+
+        def carry(views: Sequence[Tensor], ready: Sequence[Any], copied: frozenset[int]) -> None:
+            try:
+                self.stage(job, views, ready, copied)
+                result.mark_staged()
+                self.submit(job, result, savers, _MEETING_S)
+            except BaseException as err:
+                self._fail(job, result, err)
+                if not isinstance(err, Exception):
+                    raise
+
+        try:
+            views = list(planned.views())
+            copied = self._stage_changing(job, planned, views) if overlap else frozenset[int]()
+            ready = staging_point(views)
+            if overlap:
+                threading.Thread(target=carry, args=(views, ready, copied), name="titan-ckpt").start()
+                return
+        except BaseException as err:
+            self._fail(job, result, err)
+            if not isinstance(err, Exception):
+                raise
+            return
+        carry(views, ready, copied)
+
+    def stage(
+        self, job: Job, views: Sequence[Tensor], ready: Sequence[Any] = (), copied: frozenset[int] = frozenset()
+    ) -> None:
+        """Copy the tensors of a job into the arena, but those ``copied`` already; ``ready`` as for `Arena.stage`."""
+        with self._arena_used:
+            self._await_prepared()
+            self._adopt(job.layout)
+            left = [i for i in range(len(views)) if i not in copied]
+            self._arena.stage([self._targets[i] for i in left], [views[i] for i in left], ready)
+
+    def _stage_changing(self, job: Job, planned: Planned, views: Sequence[Tensor]) -> frozenset[int]:
+        """Copy now what may change before the next optimizer step: buffers and extra tensors; which those are."""
+        changing = [i for i, piece in enumerate(planned.pieces) if not _waits(planned, piece.held)]
+        if changing:
+            self._await_prepared()
+            self._adopt(job.layout)
+            self._arena.stage_in_order([self._targets[i] for i in changing], [views[i] for i in changing])
+        return frozenset(changing)
+
+    def _adopt(self, layout: Layout) -> None:
+        """Have the arena hold this layout."""
+        if layout is self._layout:
+            return
+        places, total = arena_starts(layout)
+        self._layout, self._targets = None, []  # views of the old memory keep it alive
+        if self._arena.reserve(total):
+            self._arena_sent = False
+        self._targets = self._arena.targets(places, [e for shard in layout.shards for e in shard.entries])
+        self._layout, self._layout_sent = layout, False
+
+    def _await_prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def submit(self, job: Job, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
+        """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
+
+        Raises:
+            CheckpointError: If the saver process is gone.
+        """
+        meeting = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
+        parts = [meeting, job.encode(), b"" if self._layout_sent else job.layout.encode()]
+        try:
+            send(self._link.control, pack(parts), None if self._arena_sent else self._arena.fd)
+        except OSError as err:
+            raise CheckpointError(
+                f"the saver process {self.process.pid} is gone{self._link.last_words()}; step {job.step} is not saved."
+            ) from err
+        self._arena_sent = self._layout_sent = True
+        self._submitted.put((job, result))
+
+    def _fail(self, job: Job, result: SaveJob, err: BaseException) -> None:
+        text = str(err) or type(err).__name__
+        if not give_up(job, text):
+            self._child.kill()  # that, the other savers see
+        result.finish(None, text)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the process end; it finishes what it was given, unobserved if that takes longer than ``timeout_s``."""
+        self._await_prepared()
+        self._submitted.put(None)
+        try:
+            self._child.wait(_ENDING_S if timeout_s is None else timeout_s)
+        except subprocess.TimeoutExpired:
+            _log.warning("the saver process %d is still at work; it ends by itself", self.process.pid)
+        if self._arena_used.acquire(blocking=False):  # else a copy is being made: it goes with the last user
+            self._targets = []
+            self._arena.close()
+            self._arena_used.release()
+
+
+class _Link:
+    """What connects a trainer with its saver process."""
+
+    def __init__(self, control: socket.socket, child: "subprocess.Popen[bytes]", errors: int) -> None:
+        self.control, self.child = control, child
+        self.ending = False
+        """Whether the process said that it ends."""
+        self._errors = errors
+
+    def last_words(self) -> str:
+        """How the process ended, to be put after its name."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(5)
+        code = self.child.returncode
+        how = "" if code is None else f" (killed by signal {-code})" if code < 0 else f" (exit status {code})"
+        size = os.fstat(self._errors).st_size
+        lines = os.pread(self._errors, 2048, max(0, size - 2048)).decode(errors="replace").split("\n")
+        said = " | ".join(line.strip() for line in lines[-4:] if line.strip())
+        return how + (f", its last words: {said}" if said else "")
+
+    def close(self) -> None:
+        """Have the process end, wait for that, and free what is held for it."""
+        with contextlib.suppress(OSError):
+            # Not only closed: forked children of this process (data loaders) hold this end too.
+            self.control.shutdown(socket.SHUT_WR)
+        self.child.wait()
+        self.control.close()
+        os.close(self._errors)
+
+
+def _waits(planned: Planned, held: int) -> bool:
+    """Whether a tensor is changed by the optimizer's step only: a trainable parameter, or optimizer state."""
+    section, _, tensor = planned.collected.tensors[held]
+    return section == "optim" or (section == "model" and tensor.requires_grad)
+
+
+def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]") -> None:
+    """Finish each submitted save as the saver process answers, until None is submitted."""
+    while (sent := submitted.get()) is not None:
+        job, result = sent
+        answer = receive(link.control, lambda: link.child.poll() is not None)
+        if answer is None:
+            text = f"the saver process {link.child.pid} ended while it wrote step {job.step}{link.last_words()}"
+            give_up(job, text)
+            result.finish(None, text)
+            continue
+        told: dict[str, Any] = json.loads(answer[0])
+        link.ending = "ends" in told
+        result.finish(job.folder.parent / told["path"] if "path" in told else None, told.get("error"))
+    link.close()
+
+
+def _drop(submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", arena: Arena) -> None:
+    submitted.put(None)
+    arena.close()
+
+
+def start_savers(ranks: Ranks, saver: Saver | None) -> tuple[Saver, list[Process]]:
+    """Start this rank's saver if ``saver`` does not run any more. Collective.
+
+    Returns:
+        This rank's saver and every rank's saver process.
+
+    Raises:
+        CheckpointError: If a rank cannot start its.
+    """
+    error: CheckpointError | None = None
+    if saver is not None and not saver.alive:
+        saver.close()
+        saver = None
+    try:
+        saver = saver or Saver()
+    except CheckpointError as err:
+        error = err
+    replies = ranks.all_gather(json.dumps(asdict(saver.process)).encode() if saver is not None else b"")
+    if not all(replies):
+        ranks.agree(error, "starting the saver processes")
+    assert saver is not None
+    return saver, [Process(**json.loads(reply)) for reply in replies]

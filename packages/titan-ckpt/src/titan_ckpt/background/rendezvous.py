@@ -1,0 +1,228 @@
+"""How the savers of one step meet: in its folder, not over a network.
+
+Each saver leaves notes there. ``.life-r<rank>`` is made first, at a fixed size, and written over in place from then
+on: with a count while the saver works, so that one on another machine can be told from a lost one, and with the reason
+if its part fails. On a full disk nothing new can be written, but that note can. ``.report-r<rank>.json`` holds the
+records of the files once they are on disk. Rank 0's saver waits for every other report and commits, which deletes the
+notes; the others wait until the folder became a step, or did not.
+
+A saver that dies on this machine is seen at once. One on another machine is waited for as long as the trainer beside
+this saver lives (the launcher ends that if a machine is lost, and a trainer whose saver dies leaves the reason itself),
+and then until it has been silent for 20 s.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.format.index import FileRecord
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.names import step_name
+from titan_ckpt.save.job import Job
+from titan_ckpt.steps import claim, commit, listing
+from titan_ckpt.steps.process import Process
+from titan_ckpt.storage.paths import StorePath, renames
+
+# How often a saver looks, on a file system and in a store, where looking is a request; less often as it waits longer.
+_POLL_S = 0.01
+_REMOTE_POLL_S = 0.5
+_LONGEST_POLL_S = 0.5
+# How often a working saver says that it lives.
+_BEAT_S = 4.0
+# A saver of another machine that says nothing for so long is lost, once this one's trainer is gone too.
+_SILENCE_S = 20.0
+
+_NOTE_BYTES = 4096
+# Escaped in JSON, a character takes up to six bytes.
+_REASON_CHARS = 640
+
+
+class NotCommitted(OSError):
+    """The step will not be: another rank failed, was lost, or the folder is gone."""
+
+
+class SignOfLife:
+    """A rank's note: says that its saver lives, every few seconds while the block runs."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "SignOfLife":
+        """Make the note.
+
+        Raises:
+            OSError: If the disk has no room for it, or the folder is gone.
+        """
+        _write_note(self._job, {"beat": 0}, make=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Say nothing more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._stopped.wait(_BEAT_S):
+            beats += 1
+            with contextlib.suppress(Exception):  # the work itself will meet the same fault, and say so
+                _write_note(self._job, {"beat": beats}, make=False)
+
+
+class Patience:
+    """How long a saver whose own part is on disk waits for others.
+
+    Args:
+        timeout_s: At most so long for each step.
+        trainer_gone: Says whether the trainer beside this saver has ended.
+    """
+
+    def __init__(self, timeout_s: float, trainer_gone: Callable[[], bool]) -> None:
+        self._trainer_gone = trainer_gone
+        self._deadline = time.monotonic() + timeout_s
+        self._heard: Any = None
+        self._heard_at = time.monotonic()
+
+    def ended(self, saver: Process, note: dict[str, Any]) -> bool:
+        """Whether to wait no longer for this saver, whose note now says that."""
+        now = time.monotonic()
+        if (saver, note) != self._heard or not self._trainer_gone():
+            self._heard, self._heard_at = (saver, note), now
+        return now > self._deadline or (not saver.local and now - self._heard_at > _SILENCE_S)
+
+
+def report(job: Job, records: list[FileRecord]) -> None:
+    """Say that this rank's files are on disk: a report, whole or not at all.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
+    path, data = job.folder / _report_name(job.rank), json.dumps([r.to_report() for r in records]).encode()
+    if not isinstance(path, Path):
+        path.write_bytes(data)  # an object appears whole
+        return
+    part = path.with_name(f".part-r{job.rank:05d}")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+def give_up(job: Job, reason: str) -> bool:
+    """Let the savers of the other ranks know that this rank's part will not come.
+
+    Returns:
+        False if the disk does not even take that.
+    """
+    try:
+        if job.lead is not None:
+            commit.discard(job.folder)  # nobody would commit it; the others see that it is gone
+        else:
+            _write_note(job, {"error": reason[:_REASON_CHARS]}, make=True)
+    except Exception:  # a store's client has its own kinds
+        with contextlib.suppress(Exception):
+            return not in_place(job)
+        return False
+    return True
+
+
+def await_report(job: Job, rank: int, saver: Process, patience: Patience) -> list[FileRecord]:
+    """Wait until a rank's files are on disk.
+
+    Raises:
+        NotCommitted: If they will not be; the message says why.
+    """
+    path, began = job.folder / _report_name(rank), time.monotonic()
+    while True:
+        alive = saver.alive  # asked before looking: a saver may report and end in between
+        if path.exists():
+            return [FileRecord.from_json(record) for record in json.loads(path.read_bytes())]
+        note = _read_note(job, rank)
+        if "error" in note:
+            raise NotCommitted(f"rank {rank} failed: {note['error']}")
+        if not alive:
+            raise NotCommitted(f"rank {rank} failed: its saver process {saver.pid} ended before its part was on disk")
+        if not in_place(job):
+            raise NotCommitted(f"{job.folder} is gone: something else deleted it")
+        if patience.ended(saver, note):
+            raise NotCommitted(f"rank {rank} failed: its part was not on disk in time")
+        _pause(path, began)
+
+
+def await_outcome(job: Job, lead: Process, patience: Patience) -> StorePath:
+    """Wait until rank 0's saver has committed the step; its folder.
+
+    Raises:
+        NotCommitted: If it has not, or ended.
+    """
+    began = time.monotonic()
+    while True:
+        alive = lead.alive
+        if not in_place(job):  # committed, or given up
+            return _outcome(job)
+        if not alive:
+            raise NotCommitted(f"step {job.step} was not committed: rank 0's saver process {lead.pid} ended")
+        if patience.ended(lead, _read_note(job, 0)):
+            raise NotCommitted(f"step {job.step} was not committed in time")
+        _pause(job.folder, began)
+
+
+def _pause(path: StorePath, began: float) -> None:
+    least = _POLL_S if renames(path) else _REMOTE_POLL_S
+    time.sleep(max(least, min(_LONGEST_POLL_S, (time.monotonic() - began) / 20)))
+
+
+def _outcome(job: Job) -> StorePath:
+    for step, path in listing.step_folders(job.folder.parent):
+        if step == job.step:
+            with contextlib.suppress(RuntimeError, ValueError):
+                if Manifest.open(path).save_id == job.save_id:
+                    return path
+    # A newer save may have replaced or outdated the step already; nothing of this rank's part was wrong.
+    reason = "was not committed: another rank failed; rank 0 has the reason"
+    raise NotCommitted(f"step {job.step} ({step_name(job.step)}) {reason}")
+
+
+def in_place(job: Job) -> bool:
+    """Whether the unfinished step is still there."""
+    return (job.folder / claim.OWNER_NAME).exists()
+
+
+def _write_note(job: Job, value: dict[str, Any], *, make: bool) -> None:
+    """Write this rank's note over the old one, into the same blocks of the disk."""
+    path, data = job.folder / _note_name(job.rank), json.dumps(value).encode().ljust(_NOTE_BYTES)
+    if not isinstance(path, Path):
+        path.write_bytes(data)
+        return
+    # Opened and closed each time: that is when network file systems show it to others.
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o644)
+    try:
+        if os.pwrite(fd, data, 0) != len(data):
+            raise OSError(f"{path} was written in part only")
+    finally:
+        os.close(fd)
+
+
+def _read_note(job: Job, rank: int) -> dict[str, Any]:
+    """What a rank's note says; nothing if there is none, or while it is written."""
+    try:
+        return dict(json.loads((job.folder / _note_name(rank)).read_bytes()))
+    except Exception:  # a store's client has its own kinds
+        return {}
+
+
+def _report_name(rank: int) -> str:
+    return f".report-r{rank:05d}.json"
+
+
+def _note_name(rank: int) -> str:
+    return f".life-r{rank:05d}"

@@ -1,0 +1,147 @@
+"""Bytes between ranks: gather to rank 0, broadcast, scatter, and errors that every rank raises alike.
+
+torch's object collectives pickle, so a checkpoint that used them would unpickle what another process sent. Here
+ranks exchange JSON as uint8 tensors. The same class stands for one process without torch.distributed.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.errors import CheckpointError, Damage, DamageError
+
+
+class Ranks:
+    """The ranks that save and load together.
+
+    Args:
+        group: Their process group, over a backend with CPU tensors (gloo). None takes the default group if it can
+            do that, makes a gloo group of all ranks if it cannot (every rank must then construct at the same
+            point), and stands for a single process where torch.distributed is not in use.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.group = group or _cpu_group()
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        elif group is not None:
+            raise ValueError(
+                "a process group was given, but torch.distributed is not initialised. Initialise it first."
+            )
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's bytes, in rank order, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [payload]
+        lengths = self._lengths(len(payload))
+        mine = _padded(payload, max(lengths))
+        into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
+        dist.gather(mine, into, group=self.group, group_dst=0)
+        return [_bytes(t, n) for t, n in zip(into, lengths, strict=True)] if into is not None else None
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
+        if self.size == 1:
+            return [payload]
+        lengths = self._lengths(len(payload))
+        mine = _padded(payload, max(lengths))
+        into = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(into, mine, group=self.group)
+        return [_bytes(t, n) for t, n in zip(into, lengths, strict=True)]
+
+    def scatter(self, payloads: list[bytes] | None) -> bytes:
+        """Rank 0's ``payloads[i]`` on rank ``i``; other ranks pass None."""
+        if self.size == 1:
+            assert payloads is not None
+            return payloads[0]
+        lengths = torch.tensor([len(p) for p in payloads or []] or [0] * self.size, dtype=torch.int64)
+        dist.broadcast(lengths, group=self.group, group_src=0)
+        longest = max(int(lengths.max()), 1)
+        parts = [_padded(p, longest) for p in payloads] if payloads is not None else None
+        mine = torch.empty(longest, dtype=torch.uint8)
+        dist.scatter(mine, parts, group=self.group, group_src=0)
+        return _bytes(mine, int(lengths[self.rank]))
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; other ranks pass None."""
+        if self.size == 1:
+            assert payload is not None
+            return payload
+        length = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
+        dist.broadcast(length, group=self.group, group_src=0)
+        data = _padded(payload or b"", int(length))
+        dist.broadcast(data, group=self.group, group_src=0)
+        return _bytes(data, int(length))
+
+    def agree(self, error: Exception | None, doing: str) -> None:
+        """Raise on every rank if any rank has an error. Collective.
+
+        Damage that any rank saw is raised by every rank as one `DamageError` with what all ranks saw, so that all can
+        take the same way out; other errors do not count beside it, since a damaged step may cause them. Of other
+        errors, a rank that failed raises its own; the rest raise the first failed rank's, of the same base type
+        (ValueError, TypeError, `CheckpointError` for the world's faults).
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        replies = [json.loads(reply) for reply in self.all_gather(json.dumps(_told(error)).encode())]
+        failed = [rank for rank, reply in enumerate(replies) if reply]
+        if not failed:
+            return
+        hurt = [rank for rank in failed if "damages" in replies[rank]]
+        if hurt:
+            places = dict.fromkeys(_damage(told) for rank in hurt for told in replies[rank]["damages"])
+            raise DamageError(replies[hurt[0]]["step"], list(places), hurt) from error
+        if error is not None:
+            raise error
+        first = replies[failed[0]]
+        kind = {t.__name__: t for t in _BASE_TYPES}[first["type"]]
+        raise kind(f"{doing}: rank {failed[0]} failed ({len(failed)} of {self.size} ranks did): {first['text']}")
+
+    def _lengths(self, length: int) -> list[int]:
+        into = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(into, torch.tensor([length], dtype=torch.int64), group=self.group)
+        return [int(t) for t in into]
+
+
+_BASE_TYPES: tuple[type[Exception], ...] = (CheckpointError, ValueError, TypeError)
+
+
+def _told(error: Exception | None) -> dict[str, Any]:
+    """An error as JSON; empty for None."""
+    if error is None:
+        return {}
+    if isinstance(error, DamageError):
+        return {"step": error.step, "damages": [asdict(damage) for damage in error.damages]}
+    return {"type": _base_type(error).__name__, "text": str(error)}
+
+
+def _damage(told: dict[str, Any]) -> Damage:
+    return Damage(told["file"], told["what"], tuple(told["tensors"]), told["block"], told["offset"])
+
+
+def _base_type(error: Exception) -> type[Exception]:
+    return next((t for t in _BASE_TYPES if isinstance(error, t)), CheckpointError)
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    if "gloo" in str(dist.get_backend_config()):
+        return dist.group.WORLD
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)  # of all ranks, so this one is in it
+    return made
+
+
+def _padded(payload: bytes, length: int) -> torch.Tensor:
+    # bytearray: torch.frombuffer wants writable memory. At least one byte: gloo refuses empty tensors.
+    return torch.frombuffer(bytearray(payload.ljust(max(length, 1), b"\0")), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor, length: int) -> bytes:
+    return tensor[:length].numpy().tobytes()

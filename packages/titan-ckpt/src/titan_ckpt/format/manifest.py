@@ -1,0 +1,204 @@
+"""The manifest: the last file of a step to be written, and what makes it valid.
+
+One rule for every reader: a step is valid if its manifest parses, matches its own digest, and every file it lists is
+there with exactly the listed size. Contents are checked block by block when they are read (`titan_ckpt.load.reader`).
+Checking sizes first is what makes it safe to map the files: touching a mapped page past the end of a short file kills
+the process.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
+from titan_ckpt.format.digest import digest, root_digest
+from titan_ckpt.format.index import FileRecord, Index
+from titan_ckpt.format.names import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
+from titan_ckpt.format.validate import check_manifest
+from titan_ckpt.storage.paths import ABSENT, StorePath, as_path, unanswered
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed step's table of contents."""
+
+    path: StorePath
+    """The step's folder."""
+    step: int
+    save_id: str
+    """Unique to this save, also of the same step saved twice."""
+    world_size: int
+    """Ranks that saved."""
+    serial: int
+    """Place in the order of the commits below one folder, from 1: larger than those of all steps there at the time.
+
+    Steps need not be committed in the order of their numbers: a run may go back to an older step and save from there.
+    """
+    saved_at: str
+    """UTC, ISO 8601."""
+    versions: dict[str, str]
+    """Of titan-ckpt and torch."""
+    metrics: dict[str, float]
+    """What `Retention` can choose the best step by."""
+    files: tuple[tuple[str, int, str], ...]
+    """Name, size in bytes and digest of each file but the index and this one."""
+    index: tuple[int, str]
+    """Size and digest of the index file."""
+
+    @classmethod
+    def open(cls, path: StorePath | os.PathLike[str] | str) -> "Manifest":
+        """Read the manifest of a step's folder and check it: its own digest, and every file's presence and size.
+
+        Raises:
+            DamageError: If the manifest or a file is missing, short, long or altered, or the folder has another step's
+                name. The error lists all of it.
+            ValueError: If the format is newer than this code.
+            OSError: If the storage fails to answer, which says nothing of the step; names the file.
+        """
+        manifest = cls.read(as_path(path))
+        manifest.check_files()
+        return manifest
+
+    @classmethod
+    def read(cls, folder: StorePath) -> "Manifest":
+        """Read the manifest of a step's folder without a look at the other files.
+
+        Raises:
+            DamageError, ValueError, OSError: As `open`, of the manifest and the folder's name.
+        """
+        data = _read(folder, MANIFEST_NAME)
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as err:
+            raise _damaged(folder, f"is not JSON ({err})") from err
+        told = value.pop("digest", None) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or told != _self_digest(value):
+            raise _damaged(folder, "does not match its own digest")
+        if isinstance(value.get("format"), int) and value["format"] > FORMAT_VERSION:
+            raise ValueError(
+                f"{folder} has format {value['format']}; this titan-ckpt reads up to {FORMAT_VERSION}. Update it."
+            )
+        with malformed_is_damage(folder, MANIFEST_NAME):
+            check_manifest(value)
+            manifest = cls(
+                path=folder,
+                step=value["step"],
+                save_id=value["save_id"],
+                world_size=value["world_size"],
+                serial=value["serial"],
+                saved_at=value["saved_at"],
+                versions=value["versions"],
+                metrics={name: _decode_number(number) for name, number in value["metrics"].items()},
+                files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
+                index=(value["index"]["size"], value["index"]["digest"]),
+            )
+        named = parse_step_name(folder.name)
+        if named is not None and named[0] != manifest.step:
+            raise _damaged(
+                folder,
+                f"is of step {manifest.step}, but the folder is called {folder.name}: it was copied or renamed. Give it "
+                f"the name {step_name(manifest.step)}",
+            )
+        return manifest
+
+    def check_files(self) -> None:
+        """Check that every listed file is there in full size.
+
+        Raises:
+            DamageError: If one is not. The error lists all of them.
+            OSError: If the storage fails to answer; names the file.
+        """
+        listed = [*((name, size) for name, size, _ in self.files), (INDEX_NAME, self.index[0])]
+        damages = [damage for name, size in listed if (damage := _check_size(self.path, name, size))]
+        if damages:
+            raise DamageError(str(self.path), damages)
+
+    def read_index(self) -> Index:
+        """The index, checked against this manifest's digest and file list.
+
+        Raises:
+            DamageError: If it is missing or was altered.
+            OSError: If the storage fails to answer; names the file.
+        """
+        data = _read(self.path, INDEX_NAME)
+        if len(data) != self.index[0] or digest(data) != self.index[1]:
+            raise DamageError(str(self.path), [Damage(INDEX_NAME, "does not match its digest", (), 0, 0)])
+        index = Index.decode(data)
+        if tuple((f.name, f.size, root_digest(f.blocks)) for f in index.files) != self.files:
+            raise DamageError(str(self.path), [Damage(INDEX_NAME, f"lists other files than {MANIFEST_NAME}")])
+        return index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all listed files."""
+        return sum(size for _, size, _ in self.files) + self.index[0]
+
+
+def encode_manifest(
+    *,
+    format_version: int,
+    step: int,
+    save_id: str,
+    world_size: int,
+    serial: int,
+    saved_at: str,
+    versions: dict[str, str],
+    metrics: dict[str, float],
+    files: Sequence[FileRecord],
+    index: bytes,
+) -> bytes:
+    """The manifest's bytes, its own digest included."""
+    value: dict[str, Any] = {
+        "format": format_version,
+        "step": step,
+        "save_id": save_id,
+        "world_size": world_size,
+        "serial": serial,
+        "saved_at": saved_at,
+        "versions": versions,
+        "metrics": {name: _encode_number(number) for name, number in metrics.items()},
+        "files": [{"name": f.name, "size": f.size, "digest": root_digest(f.blocks)} for f in files],
+        "index": {"size": len(index), "digest": digest(index)},
+    }
+    return json.dumps({**value, "digest": _self_digest(value)}, indent=1, allow_nan=False).encode()
+
+
+def _encode_number(number: float) -> float | dict[str, str]:
+    """JSON has no numbers that are not finite; they are written as plain state writes them."""
+    return number if math.isfinite(number) else {"$float": repr(float(number))}
+
+
+def _decode_number(told: float | dict[str, str]) -> float:
+    return float(told["$float"]) if isinstance(told, dict) else told
+
+
+def _read(folder: StorePath, name: str) -> bytes:
+    """A whole file of a step. That it is not there is damage; that it cannot be read just now is not."""
+    try:
+        return (folder / name).read_bytes()
+    except ABSENT as err:
+        raise DamageError(str(folder), [Damage(name, "is missing")]) from err
+    except OSError as err:
+        raise unanswered(folder / name, err) from err
+
+
+def _damaged(folder: StorePath, what: str) -> DamageError:
+    return DamageError(str(folder), [Damage(MANIFEST_NAME, what)])
+
+
+def _self_digest(value: Any) -> str:
+    """Over the canonical text, so that the file may be laid out for people."""
+    return digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
+    try:
+        found = (folder / name).stat().st_size
+    except ABSENT:
+        return Damage(name, "is missing")
+    except OSError as err:
+        raise unanswered(folder / name, err) from err
+    return None if found == size else Damage(name, f"has {found} bytes, {size} were written")

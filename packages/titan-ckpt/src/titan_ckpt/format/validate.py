@@ -1,0 +1,147 @@
+"""What JSON of a step must look like before anything is read by it.
+
+Digests tell what an accident changed. They do not tell what somebody wrote into an index with digests that match: files
+outside of the step, boxes outside of a file, a count of boxes that takes all memory. Whoever opens a step checks that
+once here, so that the code behind may rely on it. Plain loops over columns, since an index may list 10^5 boxes.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from titan_ckpt.format.boxes import is_tiling
+from titan_ckpt.format.codec import FRAME_BYTES
+from titan_ckpt.format.index import FileRecord, Index, StoredTensor
+from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
+
+_NO_FILE = (
+    "which is no file of a step: those lie in its folder, in optim/ or in state/. Do not use this step; somebody has "
+    "written it to have other files read."
+)
+
+
+def check_index(index: Index) -> None:
+    """Check names, types, bounds and coverage of a whole index.
+
+    Raises:
+        ValueError: If a file's name leads out of the step, a tensor's bytes do not lie in its file, or its boxes do not
+            hold each element once. Values of the wrong type raise that, `TypeError`, `LookupError`, `AttributeError`
+            or `ArithmeticError`.
+    """
+    for record in index.files:
+        _check_file(record)
+    if len({record.name for record in index.files}) != len(index.files):
+        raise ValueError("two files have one name.")
+    missing = [section for section in SECTIONS if section not in index.tensors]
+    if missing:
+        raise ValueError(f"it has no tensors of {missing}.")
+    for section, tensors in index.tensors.items():
+        for key, tensor in tensors.items():
+            try:
+                _check_tensor(tensor, index.files)
+            except ValueError as err:
+                raise ValueError(f"{section} tensor {key!r}: {err}") from err
+    for alias, first in index.tied.items():
+        if first not in index.tensors["model"]:
+            raise ValueError(f"{alias!r} is tied to {first!r}, which it does not list.")
+
+
+def check_manifest(value: dict[str, Any]) -> None:
+    """Check keys, types and names of a manifest; of its metrics only that there are names.
+
+    Raises:
+        ValueError: If a key is missing or of another type, or a file's name leads out of the step. Entries of the wrong
+            type raise that, `TypeError` or `LookupError`.
+    """
+    kinds = {"versions": dict, "metrics": dict, "files": list, "index": dict, "save_id": str, "saved_at": str}
+    numbers = ("format", "step", "world_size", "serial")
+    missing = [name for name in [*numbers, *kinds] if name not in value]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(map(repr, missing))}.")
+    wrong = [name for name, kind in kinds.items() if not isinstance(value[name], kind)]
+    wrong += [name for name in numbers if not _ints([value[name]])]
+    if wrong:
+        raise ValueError(f"{', '.join(map(repr, wrong))} is not of the type that FORMAT.md says.")
+    for entry in [{**value["index"], "name": INDEX_NAME}, *value["files"]]:
+        if not is_file_name(entry["name"]):
+            raise ValueError(f"it lists {entry['name']!r}, {_NO_FILE}")
+        if not (_ints([entry["size"]]) and isinstance(entry["digest"], str)):
+            raise ValueError(f"size or digest of {entry['name']} is not of the type that FORMAT.md says.")
+
+
+def check_shared_state(state: dict[str, Any]) -> None:
+    """Check that the plain state of a run has all its parts.
+
+    Raises:
+        ValueError: If one is missing or of another type. Values of the wrong type raise that, `TypeError`,
+            `LookupError` or `AttributeError`.
+    """
+    kinds = {"dp": list, "has": list, "model": dict, "optim": dict, "sched": list, "extra": dict}
+    for name, kind in kinds.items():
+        if not isinstance(state[name], kind):
+            raise ValueError(f"{name!r} is a {type(state[name]).__name__}, not a {kind.__name__}.")
+    if not state["dp"] or not all(_ints(place) and len(place) == 2 for place in state["dp"]):
+        raise ValueError("'dp' is not [place, size] of each rank.")
+    groups, leaves = state["optim"]["groups"], state["optim"]["leaves"]
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+        raise ValueError("'optim' has groups that are not settings and parameters.")
+    if not isinstance(leaves, dict) or not all(isinstance(values, dict) for values in leaves.values()):
+        raise ValueError("'optim' has leaves that are not values by parameter.")
+
+
+def _is_group(group: Any) -> bool:
+    params = group["params"]
+    return isinstance(group["hyper"], dict) and isinstance(params, list) and set(map(type, params)) <= {str, int}
+
+
+def _check_file(record: FileRecord) -> None:
+    if not is_file_name(record.name):
+        raise ValueError(f"it lists {record.name!r}, {_NO_FILE}")
+    if not (_ints([record.size, record.data_start]) and record.data_start <= record.size):
+        raise ValueError(f"{record.name} of {record.size!r} bytes cannot have data from byte {record.data_start!r}.")
+    if len(record.blocks) != -(-record.size // BLOCK_BYTES) or any(len(digest) != 32 for digest in record.blocks):
+        raise ValueError(f"{record.name} of {record.size} bytes has {len(record.blocks)} digests of blocks.")
+
+
+def _check_tensor(tensor: StoredTensor, files: Sequence[FileRecord]) -> None:
+    columns, shape = tensor.columns, tensor.shape
+    item, n, offsets, sizes = ITEM_BYTES.get(tensor.dtype), columns["count"], columns["offsets"], columns["sizes"]
+    if item is None:
+        raise ValueError(f"dtype {tensor.dtype!r} is unknown.")
+    if len(offsets) != len(shape) or len(sizes) != len(shape):
+        raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, it has {len(shape)}.")
+    every = [columns["file"], columns["start"], *offsets, *sizes]
+    if not _ints([n, *shape, *itertools.chain.from_iterable(c if isinstance(c, list) else [c] for c in every)]):
+        raise ValueError("its shape, or where its boxes lie, is not told in whole numbers from 0.")
+    # Columns of one number take no room in the file, so a count alone must not be believed.
+    if n > 1 and not any(isinstance(column, list) for column in every):
+        raise ValueError(f"it cannot have {n} equal boxes.")
+    if any(isinstance(column, list) and len(column) != n for column in every):
+        raise ValueError(f"it has {n} boxes, but not as many numbers in each column.")
+    at_file, starts, *places = [column if isinstance(column, list) else [column] * n for column in every]
+    extents = places[len(shape) :]
+    for length, begins, extent in zip(shape, places[: len(shape)], extents, strict=True):
+        if any(begin + size > length for begin, size in zip(begins, extent, strict=True)):
+            raise ValueError(f"a box of it lies outside of its shape {list(shape)}.")
+    for file, start, frames, *box in zip(at_file, starts, columns.get("frames") or [None] * n, *extents, strict=True):
+        nbytes = item * math.prod(box)
+        if frames is not None:
+            nbytes = _frame_bytes(frames, nbytes)
+        if file >= len(files) or start + nbytes > files[file].size - files[file].data_start:
+            raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
+    if not is_tiling(shape, offsets, sizes, n):
+        raise ValueError(
+            f"its {n} boxes do not cover its shape {list(shape)}: an element is in none of them, or in several."
+        )
+
+
+def _frame_bytes(lengths: Any, raw_bytes: int) -> int:
+    if not _ints(lengths) or len(lengths) != -(-raw_bytes // FRAME_BYTES):
+        raise ValueError(f"{raw_bytes} bytes of it are not in frames of {FRAME_BYTES}.")
+    return sum(lengths)
+
+
+def _ints(values: Any) -> bool:
+    """Whether this is a list of integers, none of them negative."""
+    return isinstance(values, list) and set(map(type, values)) <= {int} and (not values or min(values) >= 0)

@@ -1,0 +1,260 @@
+"""Turn a checkpoint of torch's distributed checkpointing (DCP) into a step, without a model or other ranks.
+
+Tensors keep their names; optimizer state is filed by parameter and state name, parameter groups by their settings, so
+that a model in any layout can go on from it. What belongs to neither (schedulers, counters, data position) becomes
+``extra``. No pickle is trusted: metadata
+goes through an allow list, items through torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves
+a file readable is not found.
+"""
+
+import io
+import logging
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from titan_ckpt.errors import Damage
+from titan_ckpt.format.boxes import Box, intersect, is_tiling
+from titan_ckpt.interop.dcp_metadata import read_metadata
+from titan_ckpt.interop.stream import write_step
+from titan_ckpt.interop.views import View
+from titan_ckpt.state.dtypes import DTYPES, dtype_name
+from titan_ckpt.state.leaves import TensorSink
+from titan_ckpt.storage.paths import StorePath, as_path
+
+_log = logging.getLogger("titan_ckpt")
+
+
+def import_dcp(
+    folder: Path | str,
+    root: StorePath | Path | str,
+    *,
+    step: int = 0,
+    model: str | None = None,
+    optim: str | None = None,
+) -> StorePath:
+    """Make a step of a DCP checkpoint. One process; needs memory for the largest tensor.
+
+    Args:
+        folder: The DCP checkpoint: a folder with ``.metadata`` and ``.distcp`` files.
+        root: The folder of the steps.
+        step: The step's number.
+        model: The entry of the saved state dict that is the model; "" if its weights stand at the top, beside entries
+            that are dicts (as torchtitan saves them). None looks for "model", else takes "".
+        optim: The entry that is the optimizer's state; None looks for "optim", "optimizer".
+
+    Returns:
+        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. What is neither model nor optimizer
+        is in ``extra`` under its name in the DCP checkpoint (``extra["train_state.step"]``, say); a log line lists it.
+
+    Raises:
+        ValueError: If this is no DCP checkpoint, it has no such model, a file is missing or damaged, or a pickle in it
+            asks for anything but plain data and tensors.
+    """
+    source = _Source(Path(folder))
+    paths = source.paths()
+    model = _entry(paths.values(), ("model",), "") if model is None else model
+    optim = _entry(paths.values(), ("optim", "optimizer"), "optim") if optim is None else optim
+    parts = _Parts(model, optim)
+    for name, kind in source.metadata.state_dict_metadata.items():
+        if isinstance(kind, TensorStorageMetadata):
+            parts.add_tensor(name, paths[name], source.view(name, kind))
+        else:
+            parts.add_value(name, source.value(name))
+    if parts.views["extra"] and not parts.views["model"]:
+        tops = sorted({path[0] for path in paths.values()})
+        raise ValueError(
+            f"{folder} holds no weights {f'in {model!r}' if model else 'at the top'}; its entries are {tops[:8]}. Say "
+            "which is the model: import_dcp(..., model=...)."
+        )
+    numbered = [key for key in parts.views["optim"] if key.partition("/")[0].isdigit()]
+    if numbered:
+        raise ValueError(
+            f"{folder} holds optimizer state by number ({numbered[0]!r}), which says nothing of the parameters. Save it "
+            "with torch.distributed.checkpoint.state_dict.get_state_dict, or import without: import_dcp(..., optim='')."
+        )
+    if parts.extra:
+        _log.info("%s: kept as extra, neither model nor optimizer: %s", folder, sorted(parts.extra))
+    return write_step(as_path(root), step, parts.views, parts.shared())
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The entries of a state dict, sorted into what a step holds."""
+
+    model: str
+    """The entry that is the model; "" if weights stand at the top."""
+    optim: str
+    """The entry that is the optimizer's state."""
+    views: dict[str, dict[str, View]] = field(default_factory=lambda: {"model": {}, "optim": {}, "extra": {}})
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    hypers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """Settings by the group's number, or by parameter where DCP's flattened form was saved."""
+
+    def add_tensor(self, name: str, path: tuple[str, ...], view: View) -> None:
+        state = f"{self.optim}.state."
+        if name.startswith(state):
+            param, _, key = name.removeprefix(state).rpartition(".")
+            self.views["optim"][f"{param}/{key}"] = view
+        elif path[0] == self.model and len(path) > 1:
+            self.views["model"][name.removeprefix(f"{self.model}.")] = view
+        elif not self.model and len(path) == 1:
+            self.views["model"][name] = view
+        else:
+            self.views["extra"][f"extra.{name}"] = view
+            self.extra[name] = {"$stored": f"extra.{name}"}
+
+    def add_value(self, name: str, value: Any) -> None:
+        encoded = _encoded(value, name)
+        state, groups = f"{self.optim}.state.", f"{self.optim}.param_groups."
+        if name.startswith(state):
+            param, _, key = name.removeprefix(state).rpartition(".")
+            self.leaves.setdefault(param, {})[key] = encoded
+        elif name.startswith(groups):
+            owner, _, key = name.removeprefix(groups).rpartition(".")
+            self.hypers.setdefault(owner, {})[key] = value if key == "params" else encoded
+        elif name == groups.removesuffix("."):
+            for number, group in enumerate(value):
+                for key, setting in group.items():
+                    self.hypers.setdefault(str(number), {})[key] = (
+                        setting if key == "params" else _encoded(setting, f"{name}.{key}")
+                    )
+        else:
+            self.extra[name] = encoded
+
+    def shared(self) -> dict[str, Any]:
+        """Plain state, as `titan_ckpt.interop.stream.write_step` wants it."""
+        groups: list[dict[str, Any]] = []
+        for owner, settings in self.hypers.items():
+            hyper = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+            groups.append({"hyper": hyper, "params": list(settings.get("params", [owner]))})
+        return {
+            "has": ["model", "optim"] if groups else ["model"],
+            "optim": {"groups": groups, "leaves": self.leaves, "others": []},
+            "extra": self.extra,
+        }
+
+
+class _Source:
+    """A DCP checkpoint's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata: Metadata = read_metadata(folder)
+        self._places: Mapping[MetadataIndex, Any] = self.metadata.storage_data
+        self._kept: tuple[str, dict[Box, Tensor]] = ("", {})
+
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Each item's name to where it lay in the nested state dict.
+
+        DCP joins such a path with dots, as a module's name is, and keeps the path beside it. Where it did not (its
+        planner was told not to flatten), nothing was nested.
+        """
+        kept: Any = self.metadata.planner_data
+        known: dict[str, Any] = kept if isinstance(kept, dict) else {}
+        return {name: tuple(map(str, known.get(name) or (name,))) for name in self.metadata.state_dict_metadata}
+
+    def view(self, name: str, kind: TensorStorageMetadata) -> View:
+        """A tensor, read when it is needed."""
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in kind.chunks]
+        shape = tuple(kind.size)
+        _check_boxes(self.folder, name, shape, boxes)
+        return _DcpView(self, name, dtype_name(kind.properties.dtype, name), shape, tuple(boxes))
+
+    def value(self, name: str) -> Any:
+        """An item that is no tensor."""
+        return self._load(MetadataIndex(name), name)
+
+    def chunk(self, name: str, box: Box, dtype: str) -> Tensor:
+        """One stored part of a tensor; kept until another tensor is asked for, since tensors are streamed by rows."""
+        if self._kept[0] != name:
+            self._kept = (name, {})
+        if box not in self._kept[1]:
+            self._kept[1][box] = self._chunk(name, box, dtype)
+        return self._kept[1][box]
+
+    def _chunk(self, name: str, box: Box, dtype: str) -> Tensor:
+        loaded = self._load(MetadataIndex(name, box[0]), name)
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (box[1], DTYPES[dtype]):
+            raise ValueError(f"{self.folder}: the part of {name!r} at {list(box[0])} is not what the metadata says.")
+        return loaded
+
+    def _load(self, index: MetadataIndex, name: str) -> Any:
+        place = self._places.get(index)
+        if place is None:
+            raise ValueError(f"{self.folder}: the metadata does not say where {name!r} lies.")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{self.folder}: {name!r} is stored through {place.transform_descriptors}; save it plain.")
+        path = self.folder / place.relative_path
+        if "/" in place.relative_path or not path.is_file():
+            raise ValueError(f"{self.folder} lacks {place.relative_path!r}, which holds {name!r}.")
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as err:
+            reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+            raise ValueError(f"{path}: {name!r} is damaged or not plain data and tensors: {reason}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class _DcpView:
+    """A tensor of a DCP checkpoint."""
+
+    source: _Source
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def check(self, box: Box) -> list[Damage]:
+        return []
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        for stored in self.boxes:
+            common = intersect(box, stored)
+            if common is None:
+                continue
+            target, values = into, self.source.chunk(self.name, stored, self.dtype)
+            for dim, (at, n) in enumerate(zip(*common, strict=True)):
+                target = target.narrow(dim, at - box[0][dim], n)
+                values = values.narrow(dim, at - stored[0][dim], n)
+            target.copy_(values)
+
+
+def _check_boxes(folder: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Parts must lie in the tensor and hold each of its elements once."""
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(min(at, n) >= 0 and at + n <= length for at, n, length in zip(offsets, sizes, shape, strict=True))
+        for offsets, sizes in boxes
+    )
+    offsets, sizes = ([[box[side][d] for box in boxes] for d in range(len(shape))] if inside else [] for side in (0, 1))
+    if not inside or not is_tiling(shape, offsets, sizes, len(boxes)):
+        raise ValueError(
+            f"{folder}: the {len(boxes)} parts of {name!r} do not cover its shape {list(shape)}: an element is in none "
+            "of them, or in several. Save it again; the metadata is damaged or was crafted."
+        )
+
+
+def _entry(paths: Iterable[tuple[str, ...]], candidates: tuple[str, ...], default: str) -> str:
+    tops = {path[0] for path in paths if len(path) > 1}
+    return next((candidate for candidate in candidates if candidate in tops), default)
+
+
+def _encoded(value: Any, name: str) -> Any:
+    sink = TensorSink()
+    encoded = sink.encode(value, name)
+    if sink.tensors:
+        raise ValueError(
+            f"{name!r} holds tensors {list(sink.tensors)[:4]} inside plain data, which cannot be imported."
+        )
+    return encoded

@@ -1,0 +1,343 @@
+"""Let torch's own ``dcp.save`` and ``dcp.load`` use this storage: digests, one commit, no pickle on disk.
+
+DCP plans and gathers as ever; only files are ours. Tensors become safetensors under their DCP names in the ``model``
+section, other items tagged JSON in ``extra``. So a model saved flat (``dcp.save(model.state_dict(), ...)``) restores
+with `Checkpointer`, and a step that `Checkpointer` saved gives its weights to ``dcp.load``.
+"""
+
+import io
+import os
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from titan_ckpt.errors import DamageError, malformed_is_damage
+from titan_ckpt.format.header import Entry
+from titan_ckpt.format.index import FileRecord, Index, StoredChunk, pack_tensor
+from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, check_step, shard_name
+from titan_ckpt.format.tagged_json import dump_json
+from titan_ckpt.load.copies import box_copies, check_copies, read_tensor, run_copies
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.save.prepare import merge_shared
+from titan_ckpt.save.write import write_bytes, write_safetensors
+from titan_ckpt.state import leaves
+from titan_ckpt.state.dtypes import DTYPES, dtype_name
+from titan_ckpt.state.leaves import TensorSink, tensor_bytes
+from titan_ckpt.steps.commit import begin_save, commit_save, discard, purge
+from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.retention import Retention
+from titan_ckpt.storage.files import remove_tree
+from titan_ckpt.storage.paths import StorePath, as_path
+from titan_ckpt.version import VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the coordinator tells a rank: where to write, and as whom."""
+
+    folder: str
+    """Its name below the root; in full on a file system."""
+    save_id: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank tells the coordinator about one item."""
+
+    rank: int
+    start: int = 0
+    """First byte of a tensor in the rank's file's data."""
+    sizes: tuple[int, ...] = ()
+    value: Any = None
+    """Another item, encoded."""
+    record: dict[str, Any] | None = None
+    """The rank's file; with its first tensor."""
+
+
+class TitanStorageWriter(StorageWriter):
+    """``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``.
+
+    Saving a step again replaces it. A save that fails on any rank leaves nothing behind.
+
+    Args:
+        root: The folder of the steps, on a file system all ranks see.
+        step: The step's number, from 0.
+
+    Raises:
+        ValueError: If the step is negative.
+    """
+
+    def __init__(self, root: StorePath | os.PathLike[str] | str, step: int) -> None:
+        super().__init__()
+        check_step(step)
+        self.root, self.step = as_path(root), step
+        self.path: StorePath | None = None
+        """The committed step's folder, on the coordinator, once it is saved."""
+        self._save_id, self._world = "", 1
+        self._folder: StorePath | None = None
+        """The unfinished step's, on the coordinator, while there is one."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a save; a ``checkpoint_id`` is taken as the root."""
+        self.path = None
+        self._give_up()
+        if checkpoint_id is not None:
+            self.root = as_path(str(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP; nothing to do before the plan is known."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Called by DCP; the plan stays as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called by DCP on the coordinator: make the unfinished step's folder and tell it to every rank."""
+        folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
+        self._folder, self._world = folder, len(plans)
+        name = str(folder) if isinstance(folder, Path) else folder.name
+        return [replace(plan, storage_data=_Place(name, self._save_id, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called by DCP on every rank: write this rank's file and bring it to disk."""
+        done: Future[list[WriteResult]] = Future()
+        place: _Place = plan.storage_data
+        try:
+            done.set_result(self._write(place, plan, planner))
+        except BaseException:  # DCP tells storage nothing of a save that failed
+            discard(self.root / place.folder)
+            raise
+        return done
+
+    def _write(self, place: _Place, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors.sort(key=lambda item: -ITEM_BYTES[_dtype(item)])  # keeps every tensor aligned
+        results = [
+            WriteResult(item.index, 0, _Written(place.rank, value=_encoded(planner.resolve_data(item), item.index.fqn)))
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO
+        ]
+        record: dict[str, Any] | None = None
+        entries = _entries(tensors)
+        if entries:
+            buffers = (_tensor_bytes(planner.resolve_data(item)) for item in tensors)
+            name = shard_name("model", place.rank)
+            record = write_safetensors(self.root / place.folder, name, entries, buffers, {"format": "pt"}).to_json()
+        start = 0
+        for item, entry in zip(tensors, entries, strict=True):
+            written = _Written(place.rank, start, entry.shape, record=None if start else record)
+            results.append(WriteResult(item.index, entry.nbytes, written))
+            start += entry.nbytes
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called by DCP on the coordinator when every rank has written: commit the step."""
+        try:
+            self.path = self._commit(metadata, results)
+        except BaseException:
+            self._give_up()
+            raise
+        self._folder = None
+        for replaced in purge(self.path, self.step, Retention()):
+            remove_tree(replaced)
+
+    def _give_up(self) -> None:
+        """Delete what this writer began and did not commit; known to the coordinator only."""
+        if self._folder is not None:
+            discard(self._folder)
+        self._folder = None
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> StorePath:
+        assert self._folder is not None
+        listed = [result for rank in results for result in rank]
+        records = {r.storage_data.rank: r.storage_data.record for r in listed if r.storage_data.record}
+        files = [FileRecord.from_json(records[rank]) for rank in sorted(records)]
+        number = {rank: i for i, rank in enumerate(sorted(records))}
+        chunks: dict[str, list[StoredChunk]] = {}
+        extra: dict[str, Any] = {}
+        for result in listed:
+            written: _Written = result.storage_data
+            fqn = result.index.fqn
+            if isinstance(metadata.state_dict_metadata[fqn], TensorStorageMetadata):
+                offsets = tuple(result.index.offset or ())
+                chunks.setdefault(fqn, []).append(
+                    StoredChunk(number[written.rank], written.start, offsets, written.sizes)
+                )
+            else:
+                extra[fqn] = written.value
+        tensors = {
+            fqn: pack_tensor(dtype_name(kind.properties.dtype, fqn), tuple(kind.size), chunks[fqn])
+            for fqn, kind in metadata.state_dict_metadata.items()
+            if isinstance(kind, TensorStorageMetadata)
+        }
+        told = {"dp": [0, 1], "has": ["model"], "model": {}, "optim": {"groups": [], "leaves": {}}, "sched": []}
+        state = merge_shared(self.step, [{**told, "extra": extra}])
+        files.append(write_bytes(self._folder, STATE_NAME, dump_json(state)))
+        return commit_save(
+            self._folder,
+            step=self.step,
+            save_id=self._save_id,
+            world_size=self._world,
+            files=files,
+            index=Index(tuple(files), {section: {} for section in SECTIONS} | {"model": tensors}, {}),
+            versions={"titan-ckpt": VERSION, "torch": torch.__version__},
+            metrics={},
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Called by DCP; any path may become a folder of steps."""
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Called by DCP."""
+        return StorageMeta(checkpoint_id=str(self.root), save_id=self._save_id)
+
+
+class TitanStorageReader(StorageReader):
+    """``dcp.load(state_dict, storage_reader=TitanStorageReader(step_folder))``. Every block read is checked.
+
+    Args:
+        step: The step's folder.
+
+    Raises:
+        DamageError: If the step is not what was written.
+    """
+
+    def __init__(self, step: StorePath | os.PathLike[str] | str) -> None:
+        super().__init__()
+        self._reader = StepReader(step)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Called by DCP before a load; a ``checkpoint_id`` is taken as the step's folder."""
+        if checkpoint_id is not None:
+            self._reader = StepReader(str(checkpoint_id))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Called by DCP: what the step holds, in DCP's terms."""
+        index = self._reader.index
+        names = {key: key for key in index.tensors["model"]} | index.tied
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            name: BytesStorageMetadata() for name in self._extra()
+        }
+        for name, key in names.items():
+            stored = index.tensors["model"][key]
+            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks]
+            properties = TensorProperties(dtype=DTYPES[stored.dtype])
+            entries[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), boxes)
+        return Metadata(state_dict_metadata=entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP; everything is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Called by DCP; the plan stays as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Called by DCP; the plans stay as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Called by DCP on every rank: check, then fill what the plan asks for."""
+        targets = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        tensors = [planner.resolve_tensor(item).detach() for item in targets]
+        copies = {str(i): self._copies(item, into) for i, (item, into) in enumerate(zip(targets, tensors, strict=True))}
+        damages = check_copies(self._reader, copies)
+        if damages:
+            raise DamageError(str(self._reader.path), damages)
+        run_copies(self._reader, copies)
+        for item, into in zip(targets, tensors, strict=True):
+            planner.commit_tensor(item, into)
+        extra = self._extra() if len(targets) < len(plan.items) else {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                # DCP's planner wants a pickle. It gets one of plain data, made here a moment ago.
+                packed = io.BytesIO()
+                torch.save(extra[item.storage_index.fqn], packed)
+                packed.seek(0)
+                planner.load_bytes(item, packed)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Called by DCP."""
+        return Path(checkpoint_id).is_dir()
+
+    def _copies(self, item: ReadItem, into: Tensor) -> list[Any]:
+        stored = self._reader.index.find("model", item.storage_index.fqn)
+        assert stored is not None
+        origin = item.storage_index.offset or ()
+        offsets = tuple(at + inner for at, inner in zip(origin, item.storage_offsets, strict=True))
+        return box_copies(stored, (offsets, tuple(item.lengths)), into)
+
+    def _extra(self) -> dict[str, Any]:
+        encoded = self._reader.shared_state()["extra"]
+        with malformed_is_damage(self._reader.path, STATE_NAME):
+            return leaves.decode(encoded, lambda key: read_tensor(self._reader, "extra", key))
+
+
+def _dtype(item: WriteItem) -> str:
+    assert item.tensor_data is not None
+    return dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
+
+
+def _entries(items: list[WriteItem]) -> list[Entry]:
+    seen: dict[str, int] = {}
+    entries: list[Entry] = []
+    for item in items:
+        assert item.tensor_data is not None
+        n = seen.setdefault(item.index.fqn, 0)
+        seen[item.index.fqn] += 1
+        name = f"{item.index.fqn}@{n}" if n else item.index.fqn
+        entries.append(Entry(name, _dtype(item), tuple(item.tensor_data.chunk.sizes)))
+    return entries
+
+
+def _tensor_bytes(value: Any) -> memoryview:
+    assert isinstance(value, Tensor)
+    return tensor_bytes(value.detach())
+
+
+def _encoded(packed: Any, fqn: str) -> Any:
+    """An item that is no tensor, as tagged JSON. DCP's planner pickled it in this process a moment ago."""
+    packed.seek(0)
+    try:
+        value = torch.load(packed, weights_only=True)
+    except pickle.UnpicklingError as err:
+        raise TypeError(
+            f"{fqn} is an object, which a checkpoint cannot hold: only plain data and tensors can be saved, so that "
+            "loading never runs code. Give it a state_dict of plain data."
+        ) from err
+    sink = TensorSink()
+    encoded = sink.encode(value, fqn)
+    if sink.tensors:
+        raise TypeError(f"{fqn} holds tensors {list(sink.tensors)[:4]} inside plain data; make them entries of a dict.")
+    return encoded

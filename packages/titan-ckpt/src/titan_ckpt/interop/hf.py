@@ -1,0 +1,332 @@
+"""Hugging Face folders of safetensors files, in and out, without building a model.
+
+Export streams: headers are computed from the index, then each tensor is put together a few megabytes of rows at a
+time out of the mapped files, cast if asked, and written where it belongs. So a model of any size takes tens of
+megabytes. Import is the resharding reader on foreign files: each rank copies the ranges it holds straight into its
+parameters. Where a family cuts its tensors in another way there, views translate (`titan_ckpt.interop.views`).
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_ckpt.errors import DamageError
+from titan_ckpt.format.boxes import Box
+from titan_ckpt.format.header import Entry
+from titan_ckpt.format.names import ITEM_BYTES, parse_object
+from titan_ckpt.interop.key_map import KeyMap
+from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
+from titan_ckpt.interop.stream import view_bytes, write_step
+from titan_ckpt.interop.translate import from_hf, to_hf
+from titan_ckpt.interop.views import StoredView, View, row_pieces, whole_box
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.save.write import write_safetensors
+from titan_ckpt.state.dtypes import DTYPES, dtype_name
+from titan_ckpt.state.model import as_modules, model_state
+from titan_ckpt.state.sharding import LocalShard, local_part
+from titan_ckpt.storage.files import fsync_folder, write_plain
+from titan_ckpt.storage.paths import StorePath, as_path
+
+_log = logging.getLogger("titan_ckpt")
+
+
+def export_hf(
+    step: StorePath | os.PathLike[str] | str,
+    out: Path | str,
+    *,
+    names: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    config: Mapping[str, Any] | None = None,
+    leave_out: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Path]:
+    """Write a step's weights as a Hugging Face folder. The folder appears when it is complete.
+
+    Args:
+        step: The step's folder.
+        out: The folder to make; must not exist.
+        names: The key map of the model's family; None keeps the names. What ``names.left_out`` names (rotary tables, for
+            one) is not exported.
+        dtype: Convert floating-point tensors to this one (rounding to nearest); None keeps each tensor's. Integer
+            and boolean tensors, and ``*.expert_bias``, are kept.
+        max_shard_bytes: Start another file before one passes this size.
+        config: Written as ``config.json``.
+        leave_out: Regular expressions; a tensor of the step whose name one of them matches as a whole is not exported.
+        progress: Called with the bytes just written.
+
+    Returns:
+        The safetensors files.
+
+    Raises:
+        DamageError: If the step is not what was written.
+        ValueError: If ``out`` exists, a name is not of the family, or a pattern of ``leave_out`` matches nothing.
+    """
+    reader, target = StepReader(step), Path(out)
+    if target.exists():
+        raise ValueError(f"{target} exists. Export to a new folder, so that no stale file stays in it.")
+    listed = _export_list(reader, names, dtype, leave_out)
+    shards = _split(listed, max_shard_bytes)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.parent / f".{target.name}.part-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards):
+            file = (
+                "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            )
+            entries = [entry for entry, _ in shard]
+            pieces = (_checked(view, DTYPES[entry.dtype], reader, progress) for entry, view in shard)
+            write_safetensors(folder, file, entries, pieces, {"format": "pt"})
+            weight_map |= {entry.name: file for entry in entries}
+        if len(shards) > 1:
+            _write_json(folder / HF_INDEX_NAME, {"metadata": _totals(listed), "weight_map": weight_map})
+        if config is not None:
+            _write_json(folder / "config.json", dict(config))
+        fsync_folder(folder)
+        folder.rename(target)
+        fsync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return sorted(target.glob("*.safetensors"))
+
+
+def import_hf(
+    folder: Path | str,
+    model: nn.Module | list[nn.Module],
+    *,
+    names: KeyMap | None = None,
+    strict: bool = True,
+    shards: Mapping[str, LocalShard] | None = None,
+) -> None:
+    """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
+
+    A module with a method ``check_hf_config(config)`` is first asked whether the folder's ``config.json`` describes it:
+    weights of the right names and shapes give other logits under another rotary base, epsilon or routing rule. The method
+    raises a ValueError if not.
+
+    Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
+    dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
+    one a tensor, one a row, or blocks), unless the model holds those scales itself.
+
+    Args:
+        folder: Holds ``model.safetensors``, or files and their index.
+        model: The model, or this rank's pieces of it under their full names.
+        names: The key map of the model's family; None if names are the same.
+        strict: Refuse if the model lacks a tensor of the folder or the folder one of the model. Pass False for a
+            pipeline stage, which holds only some: what is not found or not of the family is logged as a warning.
+        shards: Name of a tensor to where it lies in a larger one, as `TrainState.shards`.
+
+    Raises:
+        ValueError: If names, shapes or kinds of dtype do not fit, a file is damaged, a weight has scales whose meaning is
+            not known, or a parameter is on the meta device. The model is untouched then.
+    """
+    _check_config(Path(folder), as_modules(model))
+    state = model_state(as_modules(model))
+    aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
+    for alias, first in state.tied.items():
+        aliases[first].append(alias)
+    available = _views_of(Path(folder), names, {*aliases, *state.tied}, strict)
+    found = {name: [alias for alias in listed if alias in available] for name, listed in aliases.items()}
+    missing = [name for name, listed in found.items() if not listed and not (names and names.leaves_out(name))]
+    unexpected = [name for name in available if name not in aliases and name not in state.tied]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"{folder} does not fit the model: {len(missing)} tensors missing {missing[:6]}, {len(unexpected)} "
+            f"unexpected {unexpected[:6]}. Check the key map and the model's configuration, or pass strict=False."
+        )
+    if missing:
+        _log.warning("%s lacks %d tensors of the model, which keep their values: %s", folder, len(missing), missing[:8])
+    fills: list[tuple[View, Box, Tensor]] = []
+    for name, listed in found.items():
+        _check_readable(available, listed)
+        if len(listed) > 1 and not _equal([available[alias] for alias in listed]):
+            raise ValueError(f"{listed} are one tied weight in this model, but differ in {folder}. Build it untied.")
+        if listed:
+            fills += _fills(available[listed[0]], state.tensors[name], name, (shards or {}).get(name))
+    with torch.no_grad():
+        for view, box, into in fills:
+            view.fill(box, into)
+
+
+def import_hf_step(
+    folder: Path | str, root: StorePath | os.PathLike[str] | str, *, step: int = 0, names: KeyMap | None = None
+) -> StorePath:
+    """Make a step that holds the weights of a Hugging Face folder: to start a run from, on any number of ranks.
+
+    One process, no model. The step holds a model and nothing else: restore it with ``TrainState(model=, rng=False)``.
+
+    Args:
+        folder: The Hugging Face folder.
+        root: The folder of the steps.
+        step: The step's number.
+        names: The key map of the model's family; None keeps the names.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        ValueError: If a name is not of the family, or a file is damaged.
+    """
+    views = _views_of(Path(folder), names)
+    _check_readable(views, views)
+    return write_step(as_path(root), step, {"model": views})
+
+
+def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
+    """Let every model that knows how compare the folder's ``config.json`` with itself."""
+    checks = [check for model in models for module in model.modules() if (check := _config_check(module)) is not None]
+    file = folder / "config.json"
+    if checks and not file.is_file():
+        _log.warning("%s has no config.json: whether it fits the model's arguments is not known", folder)
+    elif checks:
+        config = parse_object(file.read_bytes(), str(file))
+        for check in checks:
+            check(config)
+
+
+def _config_check(module: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
+    return getattr(module, "check_hf_config", None)
+
+
+def _views_of(
+    folder: Path, names: KeyMap | None, wanted: Container[str] | None = None, strict: bool = True
+) -> dict[str, View]:
+    """The folder's tensors by our names."""
+
+    def kept(name: str) -> bool:
+        if names is None:
+            return wanted is not None and name in wanted
+        found = names.match_theirs(name) if names.maps(name) else []
+        return any(wanted is None or pair.ours.format(**letters) in wanted for pair, letters in found)
+
+    views = SafetensorsReader(folder).views(kept)
+    if names is None:
+        return views
+    if not strict:
+        known = {name: view for name, view in views.items() if names.maps(name) or names.ignores(name)}
+        if len(known) < len(views):
+            unknown = [name for name in views if name not in known]
+            _log.warning(
+                "%s: %d tensors are ignored, no names of the %s family: %s",
+                folder,
+                len(unknown),
+                names.family,
+                unknown[:8],
+            )
+        views = known
+    return from_hf(views, names, wanted)
+
+
+def _check_readable(views: Mapping[str, View], names: Iterable[str]) -> None:
+    """Raise for a tensor that the files hold but that cannot be read."""
+    for name in names:
+        views[name].check(whole_box(views[name].shape))
+
+
+def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> list[tuple[View, Box, Tensor]]:
+    """What fills this rank's part of ``target``."""
+    part = local_part(target, name, shard)
+    if part.shape != view.shape:
+        raise ValueError(
+            f"{name} has shape {list(part.shape)}, but {list(view.shape)} was saved. Build the same model."
+        )
+    saved = DTYPES[view.dtype]
+    if saved != target.dtype and not (saved.is_floating_point and target.dtype.is_floating_point):
+        raise ValueError(
+            f"{name} is {target.dtype}, but {saved} was saved: the values would not survive. Build it in {saved}; only "
+            "floating-point tensors are converted."
+        )
+    return [(view, (box.offsets, box.sizes), part.view(i)) for i, (box, _) in enumerate(part.boxes)]
+
+
+def _equal(views: list[View]) -> bool:
+    first, *others = views
+    for other in others:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            return False
+        for box in row_pieces(first):
+            a, b = (torch.empty(box[1], dtype=DTYPES[first.dtype]) for _ in range(2))
+            first.fill(box, a)
+            other.fill(box, b)
+            if not torch.equal(a, b):
+                return False
+    return True
+
+
+def _export_list(
+    reader: StepReader, names: KeyMap | None, dtype: torch.dtype | None, leave_out: Sequence[str]
+) -> list[tuple[Entry, View]]:
+    ours: dict[str, View] = {
+        key: StoredView(reader, reader.index.tensors["model"][key]) for key in _exported(reader, names, leave_out)
+    }
+    exact = {key for key in ours if key.endswith("expert_bias")}
+    exact |= {names.to_hf(key) for key in exact} if names else set()
+    listed: list[tuple[Entry, View]] = []
+    for name, view in (to_hf(ours, names) if names else ours).items():
+        keep = dtype is None or not DTYPES[view.dtype].is_floating_point or name in exact
+        out_dtype = view.dtype if keep or dtype is None else dtype_name(dtype, name)
+        listed.append((Entry(name, out_dtype, view.shape), view))
+    return listed
+
+
+def _exported(reader: StepReader, names: KeyMap | None, leave_out: Sequence[str]) -> list[str]:
+    """Names of the step's weights that are to be exported."""
+    saved = [*reader.index.tensors["model"]]
+    for pattern in leave_out:
+        if not any(re.fullmatch(pattern, name) for name in saved):
+            raise ValueError(
+                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular expression of "
+                f"the names there: {saved[:6]}."
+            )
+    patterns = [*leave_out, *(names.left_out if names else ())]
+    return [name for name in saved if not any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[tuple[Entry, View]]]:
+    shards: list[list[tuple[Entry, View]]] = [[]]
+    size = 0
+    for entry, view in listed:
+        if shards[-1] and size + entry.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((entry, view))
+        size += entry.nbytes
+    for shard in shards:
+        shard.sort(key=lambda item: -ITEM_BYTES[item[0].dtype])  # keeps every tensor aligned
+    return shards
+
+
+def _totals(listed: list[tuple[Entry, View]]) -> dict[str, int]:
+    return {
+        "total_size": sum(entry.nbytes for entry, _ in listed),
+        "total_parameters": sum(math.prod(entry.shape) for entry, _ in listed),
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_plain(path, json.dumps(value, indent=2, sort_keys=True).encode())
+
+
+def _checked(
+    view: View, dtype: torch.dtype, reader: StepReader, progress: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """The bytes of one exported tensor, every block checked before it is read."""
+    damages = [damage for box in row_pieces(view) for damage in view.check(box)]
+    if damages:
+        raise DamageError(str(reader.path), damages)
+    for data in view_bytes(view, dtype):
+        progress(len(data))
+        yield data

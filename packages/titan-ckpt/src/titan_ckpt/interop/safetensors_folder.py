@@ -1,0 +1,221 @@
+"""Folders of safetensors files written by anyone: what is where in them, checked, as views."""
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from titan_ckpt.errors import Damage
+from titan_ckpt.format.boxes import Box
+from titan_ckpt.format.header import decode_header
+from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
+from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, parse_object
+from titan_ckpt.interop.views import RefusedView, ScaledView, StoredView, View
+from titan_ckpt.load.reader import FolderReader
+
+HF_INDEX_NAME = "model.safetensors.index.json"
+
+_DEFAULT_SCALE_BLOCK = (128, 128)
+
+# What is multiplied with its scales: `_scale_inv` is DeepSeek's name for them, `_scale` compressed-tensors'.
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
+_SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
+
+# Scales of activations and of the key-value cache, which no weight is multiplied with.
+_OTHER_SCALES = ("input_", "output_", "act_", "activation_", "q_", "k_", "v_", "kv_")
+
+
+class SafetensorsReader(FolderReader):
+    """A folder of safetensors files.
+
+    With an index (``model.safetensors.index.json``) the files it names are read, and each tensor from the file it names
+    for it. Without one, all files are; ``consolidated*`` is left out beside ``model*``: another copy, in other names.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ValueError: If a file is missing, not safetensors, or cut short, if a tensor is not in the file that the index
+            names, or if two files hold one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._refused: dict[str, View] = {}
+        weight_map = _weight_map(folder)
+        records: list[FileRecord] = []
+        tensors: dict[str, StoredTensor] = {}
+        places: dict[str, str] = {}
+        for number, name in enumerate(_files(folder, weight_map)):
+            path = folder / name
+            size = path.stat().st_size
+            with path.open("rb") as opened:
+                length = opened.read(8)
+                head = length + opened.read(min(int.from_bytes(length, "little"), size))
+            start, header = decode_header(head, size, str(path))
+            _check_file(path)
+            records.append(FileRecord(name, size, (), start))
+            for key, value in header.items():
+                if key == "__metadata__" or weight_map.get(key, name) != name:
+                    continue
+                if key in places:
+                    raise ValueError(
+                        f"{folder}: {key!r} is in {places[key]!r} and in {name!r}, and nothing says which to take. "
+                        f"Move the stale file away, or name the file of each tensor in {HF_INDEX_NAME}."
+                    )
+                places[key] = name
+                if value["dtype"] in ITEM_BYTES:
+                    tensors[key] = _stored(number, value)
+                else:
+                    reason = f"{path}: tensor {key!r} has dtype {value['dtype']}, which this version cannot read."
+                    self._refused[key] = RefusedView(value["dtype"], tuple(value["shape"]), reason)
+        _check_places(folder, weight_map, places)
+        super().__init__(folder, Index(tuple(records), {section: {} for section in SECTIONS} | {"model": tensors}, {}))
+
+    def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
+        """Every tensor by name; float8 and int8 weights as the product with their scales, without the scales.
+
+        One scale a tensor, one a row, and blocks are known. A weight whose scales mean something else, or a tensor of a
+        dtype that cannot be read, is a `RefusedView`: an error for who asks for it.
+
+        Args:
+            kept: Whether a tensor is wanted as it is, for the model may hold scales of its own.
+        """
+        stored: dict[str, View] = {key: _ForeignView(self, t) for key, t in self.index.tensors["model"].items()}
+        stored |= self._refused
+        scales_of = {
+            key: key + suffix
+            for suffix in reversed(_SCALE_SUFFIXES)
+            for key, view in stored.items()
+            if view.dtype in _QUANTIZED and key + suffix in stored and not kept(key + suffix)
+        }
+        used = {*scales_of.values()}
+        strays = _stray_scales(stored, kept)
+        block = _scale_block(self._folder)
+        views: dict[str, View] = {}
+        for key, view in stored.items():
+            if key in used:
+                continue
+            stray = strays.get(key.rpartition(".")[0]) if view.dtype.startswith("F8") else None
+            if key in scales_of:
+                views[key] = _scaled(key, view, scales_of[key], stored, block)
+            elif stray not in (None, key):
+                views[key] = _refused(key, view, f"{stray!r} beside it is no scale that this version knows how to use")
+            else:
+                views[key] = view
+        return views
+
+
+class _ForeignView(StoredView):
+    """A tensor in files that carry no digests."""
+
+    def check(self, box: Box) -> list[Damage]:
+        return []
+
+
+def _check_file(path: Path) -> None:
+    """Have the safetensors library judge a file: no tensors that overlap, no holes, no bytes left over."""
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as err:
+        raise ValueError(
+            f"{path} is not a safetensors file that the safetensors library reads: {err}. Fetch it again."
+        ) from err
+
+
+def _stored(file: int, value: Mapping[str, Any]) -> StoredTensor:
+    shape = tuple(value["shape"])
+    return pack_tensor(value["dtype"], shape, [StoredChunk(file, value["data_offsets"][0], (0,) * len(shape), shape)])
+
+
+def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: tuple[int, int]) -> View:
+    scales = stored[name]
+    known = _known_block(view.shape, scales.shape, block)
+    if f"{key}_zero_point" in stored:
+        return _refused(key, view, f"{key + '_zero_point'!r} beside it says that it is not symmetric")
+    if scales.dtype not in _SCALE_DTYPES:
+        return _refused(key, view, f"its scales {name!r} are of dtype {scales.dtype}, not floating-point")
+    if known is None:
+        want = [-(-n // size) for n, size in zip(view.shape, block, strict=False)]
+        reason = (
+            f"its scales {name!r} of shape {list(scales.shape)} are neither one a tensor nor one a row, and blocks of "
+            f"{list(block)} need {want}: say the block's size in config.json, quantization_config.weight_block_size"
+        )
+        return _refused(key, view, reason)
+    return ScaledView(view, scales, known)
+
+
+def _refused(key: str, view: View, why: str) -> View:
+    reason = (
+        f"{key!r} of shape {list(view.shape)} is {view.dtype}, which means nothing without its scales, but {why}. "
+        "Else convert the folder to bfloat16 with the tool that wrote it."
+    )
+    return RefusedView(view.dtype, view.shape, reason)
+
+
+def _known_block(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...] | None:
+    """How much of a tensor one scale is for; None if that is not known."""
+    if prod(scales) == 1 and len(scales) <= len(shape):
+        return tuple(max(size, 1) for size in shape)
+    if len(shape) != 2:
+        return None
+    if scales in ((shape[0],), (shape[0], 1)):
+        return 1, max(shape[1], 1)
+    return block if scales == (-(-shape[0] // block[0]), -(-shape[1] // block[1])) else None
+
+
+def _stray_scales(stored: Mapping[str, View], kept: Callable[[str], bool]) -> dict[str, str]:
+    """Module to a tensor of it that looks like the scale of a weight, but is named after none of its tensors."""
+    strays: dict[str, str] = {}
+    for name in stored:
+        module, _, last = name.rpartition(".")
+        named_after = any(name.endswith(suffix) and name.removesuffix(suffix) in stored for suffix in _SCALE_SUFFIXES)
+        if "scale" in last and not named_after and not last.startswith(_OTHER_SCALES) and not kept(name):
+            strays[module] = name
+    return strays
+
+
+def _scale_block(folder: Path) -> tuple[int, int]:
+    config = folder / "config.json"
+    if not config.exists():
+        return _DEFAULT_SCALE_BLOCK
+    told = parse_object(config.read_bytes(), str(config))
+    rows, columns = (told.get("quantization_config") or {}).get("weight_block_size") or _DEFAULT_SCALE_BLOCK
+    return rows, columns
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor to file, as the index says; empty without an index."""
+    index = folder / HF_INDEX_NAME
+    if not index.exists():
+        return {}
+    try:
+        told: Any = json.loads(index.read_bytes())
+        weight_map: dict[str, str] = {str(key): str(name) for key, name in told["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ValueError(f"{index} is no index with a weight_map ({type(err).__name__}). Fetch it again.") from err
+    return weight_map
+
+
+def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
+    files = sorted(set(weight_map.values()) or {path.name for path in folder.glob("*.safetensors")})
+    if not weight_map and any(name.startswith("model") for name in files):
+        files = [name for name in files if not name.startswith("consolidated")]
+    missing = [name for name in files if not (folder / name).is_file() or "/" in name]
+    if missing or not files:
+        raise ValueError(f"{folder} lacks {missing or 'any safetensors file'}. Fetch the whole checkpoint.")
+    return files
+
+
+def _check_places(folder: Path, weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
+    for key, name in weight_map.items():
+        if key not in places:
+            raise ValueError(
+                f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not hold it. Fetch "
+                "index and files anew, from one place."
+            )

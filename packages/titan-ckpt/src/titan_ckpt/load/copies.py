@@ -1,0 +1,193 @@
+"""Fill tensors of any layout from a step of any other layout.
+
+For each box a target holds, the stored boxes that overlap it are found; each overlap is one strided copy out of the
+mapped file. Two passes: first every touched block is checked on every rank, then - only if all is well everywhere -
+the targets are written. So a damaged step leaves model and optimizer as they were.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.errors import Damage, DamageError
+from titan_ckpt.format.boxes import Box, intersect
+from titan_ckpt.format.index import StoredChunk, StoredTensor
+from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt.load.reader import FolderReader
+from titan_ckpt.load.verify import Block, block_runs
+from titan_ckpt.state.dtypes import DTYPES
+from titan_ckpt.state.sharding import LocalShard, local_part
+
+# Compressed rows are unpacked about this many bytes at a time.
+_UNPACKED_BYTES = 32 << 20
+
+Verify = Literal["touched", "all", "none"]
+"""Check the blocks that are read, every block of the step, or nothing but sizes, manifest and index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One overlap of a stored box and a target's box."""
+
+    into: Tensor
+    """View of the target."""
+    stored: StoredTensor
+    chunk: StoredChunk
+    box: Box
+    """The overlap, in the whole tensor's coordinates."""
+
+
+def plan_copies(
+    stored: StoredTensor, target: Tensor, path: str, *, cast: bool, shard: LocalShard | None = None
+) -> list[Copy]:
+    """The copies that fill this rank's part of ``target``.
+
+    Raises:
+        ValueError: If shapes differ, dtypes differ and ``cast`` is off, or the step does not hold every element.
+    """
+    part = local_part(target, path, shard)
+    if part.shape != stored.shape:
+        raise ValueError(
+            f"{path} has shape {list(part.shape)}, but {list(stored.shape)} was saved. Build the same model."
+        )
+    if DTYPES[stored.dtype] != target.dtype and not cast:
+        raise ValueError(
+            f"{path} is {target.dtype}, but {DTYPES[stored.dtype]} was saved: a resume would not be exact. Build it "
+            "in that dtype, or pass strict=False to convert."
+        )
+    copies: list[Copy] = []
+    for i, (wanted, _) in enumerate(part.boxes):
+        found = box_copies(stored, (wanted.offsets, wanted.sizes), part.view(i))
+        covered = sum(math.prod(copy.box[1]) for copy in found)
+        if covered != wanted.numel:
+            raise ValueError(f"{path}: the step holds {covered} of the {wanted.numel} elements this rank needs.")
+        copies += found
+    return copies
+
+
+def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
+    """The copies that fill ``into``, a tensor of the box's shape, with that box of a stored tensor."""
+    copies: list[Copy] = []
+    for chunk in stored.chunks:
+        common = intersect(box, (chunk.offsets, chunk.sizes))
+        if common is not None:
+            copies.append(Copy(_narrow(into, box[0], common), stored, chunk, common))
+    return copies
+
+
+def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
+    """Every block the copies read."""
+    return {
+        (copy.chunk.file, block)
+        for listed in copies.values()
+        for copy in listed
+        for begin, end in _byte_runs(reader, copy)
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+    }
+
+
+def check_blocks(reader: FolderReader, blocks: Iterable[Block]) -> list[Damage]:
+    """Check blocks, in the order of the files; those that were checked before are not read again."""
+    return [
+        damage
+        for file, first, last in block_runs(blocks)
+        for damage in reader.check(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES)
+    ]
+
+
+def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
+    """Check every block the copies read."""
+    return check_blocks(reader, touched_blocks(reader, copies))
+
+
+@torch.no_grad()
+def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
+    """Write the targets."""
+    for listed in copies.values():
+        for copy in listed:
+            for begin, end in _byte_runs(reader, copy):
+                reader.fetch(copy.chunk.file, begin, end)
+            for into, values in _values(reader, copy):
+                into.copy_(values)
+
+
+def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
+    """A whole tensor on the CPU, checked.
+
+    Raises:
+        ValueError: If the step has no such tensor.
+        DamageError: If its bytes were altered.
+    """
+    stored = reader.index.find(section, key)
+    if stored is None:
+        raise ValueError(f"{reader.path} has no {section} tensor {key!r}.")
+    tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    copies = {key: plan_copies(stored, tensor, key, cast=False)}
+    damages = check_copies(reader, copies)
+    if damages:
+        raise DamageError(str(reader.path), damages)
+    run_copies(reader, copies)
+    return tensor
+
+
+def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of a copy: where to, and the values as a view of the file or of decompressed rows."""
+    chunk = copy.chunk
+    if chunk.frames is None:
+        yield copy.into, _narrow(_chunk_tensor(reader, copy.stored, chunk), chunk.offsets, copy.box)
+        return
+    row_bytes = math.prod(chunk.sizes[1:]) * ITEM_BYTES[copy.stored.dtype]
+    (first, *inner_offsets), (count, *inner_sizes) = copy.box
+    step = max(_UNPACKED_BYTES // row_bytes, 1)
+    for at in range(first, first + count, step):
+        n = min(step, first + count - at)
+        begin = (at - chunk.offsets[0]) * row_bytes
+        data = reader.data(copy.stored, chunk, begin, begin + n * row_bytes)
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[copy.stored.dtype]).view(n, *chunk.sizes[1:])
+        box = (at, *inner_offsets), (n, *inner_sizes)
+        yield copy.into.narrow(0, at - first, n), _narrow(rows, (at, *chunk.offsets[1:]), box)
+
+
+def _chunk_tensor(reader: FolderReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
+    begin, end = reader.span(stored, chunk)
+    raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
+    if raw.data_ptr() % ITEM_BYTES[stored.dtype]:
+        raw = raw.clone()  # a file written by others may not be aligned
+    return raw.view(DTYPES[stored.dtype]).view(chunk.sizes)
+
+
+def _narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
+    for dim, (at, begin, size) in enumerate(zip(origin, box[0], box[1], strict=True)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, begin - at, size)
+    return view
+
+
+def _byte_runs(reader: FolderReader, copy: Copy) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the file that a copy touches; gaps shorter than a block are included."""
+    for begin, end in _data_runs(copy):
+        yield reader.stored_range(copy.stored, copy.chunk, begin, end)
+
+
+def _data_runs(copy: Copy) -> Iterator[tuple[int, int]]:
+    """The same, as ranges of the chunk's own bytes before compression."""
+    item = ITEM_BYTES[copy.stored.dtype]
+    sizes = copy.chunk.sizes
+    if not sizes:
+        yield 0, item
+        return
+    row = math.prod(sizes[1:]) * item
+    low = [b - o for b, o in zip(copy.box[0], copy.chunk.offsets, strict=True)]
+    strides = [math.prod(sizes[d + 1 :]) * item for d in range(len(sizes))]
+    inner_begin = sum(at * stride for at, stride in zip(low[1:], strides[1:], strict=True))
+    last = [at + n - 1 for at, n in zip(low, copy.box[1], strict=True)]
+    inner_end = sum(at * stride for at, stride in zip(last[1:], strides[1:], strict=True)) + item
+    if row < BLOCK_BYTES:
+        yield low[0] * row + inner_begin, last[0] * row + inner_end
+        return
+    for index in range(low[0], last[0] + 1):
+        yield index * row + inner_begin, index * row + inner_end

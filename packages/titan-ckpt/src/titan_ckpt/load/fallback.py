@@ -1,0 +1,96 @@
+"""Which step a restore takes: the one asked for, and an older one if that is damaged and the caller wants it so.
+
+Rank 0 lists the steps and all ranks go through its list, since a file system may show each rank something else. A run
+that saves to the same folder may delete a step while it is read here; then the steps are listed again.
+"""
+
+import json
+import logging
+from typing import Literal
+
+from titan_ckpt.background.inherited import await_inherited
+from titan_ckpt.comm import Ranks
+from titan_ckpt.errors import CheckpointError, DamageError
+from titan_ckpt.load.copies import Verify
+from titan_ckpt.load.restore import restore_step
+from titan_ckpt.state.train_state import TrainState
+from titan_ckpt.steps import listing
+from titan_ckpt.storage.paths import StorePath
+
+_log = logging.getLogger("titan_ckpt")
+
+# How often the steps are listed again if those that are read are deleted meanwhile.
+_LISTINGS = 20
+
+
+def restore_newest(
+    root: StorePath,
+    state: TrainState,
+    step: int | Literal["latest"],
+    ranks: Ranks,
+    passed_over: list[tuple[int, DamageError]],
+    *,
+    verify: Verify,
+    strict: bool,
+    fallback: bool,
+) -> int:
+    """Fill ``state`` from a step; all but ``passed_over`` as for `Checkpointer.restore`. Collective.
+
+    Args:
+        passed_over: Becomes the newer steps that were not used, newest first, with what is wrong with each.
+
+    Returns:
+        The step's number; 0 if ``step`` is "latest" and there is none.
+    """
+    passed_over.clear()
+    for attempt in range(1, _LISTINGS + 1):
+        tried = _tried(_listed(root, ranks), step, root)
+        if not tried:
+            return 0
+        passed_over.clear()
+        for number, name in reversed(tried):
+            try:
+                return restore_step(root / name, state, ranks, verify, strict)
+            except (CheckpointError, OSError) as err:  # of every rank, if of any: all go on alike
+                if attempt < _LISTINGS and _gone(root / name, ranks):
+                    break
+                if not isinstance(err, DamageError) or not fallback or number == tried[0][0]:
+                    raise
+                # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
+                passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
+                _log.warning("step %d is not used, an older one is tried: %s", number, err)
+    raise AssertionError("unreachable: the last listing returns or raises")
+
+
+def _listed(root: StorePath, ranks: Ranks) -> list[tuple[int, str]]:
+    """Number and folder name of every step, oldest first, as rank 0 sees them."""
+    told, error = None, None
+    if ranks.rank == 0:
+        try:
+            await_inherited(root)
+            told = json.dumps([(number, path.name) for number, path in listing.step_folders(root)]).encode()
+        except OSError as err:
+            error = CheckpointError(f"the steps below {root} cannot be listed: {err}")
+    ranks.agree(error, f"listing {root}")
+    return [(number, name) for number, name in json.loads(ranks.broadcast(told))]
+
+
+def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: StorePath) -> list[tuple[int, str]]:
+    """The step asked for, last, and those older than it."""
+    if step == "latest":
+        return present
+    numbers = [number for number, _ in present]
+    if step not in numbers:
+        raise ValueError(f"there is no step {step} below {root}; there are {numbers}.")
+    return present[: numbers.index(step) + 1]
+
+
+def _gone(path: StorePath, ranks: Ranks) -> bool:
+    """Whether a step was deleted, by the word of rank 0."""
+    told = None
+    if ranks.rank == 0:
+        try:
+            told = b"1" if listing.is_gone(path) else b"0"
+        except OSError:
+            told = b"0"
+    return ranks.broadcast(told) == b"1"

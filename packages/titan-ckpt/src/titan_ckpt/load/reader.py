@@ -1,0 +1,212 @@
+"""Read a committed step: map its files, check the blocks that are touched, hand out bytes. No torch.
+
+A file is mapped copy-on-write after its size was checked against the manifest (a page past the end of a short file is
+a bus error, not an exception). A block is checked the first time any of its bytes is asked for. JSON files are read,
+not mapped.
+
+Nothing is opened before the index was found well-formed (`titan_ckpt.format.validate`) and every file of it was seen to lie
+in the step's folder.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
+from titan_ckpt.format import tagged_json
+from titan_ckpt.format.codec import FRAME_BYTES, unpack_frame
+from titan_ckpt.format.digest import block_digests
+from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
+from titan_ckpt.format.validate import check_index, check_shared_state
+from titan_ckpt.load.mapped import MappedFile
+from titan_ckpt.storage.paths import StorePath
+
+
+class FolderReader:
+    """Safetensors files in a folder, mapped, by an index of what is where. Contents are not checked.
+
+    Args:
+        path: The folder.
+        index: Its index; sizes and offsets must have been checked against the files.
+    """
+
+    def __init__(self, path: StorePath, index: Index) -> None:
+        self.path, self.index = path, index
+        self._maps: dict[int, MappedFile] = {}
+
+    def bytes_of(self, file: int) -> memoryview:
+        """All bytes of a file; writable without effect on the file. Not checked, and remote ones must be fetched."""
+        return self._mapped(file).view
+
+    def fetch(self, file: int, begin: int, end: int) -> None:
+        """Have these bytes of a file here: nothing to do for a local one."""
+        self._mapped(file).fetch(begin, end)
+
+    def forget(self) -> None:
+        """Drop what was mapped or fetched."""
+        self._maps.clear()
+
+    def _mapped(self, file: int) -> MappedFile:
+        if file not in self._maps:
+            record = self.index.files[file]
+            self._maps[file] = MappedFile(self.path / record.name, record.size)
+        return self._maps[file]
+
+    def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
+        """First byte of a chunk in its file, and the byte after its last."""
+        begin = self.index.files[chunk.file].data_start + chunk.start
+        if chunk.frames is not None:
+            return begin, begin + sum(chunk.frames)
+        return begin, begin + math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+
+    def stored_range(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> tuple[int, int]:
+        """The bytes of the file that hold bytes ``begin`` to ``end`` of a chunk's data."""
+        base, _ = self.span(tensor, chunk)
+        if chunk.frames is None:
+            return base + begin, base + end
+        first, last = begin // FRAME_BYTES, -(-end // FRAME_BYTES)
+        return base + sum(chunk.frames[:first]), base + sum(chunk.frames[:last])
+
+    def data(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> memoryview:
+        """Bytes ``begin`` to ``end`` of a chunk's data: mapped, or decompressed. Writable. Not checked."""
+        file = self.bytes_of(chunk.file)
+        at, stop = self.stored_range(tensor, chunk, begin, end)
+        self.fetch(chunk.file, at, stop)
+        if chunk.frames is None:
+            return file[at:stop]
+        item, total = ITEM_BYTES[tensor.dtype], math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+        first, raw = begin // FRAME_BYTES, bytearray()
+        for number in range(first, -(-end // FRAME_BYTES)):
+            frame_bytes = min(FRAME_BYTES, total - number * FRAME_BYTES)
+            raw += unpack_frame(file[at : at + chunk.frames[number]], frame_bytes, item)
+            at += chunk.frames[number]
+        return memoryview(raw)[begin - first * FRAME_BYTES : end - first * FRAME_BYTES]
+
+    def check(self, file: int, begin: int, end: int) -> list[Damage]:
+        """Files of others carry no digests: nothing is found."""
+        self.fetch(file, begin, end)
+        return []
+
+
+class StepReader(FolderReader):
+    """A committed step, open for reading; every byte can be checked.
+
+    Args:
+        path: The step's folder.
+
+    Raises:
+        DamageError: If the manifest or index is damaged or malformed, or a file is missing, of another size, or not in
+            the step's folder.
+    """
+
+    def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
+        self.manifest = Manifest.open(path)
+        with malformed_is_damage(self.manifest.path, INDEX_NAME):
+            index = self.manifest.read_index()
+            check_index(index)
+        _refuse_links_out(self.manifest.path, [record.name for record in index.files])
+        super().__init__(self.manifest.path, index)
+        self._checked: dict[int, set[int]] = {}
+        self._owners: dict[int, list[tuple[int, int, str]]] | None = None
+
+    def check(self, file: int, begin: int, end: int) -> list[Damage]:
+        """Check the blocks that hold bytes ``begin`` to ``end`` of a file; each block once.
+
+        Returns:
+            The damaged blocks, empty if all is well.
+        """
+        damages: list[Damage] = []
+        record = self.index.files[file]
+        checked = self._checked.setdefault(file, set())
+        self.fetch(file, begin, end)
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            if block in checked:
+                continue
+            at = block * BLOCK_BYTES
+            if block_digests(self.bytes_of(file)[at : at + BLOCK_BYTES]) != [record.blocks[block]]:
+                damages.append(self._damage(file, record, block))
+            checked.add(block)
+        return damages
+
+    def check_all(self, files: Iterable[int] | None = None) -> Iterator[tuple[int, list[Damage]]]:
+        """Check every block of ``files`` (all by default); yields the bytes read and damages after each block."""
+        for file in range(len(self.index.files)) if files is None else files:
+            for at in range(0, self.index.files[file].size, BLOCK_BYTES):
+                end = min(at + BLOCK_BYTES, self.index.files[file].size)
+                yield end - at, self.check(file, at, end)
+
+    def read_state(self, name: str) -> bytes:
+        """A JSON state file, checked: the bytes, and that they hold what FORMAT.md says.
+
+        Raises:
+            DamageError: If it was altered, or nobody can make state of what it holds.
+            ValueError: If the step has no such file.
+        """
+        data = self._read(name)
+        self._parsed(name, data)
+        return data
+
+    def shared_state(self) -> dict[str, Any]:
+        """The plain state of the run, still encoded. Raises as `read_state`."""
+        return self._parsed(STATE_NAME, self._read(STATE_NAME))
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The plain state of one rank, still encoded; empty if it has none. Raises as `read_state`."""
+        name = rank_state_name(rank)
+        return {} if self.index.file(name) is None else self._parsed(name, self._read(name))
+
+    def _parsed(self, name: str, data: bytes) -> dict[str, Any]:
+        with malformed_is_damage(self.path, name):
+            state = parse_object(data, name)
+            if name == STATE_NAME:
+                check_shared_state(state)
+            tagged_json.decode(state, lambda tag, body: None)  # tags of the table, and nesting that Python can follow
+        return state
+
+    def _read(self, name: str) -> bytes:
+        """A small file's bytes: read, not mapped, so that one cut short meanwhile is damage and no bus error."""
+        for file, record in enumerate(self.index.files):
+            if record.name == name:
+                data = (self.path / name).read_bytes()
+                found = block_digests(data)
+                damages = [
+                    self._damage(file, record, block)
+                    for block, digest in enumerate(record.blocks)
+                    if found[block : block + 1] != [digest]
+                ]
+                if len(data) != record.size:
+                    damages.append(Damage(name, f"has {len(data)} bytes, {record.size} were written"))
+                if damages:
+                    raise DamageError(str(self.path), damages)
+                return data
+        raise ValueError(f"{self.path} has no {name}.")
+
+    def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
+        at = block * BLOCK_BYTES
+        if self._owners is None:
+            self._owners = {}
+            for tensors in self.index.tensors.values():
+                for key, tensor in tensors.items():
+                    for chunk in tensor.chunks:
+                        self._owners.setdefault(chunk.file, []).append((*self.span(tensor, chunk), key))
+        names = [key for begin, end, key in self._owners.get(file, []) if begin < at + BLOCK_BYTES and end > at]
+        what = "does not match its digest" + (" (file header)" if at < record.data_start and not names else "")
+        return Damage(record.name, what, tuple(sorted(set(names))), block, at)
+
+
+def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
+    """The folder may be a link; a file of it that is one must not lead out of it."""
+    if not isinstance(folder, Path):
+        return
+    real = os.path.realpath(folder)
+    damages = [
+        Damage(name, f"is a link to {found}, out of the step's folder; copy what it links to, if you trust it")
+        for name in [INDEX_NAME, *names]
+        if os.path.commonpath([real, found := os.path.realpath(folder / name)]) != real
+    ]
+    if damages:
+        raise DamageError(str(folder), damages)

@@ -1,0 +1,345 @@
+"""One restore, as seen by each rank: find the step, match names, check the bytes, fill the state.
+
+Nothing of the state is touched before every rank has matched all names and checked all blocks it reads.
+"""
+
+import collections
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.comm import Ranks
+from titan_ckpt.errors import CheckpointError, DamageError, malformed_is_damage
+from titan_ckpt.format.index import StoredTensor
+from titan_ckpt.format.names import STATE_NAME, rank_state_name
+from titan_ckpt.load.copies import Copy, Verify, check_blocks, plan_copies, read_tensor, run_copies, touched_blocks
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.load.verify import Block, assign_blocks, tell_blocks
+from titan_ckpt.state import leaves
+from titan_ckpt.state.dtypes import DTYPES
+from titan_ckpt.state.model import ModelState, as_modules, model_state
+from titan_ckpt.state.optimizer import OptimRestore, as_optims
+from titan_ckpt.state.rng import reseed, set_rng_state
+from titan_ckpt.state.train_state import Stateful, TrainState, as_stateful, shard_of
+from titan_ckpt.storage.paths import StorePath
+
+_log = logging.getLogger("titan_ckpt")
+
+
+def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
+    """Fill ``state`` from the step in ``path`` and return its number. Collective.
+
+    Every rank goes the same way: all return, or all raise. Damage that one rank sees is every rank's `DamageError`,
+    raised before any rank's state is touched, so that all of them can turn to another step.
+    """
+    doing = f"restore of {path.name}"
+    matched: list[_Restore] = []
+    ranks.agree(_attempt(lambda: matched.append(_Restore(path, state, ranks, strict)), path), doing)
+    (restore,) = matched
+    ranks.agree(restore.unexpected_names(), doing)
+    blocks = restore.my_share(verify)
+    ranks.agree(_attempt(lambda: restore.check(blocks), path), doing)
+    ranks.agree(_attempt(restore.apply, path), f"{doing}, half done")
+    return restore.reader.manifest.step
+
+
+def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
+    """Do something that other ranks wait for; why it failed, if it did."""
+    try:
+        action()
+    except OSError as err:
+        return CheckpointError(f"{path} cannot be read: {err}")
+    except Exception as err:  # also what a user's load_state_dict raises: the others must not wait for ever
+        return err
+    return None
+
+
+class _Restore:
+    """A matched restore: every check that needs no other rank is made at construction."""
+
+    def __init__(self, path: StorePath, state: TrainState, ranks: Ranks, strict: bool) -> None:
+        self.state, self.ranks, self.strict = state, ranks, strict
+        self.reader = StepReader(path)
+        shared = self.reader.shared_state()
+        self._encoded_extra: dict[str, Any] = shared.pop("extra")
+        self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
+        self.model: ModelState = model_state(as_modules(state.model))
+        self.copies: dict[str, list[Copy]] = {}
+        self.optim_used: set[str] | None = None
+        self.apply_steps: list[Callable[[], None]] = []
+        self._require_parts()
+        self._match_model()
+        self._match_optim()
+        self._match_plain()
+        self._match_data()
+        self._match_rng()
+
+    def apply(self) -> None:
+        """Fill the state; random generators last."""
+        run_copies(self.reader, self.copies)
+        for step in self.apply_steps:
+            step()
+
+    def my_share(self, verify: Verify) -> set[Block]:
+        """The blocks that this rank is to check. Collective."""
+        if verify == "none":
+            return set()
+        blocks = touched_blocks(self.reader, self.copies)
+        if self.ranks.size > 1:
+            told = self.ranks.all_gather(tell_blocks(blocks, self.reader.path, self.ranks.rank))
+            blocks = assign_blocks(blocks, told, self.ranks.rank)
+        if verify == "all":
+            files = self.reader.index.files
+            for file in range(self.ranks.rank, len(files), self.ranks.size):
+                blocks |= {(file, block) for block in range(len(files[file].blocks))}
+        return blocks
+
+    def check(self, blocks: set[Block]) -> None:
+        """Check blocks.
+
+        Raises:
+            DamageError: If any is damaged.
+        """
+        damages = check_blocks(self.reader, blocks)
+        if damages:
+            raise DamageError(str(self.reader.manifest.path), damages)
+
+    def unexpected_names(self) -> Exception | None:
+        """Names of the step that no rank's model has. Collective."""
+        if not self.strict:
+            return None
+        names = None if self.state.model is None else [*self.model.tensors, *self.model.tied, *self.model.leaves]
+        optim = None if self.optim_used is None else sorted(self.optim_used)
+        told = {*self.ranks.all_gather(json.dumps([names, optim]).encode())}
+        models, optims = zip(*(json.loads(reply) for reply in told), strict=True)
+        if any(model is not None for model in models):
+            known = {name for model in models for name in model or ()}
+            saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
+            extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
+            if extra:
+                return ValueError(
+                    f"the step holds {len(extra)} model entries that the model does not have: {extra[:6]}. Build the "
+                    "model it was saved from, or pass strict=False to leave them out."
+                )
+        if any(optim is not None for optim in optims):
+            known = {name for optim in optims for name in optim or ()}
+            saved = [name for group in self.shared["optim"]["groups"] for name in group["params"]]
+            extra = [name for name in saved if name not in known]
+            if extra:
+                return ValueError(
+                    f"the step holds optimizer state of {len(extra)} parameters that the optimizer does not have: "
+                    f"{extra[:6]}. Give it the same parameters, or pass strict=False to leave them out."
+                )
+        return None
+
+    def _alias_known(self, name: str, known: set[str]) -> str | None:
+        tied = self.reader.index.tied
+        return next((alias for alias, first in tied.items() if first == name and alias in known), None)
+
+    def _require_parts(self) -> None:
+        asked = [name for name in ("model", "optim", "sched", "data") if getattr(self.state, name) is not None]
+        missing = [name for name in asked if name not in self.shared["has"]]
+        if missing and self.strict:
+            raise ValueError(
+                f"{self.reader.manifest.path} was saved without {', '.join(missing)}. Leave it out of TrainState, or "
+                "pass strict=False to load the rest."
+            )
+
+    def _match_model(self) -> None:
+        index = self.reader.index
+        names: dict[str, list[str]] = {name: [name] for name in self.model.tensors}
+        for alias, first in self.model.tied.items():
+            names[first].append(alias)
+        missing = [name for name in self.model.leaves if name not in self.shared["model"]]
+        loaded: dict[str, Any] = {}
+        for name, tensor in self.model.tensors.items():
+            stored = next((found for alias in names[name] if (found := index.find("model", alias))), None)
+            if stored is None:
+                missing.append(name)
+            else:
+                self._check_tied_equal([alias for alias in names[name] if alias in index.tensors["model"]])
+                target = torch.empty_like(tensor) if name in self.model.detached else tensor
+                self.copies[f"model.{name}"] = self._copies(stored, target, "model", name, cast=not self.strict)
+                if name in self.model.detached:
+                    loaded[name] = target
+        if missing and self.strict:
+            raise ValueError(
+                f"{len(missing)} entries of the model are not in {self.reader.manifest.path}: {missing[:6]}. Build the "
+                "model it was saved from, or pass strict=False to keep their current values."
+            )
+        if missing:
+            _log.warning("%s: left as they are, not in the step: %s", self.reader.manifest.path, missing)
+        loaded |= {name: self.shared["model"][name] for name in self.model.leaves if name in self.shared["model"]}
+        if loaded:
+            self.apply_steps.append(lambda: self._load_through_modules(loaded))
+
+    def _check_tied_equal(self, names: list[str]) -> None:
+        """A weight that this model shares under several names must not have been saved as different ones."""
+        if len(names) > 1:
+            first, *others = (read_tensor(self.reader, "model", name) for name in names)
+            if not all(torch.equal(first, other) for other in others):
+                raise ValueError(
+                    f"{names} are one tied weight in this model, but different weights in {self.reader.manifest.path}. "
+                    "Build the model untied."
+                )
+
+    def _load_through_modules(self, loaded: dict[str, Any]) -> None:
+        """Give modules what is no live tensor of theirs: extra state, and entries that a hook made."""
+        for model in as_modules(self.state.model):
+            entries = {
+                raw: loaded[name] for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded
+            }
+            model.load_state_dict(entries, strict=False)
+
+    def _match_optim(self) -> None:
+        optims = as_optims(self.state.optim)
+        if not optims or "optim" not in self.shared["has"]:
+            return
+        restore = OptimRestore(
+            optims,
+            self.model.owners,
+            self.reader.index,
+            self.shared["optim"],
+            self.state.shards,
+            stored_dtypes={name: DTYPES[kind.dtype] for name, kind in self.reader.index.tensors["model"].items()},
+            strict=self.strict,
+        )
+        # a weight that is tied here may have been saved as several
+        self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
+        for key, target in restore.targets.items():
+            stored = self.reader.index.tensors["optim"][key]
+            self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=not self.strict)
+        if restore.unknown:
+            _log.warning(
+                "%s: their optimizer state is left as it is, not in the step: %s",
+                self.reader.manifest.path, restore.unknown,
+            )  # fmt: skip
+        self.apply_steps.append(restore.finish)
+
+    def _copies(self, stored: StoredTensor, target: Tensor, section: str, key: str, *, cast: bool) -> list[Copy]:
+        shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
+        return plan_copies(stored, target, f"{section}.{key}", cast=cast, shard=shard)
+
+    def _match_plain(self) -> None:
+        scheds, saved = as_stateful(self.state.sched), self.shared["sched"]
+        if len(scheds) != len(saved) and scheds and self.strict:
+            raise ValueError(f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.")
+        for sched, value in zip(scheds, saved, strict=False):
+            self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
+        absent = [key for key in self.state.extra if key not in self._encoded_extra]
+        if absent and self.strict:
+            raise ValueError(f"extra values {absent} were not saved; pass strict=False to keep their current values.")
+        for key, value in self._encoded_extra.items():
+            self._match_extra(key, value)
+
+    def _match_extra(self, key: str, encoded: Any) -> None:
+        current = self.state.extra.get(key)
+        if isinstance(current, Stateful):
+            value = self._decode_like(encoded, current.state_dict())
+            self.apply_steps.append(lambda: current.load_state_dict(value))
+            return
+        value = self._decode_like(encoded, current)
+        if not isinstance(current, Tensor):
+            self.apply_steps.append(lambda: self.state.extra.__setitem__(key, value))
+            return
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != current.shape
+            or (self.strict and value.dtype != current.dtype)
+        ):
+            saved = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"extra {key!r} is {current.dtype} {list(current.shape)}, but {saved} was saved.")
+        self.apply_steps.append(lambda: (current.detach().copy_(value), None)[1])
+
+    def _decode_like(self, encoded: Any, current: Any) -> Any:
+        """Decode; a tensor that ``current`` holds as a `DTensor` in the same place becomes one of that layout."""
+        if isinstance(encoded, list):
+            likes = current if isinstance(current, list) and len(current) == len(encoded) else [None] * len(encoded)
+            return [self._decode_like(item, like) for item, like in zip(encoded, likes, strict=True)]
+        if not isinstance(encoded, dict):
+            return encoded
+        like = current if isinstance(current, Mapping) else {}
+        if len(encoded) == 1 and (tag := next(iter(encoded))).startswith("$"):
+            if tag == "$ordered":
+                pairs = [(self._decode(name), item) for name, item in encoded[tag]]
+                return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
+            if tag == "$stored" and isinstance(current, DTensor):
+                key = encoded[tag]
+                stored = self.reader.index.find("extra", key)
+                if stored is None:
+                    raise ValueError(f"{self.reader.manifest.path} has no extra tensor {key!r}.")
+                target = torch.empty_like(current)
+                self.copies[f"extra.{key}"] = self._copies(stored, target, "extra", key, cast=not self.strict)
+                return target
+            return self._decode(encoded)
+        return {name: self._decode_like(item, like.get(name)) for name, item in encoded.items()}
+
+    def _match_data(self) -> None:
+        data = self.state.data
+        if data is None or "data" not in self.shared["has"]:
+            return
+        place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
+        saved: list[list[int]] = self.shared["dp"]
+        if saved[0][1] == size and (found := self._data_at({place})):
+            rank, encoded = found[place]
+            position = self._decode(encoded, rank_state_name(rank))
+            self.apply_steps.append(lambda: data.load_state_dict(position))
+            return
+        by_place = self._data_at({saved_place for saved_place, _ in saved})
+        states = [by_place[p][1] for p in sorted(by_place)]
+        decoded = [self._decode(value) for value in states]
+        if all(value == states[0] for value in states):
+            self.apply_steps.append(lambda: data.load_state_dict(decoded[0]))
+        elif hasattr(data, "reshard"):
+            self.apply_steps.append(lambda: data.reshard(decoded))  # type: ignore[attr-defined]
+        else:
+            raise ValueError(
+                f"the data position was saved by {saved[0][1]} data-parallel ranks and differs between them; it cannot "
+                f"be given to {size}. Give {type(data).__name__} a reshard(states) method, or count globally."
+            )
+
+    def _match_rng(self) -> None:
+        if not self.state.rng:
+            return
+        manifest = self.reader.manifest
+        if manifest.world_size == self.ranks.size:
+            own = self._rank_state(self.ranks.rank).get("rng")
+            if own is not None:
+                self.apply_steps.append(lambda: set_rng_state(own))
+            elif self.strict:
+                raise ValueError(f"{manifest.path} was saved without random generators; pass TrainState(rng=False).")
+            return
+        first = self._rank_state(0).get("rng")
+        seed = 0 if first is None else first["seed"]
+        _log.warning(
+            "%s was saved by %d ranks and is loaded by %d: random generators are seeded anew from (seed %d, step %d, "
+            "rank), so dropout and shuffling differ from an uninterrupted run",
+            manifest.path, manifest.world_size, self.ranks.size, seed, manifest.step,
+        )  # fmt: skip
+        self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.ranks.rank), None)[1])
+
+    def _data_at(self, places: set[int]) -> dict[int, tuple[int, Any]]:
+        """For each place among the data-parallel ranks, the first rank that had data there, and its state, encoded.
+
+        Of the ranks that shared a place, those of some pipeline stages may have had none.
+        """
+        found: dict[int, tuple[int, Any]] = {}
+        for rank, (place, _) in enumerate(self.shared["dp"]):
+            if place in places and place not in found and "data" in (told := self.reader.rank_state(rank)):
+                found[place] = rank, told["data"]
+        return found
+
+    def _rank_state(self, rank: int) -> dict[str, Any]:
+        return self._decode(self.reader.rank_state(rank), rank_state_name(rank))
+
+    def _decode(self, value: Any, name: str = STATE_NAME) -> Any:
+        def stored(key: str) -> Tensor:
+            return read_tensor(self.reader, "extra", key)
+
+        with malformed_is_damage(self.reader.manifest.path, name):
+            return leaves.decode(value, stored)

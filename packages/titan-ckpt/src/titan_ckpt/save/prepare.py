@@ -1,0 +1,244 @@
+"""Prepare a save, as seen by each rank: say what it holds, learn what it writes.
+
+Short exchanges with rank 0: the state's structure (once; the plan is kept while it stays the same) and its plain
+data. The result is a `Job` of plain data and the tensors whose bytes it wants, carried out here (`save_now`) or by the
+saver process (`titan_ckpt.background.client`). Every failure, of whatever rank, is raised by every rank.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.comm import Ranks
+from titan_ckpt.errors import write_failure
+from titan_ckpt.format import tagged_json
+from titan_ckpt.format.digest import digest
+from titan_ckpt.format.header import Entry
+from titan_ckpt.format.index import StoredTensor, pack_columns
+from titan_ckpt.format.names import SECTIONS, STATE_NAME, rank_state_name, shard_name
+from titan_ckpt.save.job import Job, Layout, Lead, Shard
+from titan_ckpt.save.plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
+from titan_ckpt.save.replicas import compare_replicas
+from titan_ckpt.state import optimizer
+from titan_ckpt.state.dtypes import dtype_name
+from titan_ckpt.state.sharding import LocalPart, local_part
+from titan_ckpt.state.train_state import Collected, TrainState, collect, shard_of
+from titan_ckpt.steps import commit
+from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.retention import Retention
+from titan_ckpt.storage.paths import StorePath
+from titan_ckpt.version import VERSION
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """The last plan: kept while the structure of the state does not change."""
+
+    structure: str = ""
+    """Digest of what all ranks hold."""
+    pieces: tuple[Piece, ...] = ()
+    shard_names: tuple[str, ...] = ()
+    tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
+    """The index's tensors; on rank 0."""
+    layout: Layout | None = None
+    """What a job and the saver process need of all that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What this rank holds and writes."""
+
+    collected: Collected
+    parts: list[LocalPart]
+    held: list[Held]
+    pieces: tuple[Piece, ...]
+    metrics: dict[str, float]
+
+    def views(self) -> Iterator[Tensor]:
+        """The tensors to write, in file order; views of the live state."""
+        for piece in self.pieces:
+            yield self.parts[piece.held].view(piece.box)
+
+
+def plan_step(
+    step: int, state: TrainState, ranks: Ranks, cache: PlanCache, metrics: Mapping[str, Any] | None = None
+) -> Planned:
+    """Take the state apart and agree on who writes what. Collective.
+
+    Raises:
+        TypeError: If the state holds something that is neither plain data nor a tensor, or a metric is no number.
+        ValueError: If names clash, or the ranks' parts do not make up whole tensors.
+        Exception: Whatever a ``state_dict`` of the state raised, on its rank; `CheckpointError` on the others.
+    """
+    doing = f"save of step {step}"
+    collected, parts, held, error = _take_apart(step, state, ranks)
+    numbers: dict[str, float] = {}
+    try:
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError):
+        error = error or TypeError(f"metrics={metrics!r} holds something that is no number. Give floats.")
+    ranks.agree(error, doing)
+    assert collected is not None
+    known = cache.structure
+    pieces = _plan(held, ranks, cache, doing)
+    if cache.structure != known:
+        compare_replicas(parts, held, ranks)
+    return Planned(collected, parts, held, pieces, numbers)
+
+
+def plan_layout(planned: Planned, ranks: Ranks, cache: PlanCache, compress: bool) -> Layout:
+    """The layout of this rank's jobs; the same object while the plan stays."""
+    if cache.layout is None:
+        cache.layout = _layout(planned, ranks.rank, cache, compress)
+    return cache.layout
+
+
+def begin_job(
+    root: StorePath,
+    step: int,
+    planned: Planned,
+    ranks: Ranks,
+    cache: PlanCache,
+    *,
+    retention: Retention,
+    compress: bool,
+    owner: Process,
+    distrusted: Collection[int] = (),
+) -> Job:
+    """Make the unfinished step's folder and this rank's job. Collective.
+
+    Args:
+        compress: Whether optimizer state is compressed where that is worth it.
+        owner: The process of rank 0 that will commit: while it lives, the folder is not swept.
+        distrusted: Steps that a restore found damaged: they do not count for ``retention``.
+
+    Raises:
+        CheckpointError: If the folder cannot be made.
+    """
+    error, told = None, None
+    if ranks.rank == 0:
+        try:
+            folder, save_id = commit.begin_save(root, step, owner)
+            # a local path in full: rank 0's folder counts, whatever another rank's root is; a store's is known to all
+            told = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
+        except OSError as err:
+            error = write_failure(err, root, 0)
+    ranks.agree(error, f"save of step {step}")
+    name, save_id = json.loads(ranks.broadcast(told))
+    layout = plan_layout(planned, ranks, cache, compress)
+    texts: list[tuple[str, str]] = []
+    if planned.collected.own:
+        texts.append((rank_state_name(ranks.rank), tagged_json.dump_json(planned.collected.own).decode()))
+    everyone = ranks.gather(tagged_json.dump_json(planned.collected.shared))
+    lead = None
+    if everyone is not None:
+        shared = [json.loads(data) for data in everyone]
+        texts.append((STATE_NAME, tagged_json.dump_json(merge_shared(step, shared)).decode()))
+        tied = {alias: first for told in shared for alias, first in told["tied"].items()}
+        versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
+        lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
+    return Job(root / name, step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
+
+
+@torch.no_grad()  # so that a DTensor gives its local tensor itself
+def _take_apart(
+    step: int, state: TrainState, ranks: Ranks
+) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
+    """What this rank holds, or why it cannot be saved."""
+    try:
+        if step < 0:
+            raise ValueError(f"step={step} is negative. Count steps from 0.")
+        collected = collect(state, ranks.rank, ranks.size)
+        parts = [
+            local_part(
+                tensor, f"{section}.{key}", shard_of(state.shards, section, key, tuple(tensor.shape), collected.model)
+            )
+            for section, key, tensor in collected.tensors
+        ]
+        held = [
+            Held(
+                section,
+                key,
+                dtype_name(part.local.dtype, f"{section}.{key}"),
+                part.shape,
+                tuple((chunk.offsets, chunk.sizes) for chunk, _ in part.boxes),
+            )
+            for (section, key, _), part in zip(collected.tensors, parts, strict=True)
+        ]
+        return collected, parts, held, None
+    except Exception as err:  # also what a user's state_dict raises: the others must not wait for ever
+        return None, [], [], err
+
+
+def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
+    """The assignment of this rank; rank 0 also keeps the whole plan."""
+    encoded = encode_held(held)
+    everyone = digest(b"".join(ranks.all_gather(digest(encoded).encode())))
+    if everyone == cache.structure:
+        return cache.pieces
+    gathered = ranks.gather(encoded)
+    error, plan = None, None
+    if gathered is not None:
+        try:
+            plan = plan_told(gathered)
+        except ValueError as err:
+            error = err
+    ranks.agree(error, doing)
+    cache.pieces = decode_pieces(ranks.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
+    cache.layout = None
+    if plan is not None:
+        cache.shard_names, cache.tensors = index_tensors(plan)
+    cache.structure = everyone
+    return cache.pieces
+
+
+def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> Layout:
+    shards: list[Shard] = []
+    for section in SECTIONS:
+        mine = [p for p in planned.pieces if p.section == section]
+        if mine:
+            entries = tuple(
+                Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
+            )
+            shards.append(Shard(shard_name(section, rank), entries, compress and section == "optim"))
+    return Layout(tuple(shards), cache.shard_names, cache.tensors)
+
+
+def index_tensors(plan: Plan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
+    """A plan's safetensors files, and its tensors as the index holds them."""
+    names: list[str] = []
+    numbers: dict[str, dict[int, int]] = {section: {} for section in SECTIONS}  # section to rank to file
+    for rank, pieces in enumerate(plan.pieces):
+        written = {piece.section for piece in pieces}
+        for section in SECTIONS:
+            if section in written:
+                numbers[section][rank] = len(names)
+                names.append(shard_name(section, rank))
+    tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
+    for (section, key), places in plan.placed.items():
+        dtype, shape = plan.kinds[section, key]
+        files = [numbers[section][rank] for rank in places.ranks]
+        tensors[section][key] = pack_columns(dtype, shape, files, places.starts, places.boxes)
+    return tuple(names), tensors
+
+
+def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plain data of all ranks as one: rank 0's, and every rank's share of model and optimizer."""
+    return {
+        "step": step,
+        "dp": [shared["dp"] for shared in told],
+        "has": sorted({name for shared in told for name in shared["has"]}),
+        "model": {key: value for shared in told for key, value in shared["model"].items()},
+        "optim": {
+            "groups": optimizer.merge_groups(shared["optim"]["groups"] for shared in told),
+            "leaves": {key: value for shared in told for key, value in shared["optim"]["leaves"].items()},
+            "others": told[0]["optim"].get("others", []),
+        },
+        "sched": told[0]["sched"],
+        "extra": told[0]["extra"],
+    }

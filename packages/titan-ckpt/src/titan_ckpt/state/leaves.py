@@ -1,0 +1,93 @@
+"""Tensors, arrays and dtypes inside state dicts: the leaves `titan_ckpt.format.tagged_json` leaves to this module.
+
+A tensor of up to 4 KiB stands inline in the JSON; a larger one goes to the ``extra`` section and is named there, so
+that it is digested, balanced and resharded as any other.
+"""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.format import tagged_json
+from titan_ckpt.state.dtypes import DTYPES, dtype_name
+
+_INLINE_BYTES = 4096
+
+
+class TensorSink:
+    """Encodes a tree and collects its larger tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        """Key in the ``extra`` section to tensor."""
+
+    def encode(self, value: Any, path: str) -> Any:
+        """As `titan_ckpt.format.tagged_json.encode`, tensors included."""
+        return tagged_json.encode(value, path, self._leaf)
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            name = dtype_name(value.dtype, path)
+            if value.layout is not torch.strided or value.is_meta:
+                raise TypeError(
+                    f"{path} is a {value.layout} tensor on {value.device}; save dense ones that have values."
+                )
+            if isinstance(value, DTensor) or value.numel() * value.element_size() > _INLINE_BYTES:
+                self.tensors[path] = value
+                return {"$stored": path}
+            return {"$tensor": [name, list(value.shape), _base64(tensor_bytes(value.detach()))]}
+        if isinstance(value, np.ndarray | np.generic):
+            if value.dtype.kind not in "biufcSU":
+                return tagged_json.UNKNOWN
+            tag = "$ndarray" if isinstance(value, np.ndarray) else "$numpy"
+            return {tag: [value.dtype.str, list(value.shape), _base64(np.ascontiguousarray(value).tobytes())]}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, torch.Size):
+            return {"$size": list(value)}
+        return tagged_json.UNKNOWN
+
+
+def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
+    """Undo `TensorSink.encode`; ``stored`` reads a tensor of the ``extra`` section by key."""
+
+    def leaf(tag: str, body: Any) -> Any:
+        if tag == "$stored":
+            return stored(body)
+        if tag == "$tensor":
+            data = bytearray(base64.b64decode(body[2]))
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return flat.view(DTYPES[body[0]]).reshape(body[1])
+        if tag in ("$ndarray", "$numpy"):
+            data, dtype = base64.b64decode(body[2]), np.dtype(body[0])
+            if not dtype.itemsize:  # empty strings: numpy writes that dtype, but reads no array of it
+                array = np.zeros(body[1], f"{dtype.kind}1")
+            else:
+                array = np.frombuffer(data, dtype).reshape(body[1])
+            return array.copy() if tag == "$ndarray" else array[()]
+        if tag == "$dtype" and isinstance(found := getattr(torch, body, None), torch.dtype):
+            return found
+        if tag == "$device":
+            return torch.device(body)
+        if tag == "$size":
+            return torch.Size(body)
+        raise ValueError(f"unknown tag {tag!r} ({body!r}) in a state file: it was written by a newer version.")
+
+    return tagged_json.decode(value, leaf)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order, on the host: a view where it already lies so, else a copy."""
+    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _base64(data: bytes | memoryview) -> str:
+    return base64.b64encode(data).decode()

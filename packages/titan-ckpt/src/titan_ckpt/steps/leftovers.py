@@ -1,0 +1,59 @@
+"""What crashed saves and deletions left.
+
+Whatever is deleted here was proven to be a leftover: its name is one that this package gives, the process that made it
+is dead, and where the storage fails to answer, nothing is deleted.
+"""
+
+import contextlib
+
+from titan_ckpt.errors import DamageError
+from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.steps.claim import drop_dead_claim, owner_alive
+from titan_ckpt.steps.commit import TRASH, discard
+from titan_ckpt.steps.listing import all_revisions, folders_below, is_unfinished, newest_revisions
+from titan_ckpt.storage.paths import StorePath, renames
+
+
+def sweep(root: StorePath) -> list[StorePath]:
+    """Delete what crashed saves and deletions left; return what was removed.
+
+    An unfinished save is left alone while the process that makes it may be alive: on this machine that is looked up,
+    on another it is assumed for a day.
+
+    Raises:
+        OSError: If the storage fails to answer.
+    """
+    removed: list[StorePath] = []
+    for path in find_leftovers(root):
+        with contextlib.suppress(OSError):  # another user's, say
+            discard(path)
+            removed.append(path)
+    drop_dead_claim(root)
+    return removed
+
+
+def find_leftovers(root: StorePath) -> list[StorePath]:
+    """What `sweep` would delete: unfinished saves of the dead, half deleted steps, and replaced revisions.
+
+    A revision of a step is replaced if there is a newer one that is valid.
+    """
+    return [path for path in folders_below(root) if is_leftover(path)] + _superseded(root)
+
+
+def is_leftover(path: StorePath) -> bool:
+    """Whether a folder is what a crashed save or deletion left, by its own look: not a replaced revision."""
+    if renames(path) and TRASH.fullmatch(path.name):
+        return path.is_dir()
+    return is_unfinished(path) and not owner_alive(path)
+
+
+def _superseded(root: StorePath) -> list[StorePath]:
+    """Revisions of a step that has a newer one which is valid."""
+    found = all_revisions(root)
+    replaced: list[StorePath] = []
+    for last in newest_revisions(found):
+        older = [other.path for other in found if other.step == last.step and other.path != last.path]
+        with contextlib.suppress(DamageError, ValueError):
+            if older and Manifest.open(last.path):
+                replaced += older
+    return replaced
