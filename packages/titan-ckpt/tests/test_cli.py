@@ -15,7 +15,7 @@ from titan_ckpt.cli import main
 from titan_ckpt.format.manifest import _self_digest
 from titan_ckpt.load.compare import unequal_elements
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.progress import Progress
+from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.process import Process
 from titan_testing import run_ranks
@@ -257,7 +257,7 @@ def test_help_and_ls_take_a_fraction_of_a_second(tmp_path):
 
 
 def test_progress_counts_bytes():
-    progress = Progress("verify", 1000)
+    progress = ByteProgress("verify", 1000)
     progress.advance(250)
     assert " 25% " in progress.text(1.0)
 
@@ -271,7 +271,7 @@ def test_progress_follows_work_that_does_not_tell_how_far_it_is(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     done = [0]
-    with Progress("import", 1000) as progress, progress.measured(lambda: done[0]):
+    with ByteProgress("import", 1000) as progress, progress.measured(lambda: done[0]):
         done[0] = 500
         while " 50% " not in terminal.getvalue():
             time.sleep(0.01)

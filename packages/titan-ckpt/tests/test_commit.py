@@ -14,6 +14,7 @@ from titan_ckpt.save import write
 from titan_ckpt.steps import claim, commit, leftovers
 from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
 from titan_ckpt.steps.process import Process
+from titan_ckpt.storage import files
 from torch import nn
 
 
@@ -245,7 +246,7 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
     ck = Checkpointer(tmp_path, keep_last=1)
     ck.save(1, make_state(1))
     calls = [0]
-    real = write._write_all
+    real = files.write_all
 
     def failing(fd, data):
         calls[0] += 1
@@ -254,7 +255,8 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
         real(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "_write_all", failing)
+        patch.setattr(write, "write_all", failing)
+        patch.setattr(files, "write_all", failing)
         with pytest.raises(
             CheckpointError, match=f"rank 0 cannot write below .*errno {number}.*Earlier steps are intact"
         ):

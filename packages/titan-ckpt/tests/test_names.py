@@ -1,7 +1,19 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from titan_ckpt import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3, Checkpointer, KeyMap, Pair, TrainState, export_hf, import_hf
+from titan_ckpt import (
+    DEEPSEEK,
+    KEY_MAPS,
+    LLAMA,
+    QWEN3,
+    Checkpointer,
+    KeyMap,
+    Pair,
+    TrainState,
+    export_hf,
+    import_hf,
+    load_key_map,
+)
 from titan_ckpt.interop.hf import import_hf_step
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_testing import run_ranks
@@ -41,12 +53,12 @@ def assert_same(got, want):
 def test_key_maps_are_one_to_one_where_nothing_is_stacked(family):
     key_map = KEY_MAPS[family]
     for pair in key_map.pairs:
-        ours, theirs = pair.ours.format(i=31, j=7), pair.theirs.format(i=31, j=7)
-        assert any(found.ours.format(**letters) == ours for found, letters in key_map.match_theirs(theirs))
-        if not pair.stacked and not pair.part and key_map.match_ours(ours)[0] == pair:
+        ours, theirs = pair.native.format(i=31, j=7), pair.hf.format(i=31, j=7)
+        assert any(found.native.format(**letters) == ours for found, letters in key_map.match_hf(theirs))
+        if not pair.stacked and not pair.part and key_map.match_native(ours)[0] == pair:
             assert key_map.to_hf(ours) == theirs
     assert key_map.from_hf("model.layers.0.self_attn.rotary_emb.inv_freq") is None
-    with pytest.raises(ValueError, match=f"is no name here in the {family} family"):
+    with pytest.raises(ValueError, match=f"unknown {family} parameter"):
         key_map.to_hf("layers.0.nonsense")
     with pytest.raises(ValueError, match=r"names\.ignoring"):
         key_map.from_hf("model.nonsense")
@@ -93,9 +105,9 @@ def test_a_model_with_neighbouring_rotary_channels_is_the_same_model_after_the_p
     back = module_of({f"layers.0.attention.{n}.weight": torch.zeros_like(w) for n, w in (("wq", wq), ("wk", wk))})
     import_hf(tmp_path / "hf", back, names=names)
     assert_same(back.state_dict(), {"layers.0.attention.wq.weight": wq, "layers.0.attention.wk.weight": wk})
-    with pytest.raises(ValueError, match="cannot be halved"):
+    with pytest.raises(ValueError, match="is not an even width"):
         LLAMA.interleaved(head_dim=7)
-    with pytest.raises(ValueError, match="one order of rotary channels"):
+    with pytest.raises(ValueError, match="same order of rotary channels"):
         DEEPSEEK.interleaved(head_dim=64)
 
 
@@ -269,7 +281,9 @@ def test_the_head_has_its_name_here_or_metas(tmp_path, head, family):
 
 def test_an_export_refuses_two_tensors_that_are_one_there(tmp_path):
     step = saved(tmp_path, {"lm_head.weight": torch.ones(2, 2), "output.weight": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"'lm_head.weight' and 'output.weight' are one tensor.*leaving_out"):
+    with pytest.raises(
+        ValueError, match=r"'lm_head.weight' and 'output.weight' become the same Hugging Face.*leaving_out"
+    ):
         export_hf(step, tmp_path / "hf", names=LLAMA)
     export_hf(step, tmp_path / "hf", names=LLAMA.leaving_out("lm_head.weight"))
     assert torch.equal(tensors_of(tmp_path / "hf")["lm_head.weight"], torch.zeros(2, 2))
@@ -282,7 +296,7 @@ def test_tensors_that_only_the_model_has_are_neither_exported_nor_missed(tmp_pat
         "layers.0.moe.tokens_per_expert": torch.ones(2),
     }
     step = saved(tmp_path, state | {"counter": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"'counter' is no name here in the llama family.*names\.leaving_out"):
+    with pytest.raises(ValueError, match=r"unknown llama parameter 'counter'.*names\.leaving_out"):
         export_hf(step, tmp_path / "hf", names=LLAMA)
     export_hf(step, tmp_path / "other", names=LLAMA, leave_out=["counter"])
     names = LLAMA.leaving_out("counter")
@@ -299,7 +313,7 @@ def test_names_of_no_family_are_refused_or_ignored_with_a_warning(tmp_path, capl
     theirs = {"model.norm.weight": torch.ones(3), "model.layers.61.eh_proj.weight": torch.ones(2)}
     save_file(theirs, tmp_path / "model.safetensors")
     stage = module_of({"norm.weight": torch.zeros(3), "lm_head.weight": torch.zeros(2, 3)})
-    with pytest.raises(ValueError, match=r"'model.layers.61.eh_proj.weight' is no name of Hugging Face"):
+    with pytest.raises(ValueError, match=r"unknown deepseek tensor 'model.layers.61.eh_proj.weight'"):
         import_hf(tmp_path, stage, names=DEEPSEEK)
     import_hf(tmp_path, stage, names=DEEPSEEK, strict=False)
     assert torch.equal(stage.norm.weight, torch.ones(3))
@@ -316,3 +330,34 @@ def test_a_users_own_map_can_join_projections(tmp_path):
     model = module_of({w: torch.zeros(4, 3) for w in "qkv"})
     import_hf(tmp_path / "hf", model, names=joined)
     assert_same(model.state_dict(), state)
+
+
+def test_a_map_is_a_value_that_a_file_or_another_package_holds(tmp_path, monkeypatch):
+    own = KeyMap(
+        "own", (Pair("a.{i}", "b.{i}", rotary=True, head_dim=4), Pair("q", "qkv", part=(0, 3, 0))), ("x",), ("y",)
+    )
+    for key_map in (own, *KEY_MAPS.values()):
+        (tmp_path / "map.json").write_text(key_map.to_json())
+        assert load_key_map(str(tmp_path / "map.json")) == key_map
+
+    class Entry:
+        name = "own"
+
+        def load(self):
+            return own
+
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda *, group: [Entry()] * (group == "titan_ckpt.key_maps")
+    )
+    assert load_key_map("own") is own
+    with pytest.raises(ValueError, match=r"unknown key map 'other'; installed are \['own'\]"):
+        load_key_map("other")
+    monkeypatch.setattr(Entry, "load", lambda self: 5)
+    with pytest.raises(ValueError, match="is a int, not a KeyMap"):
+        load_key_map("own")
+    for text in ("", "[]", "{}", '{"family": "a", "pairs": [{"ours": "a"}]}', '{"family": "a", "pairs": [5]}'):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(ValueError, match=r"cannot read the key map .*map\.json: not a key map"):
+            load_key_map(str(tmp_path / "map.json"))
+    with pytest.raises(ValueError, match="cannot read the key map"):
+        load_key_map(str(tmp_path / "none.json"))

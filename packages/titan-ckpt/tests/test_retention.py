@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from titan_ckpt import Checkpointer, DamageError, Manifest, Retention, TrainState
-from titan_ckpt.save.job import Job, Layout, Lead
+from titan_ckpt.save.job import Lead, SaveLayout, WriteJob
 from titan_ckpt.steps import commit, leftovers, listing
 from torch import nn
 
@@ -80,10 +80,10 @@ def test_a_distrusted_step_still_counts_for_nothing_with_keep_last_two(tmp_path)
 
 def test_jobs_take_the_distrusted_steps_to_the_saver(tmp_path):
     lead = Lead({}, {"torch": "2"}, {"loss": float("nan")}, Retention(last=1, best="loss"), (200, 300))
-    job = Job(tmp_path, 5, "0" * 16, 0, 1, Layout(()), (), lead)
-    told = Job.decode(job.encode(), job.layout)
+    job = WriteJob(tmp_path, 5, "0" * 16, 0, 1, SaveLayout(()), (), lead)
+    told = WriteJob.decode(job.encode(), job.layout)
     assert repr(told) == repr(job)
-    assert replace(job, lead=None) == Job.decode(replace(job, lead=None).encode(), job.layout)
+    assert replace(job, lead=None) == WriteJob.decode(replace(job, lead=None).encode(), job.layout)
 
 
 def test_a_step_whose_manifest_is_damaged_is_listed_after_the_last_smaller_number(tmp_path):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
-from titan_ckpt.background import rendezvous, server
+from titan_ckpt.background import inherited, rendezvous, server
 from titan_ckpt.background.rendezvous import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
-from titan_ckpt.save.job import Job, Layout
+from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.process import Process
 from titan_testing import run_ranks
@@ -30,9 +30,9 @@ def state_of(value: float = 1.0, size: int = 16) -> TrainState:
     return TrainState(model=model, rng=False)
 
 
-def job_of(root: Path, rank: int, lead=None) -> Job:
+def job_of(root: Path, rank: int, lead=None) -> WriteJob:
     folder, save_id = commit.begin_save(root, 2, Process.of(os.getpid()))
-    return Job(folder, 2, save_id, rank, 2, Layout(()), (), lead)
+    return WriteJob(folder, 2, save_id, rank, 2, SaveLayout(()), (), lead)
 
 
 def patience(*, trainer_gone: bool) -> Patience:
@@ -265,7 +265,7 @@ def test_a_saver_does_not_import_from_the_trainers_working_folder(tmp_path, monk
 
 
 def test_a_saver_that_dies_is_reported_with_its_last_words(tmp_path, monkeypatch):
-    command = server.command
+    command = inherited.command
     monkeypatch.setattr(
         "titan_ckpt.background.client.command",
         lambda fd: [*command(fd)[:2], "-c", "import sys; sys.stdin.read(); sys.exit('no such luck')"],

@@ -11,7 +11,7 @@ from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, export_hf
 from titan_ckpt.cli import main
 from titan_ckpt.load.mapped import MappedFile
-from titan_ckpt.save.job import Job, Layout
+from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.process import Process
 from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
@@ -238,14 +238,14 @@ class Endpoint(Objects):
         self.endpoint = endpoint
 
 
-def job_in(folder) -> Job:
-    return Job(folder, 1, "0" * 16, 0, 1, Layout(()), (), None)
+def job_in(folder) -> WriteJob:
+    return WriteJob(folder, 1, "0" * 16, 0, 1, SaveLayout(()), (), None)
 
 
 def test_a_job_keeps_the_options_of_its_store(bucket):
     fsspec.register_implementation("endpoint", Endpoint, clobber=True)
     path = RemotePath(Endpoint(endpoint="http://minio:9000"), "/opt/run")
-    told = Job.decode(job_in(path).encode(), Layout(()))
+    told = WriteJob.decode(job_in(path).encode(), SaveLayout(()))
     assert told.folder == path
     assert told.folder.fs.endpoint == "http://minio:9000"
 
@@ -257,7 +257,7 @@ def test_a_store_below_a_folder_of_another_is_saved_to_and_told(tmp_path):
     (tmp_path / "deep").mkdir()
     for fs in (DirFileSystem(str(tmp_path / "deep")), DirFileSystem(path=str(tmp_path / "deep"), fs=LocalFileSystem())):
         path = RemotePath(fs, "bk")
-        told = Job.decode(job_in(path).encode(), Layout(())).folder
+        told = WriteJob.decode(job_in(path).encode(), SaveLayout(())).folder
         assert shared_between_processes(path)
         (told / "x").mkdir()
         (told / "x" / "y").write_bytes(b"1")

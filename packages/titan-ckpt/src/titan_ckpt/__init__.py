@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titan_ckpt.errors import CheckpointError, Damage, DamageError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.interop.families import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3
-from titan_ckpt.interop.key_map import KeyMap, Pair
+from titan_ckpt.interop.key_map import KeyMap, Pair, load_key_map
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import RemotePath, StorePath
 
@@ -52,12 +52,13 @@ __all__ = [
     "export_hf",
     "import_dcp",
     "import_hf",
+    "load_key_map",
 ]
 
 _LAZY = {
     "Checkpointer": "checkpointer",
     "LocalShard": "state.sharding",
-    "SaveJob": "background.client",
+    "SaveJob": "background.handle",
     "Stateful": "state.train_state",
     "TitanStorageReader": "interop.dcp_storage",
     "TitanStorageWriter": "interop.dcp_storage",

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from titan_ckpt.background.client import Saver, start_savers
+from titan_ckpt.background.client import BackgroundSaver, start_savers
 from titan_ckpt.background.handle import SaveJob
 from titan_ckpt.background.inherited import await_inherited
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.fallback import restore_newest
@@ -97,16 +97,16 @@ class Checkpointer:
             best_is,
         )
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
-        self._ranks = Ranks(group)
+        self._comm = Comm(group)
         self._cache = PlanCache()
-        self._saver: Saver | None = None
+        self._saver: BackgroundSaver | None = None
         self._flight: SaveJob | None = None
         self._passed_over: list[tuple[int, DamageError]] = []
         self._distrusted: set[int] = set()
         self._claim: weakref.finalize[Any, Any] | None = None
         self._opened = self._closed = False
         self._pid = os.getpid()
-        if (async_ or self._ranks.size > 1) and not shared_between_processes(self.root):
+        if (async_ or self._comm.size > 1) and not shared_between_processes(self.root):
             raise ValueError(
                 f"{self.root} can be reached by this process only, but saver processes and other ranks write there too. "
                 "Use a folder or a store that all can reach, or async_=False in a single process."
@@ -137,16 +137,16 @@ class Checkpointer:
         if self._async and self._skips(step):
             return SaveJob(step, skipped=True)
         self.wait()
-        planned = plan_step(step, state, self._ranks, self._cache, metrics)
+        planned = plan_step(step, state, self._comm, self._cache, metrics)
         self._open()
         owners = [Process.of(os.getpid())]
         if self._async:
-            self._saver, owners = start_savers(self._ranks, self._saver)
+            self._saver, owners = start_savers(self._comm, self._saver)
         job = begin_job(
             self.root,
             step,
             planned,
-            self._ranks,
+            self._comm,
             self._cache,
             retention=self.retention,
             compress=self._compress,
@@ -155,7 +155,7 @@ class Checkpointer:
         )
         self._distrusted.discard(step)
         if self._saver is None:
-            return SaveJob(step, save_now(job, planned, self._ranks))
+            return SaveJob(step, save_now(job, planned, self._comm))
         self._flight = SaveJob(step)
         self._saver.take(job, planned, self._flight, owners, overlap=self._overlap)
         return self._flight
@@ -178,11 +178,11 @@ class Checkpointer:
         if not self._async:
             return
         self.wait()
-        planned = plan_step(0, state, self._ranks, self._cache)
+        planned = plan_step(0, state, self._comm, self._cache)
         self._open()
-        self._saver, _ = start_savers(self._ranks, self._saver)
+        self._saver, _ = start_savers(self._comm, self._saver)
         devices = {view.device for view in planned.views() if view.is_cuda}
-        self._saver.prepare(plan_layout(planned, self._ranks, self._cache, self._compress), devices)
+        self._saver.prepare(plan_layout(planned, self._comm, self._cache, self._compress), devices)
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
@@ -216,11 +216,11 @@ class Checkpointer:
             except CheckpointError as err:
                 error = err
         if timeout_s is not None:
-            told = [reply.decode() for reply in self._ranks.all_gather(late.encode())]
+            told = [reply.decode() for reply in self._comm.all_gather(late.encode())]
             if any(told):
                 raise TimeoutError(late or next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
         self._flight = None
-        self._ranks.agree(error, "the save in the background")
+        self._comm.agree(error, "the save in the background")
 
     def restore(
         self,
@@ -259,7 +259,7 @@ class Checkpointer:
         self.wait()
         try:
             return restore_newest(
-                self.root, state, step, self._ranks, self._passed_over, verify=verify, strict=strict, fallback=fallback
+                self.root, state, step, self._comm, self._passed_over, verify=verify, strict=strict, fallback=fallback
             )
         finally:
             self._distrusted = {number for number, _ in self._passed_over}
@@ -337,7 +337,7 @@ class Checkpointer:
         if self._on_busy == "wait":
             return False
         busy = self._flight is not None and not self._flight.done
-        skips = any(reply == b"1" for reply in self._ranks.all_gather(b"1" if busy else b"0"))
+        skips = any(reply == b"1" for reply in self._comm.all_gather(b"1" if busy else b"0"))
         if skips:
             _log.warning("step %d is not saved: the save before it is still in flight", step)
         return skips
@@ -347,7 +347,7 @@ class Checkpointer:
         if self._opened:
             return
         error: Exception | None = None
-        if self._ranks.rank == 0:
+        if self._comm.rank == 0:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
                 await_inherited(self.root)
@@ -360,7 +360,7 @@ class Checkpointer:
                 error = CheckpointError(f"{self.root} cannot be used as a checkpoint folder: {err}")
             except ValueError as err:
                 error = err
-        self._ranks.agree(error, f"opening {self.root}")
+        self._comm.agree(error, f"opening {self.root}")
         self._opened = True
 
     def _check_open(self, *, to_write: bool = False) -> None:

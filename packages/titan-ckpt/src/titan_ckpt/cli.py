@@ -17,11 +17,14 @@ from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, SECTIONS, check_step, parse_object, parse_step_name
 from titan_ckpt.interop.families import KEY_MAPS
+from titan_ckpt.interop.key_map import KeyMap, load_key_map
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.progress import Progress
+from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path
+
+_NAMES_HELP = "key map of the model's family: an installed one, or a JSON file (default: keep names)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +75,14 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     out = commands.add_parser("export-hf", help="write a step's weights as a Hugging Face folder")
     out.add_argument("step", type=_path, help="a step's folder")
     out.add_argument("out", type=Path, help="folder to make")
-    out.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
+    out.add_argument("--names", type=_key_map, metavar="NAME|FILE.json", help=_NAMES_HELP)
     out.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="convert floating-point tensors; default: keep")
     out.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file in 10^9 bytes (default 5)")
     out.add_argument("--config", type=Path, help="a JSON file to become config.json")
     out.set_defaults(run=_export_hf)
     into = commands.add_parser("import-hf", help="make a step that holds the weights of a Hugging Face folder")
     into.add_argument("folder", type=Path, help="folder of safetensors files")
-    into.add_argument("--names", choices=sorted(KEY_MAPS), help="the model's family; without it names are kept")
+    into.add_argument("--names", type=_key_map, metavar="NAME|FILE.json", help=_NAMES_HELP)
     into.set_defaults(run=_import_hf)
     dcp = commands.add_parser("import-dcp", help="make a step of a checkpoint of torch.distributed.checkpoint")
     dcp.add_argument("folder", type=Path, help="folder with .metadata and .distcp files")
@@ -98,6 +101,13 @@ def _path(text: str) -> StorePath:
         return as_path(text)
     except ValueError as err:
         raise argparse.ArgumentTypeError(f"{err}" + (f" ({err.__cause__})" if err.__cause__ else "")) from err
+
+
+def _key_map(name: str) -> KeyMap:
+    try:
+        return KEY_MAPS[name] if name in KEY_MAPS else load_key_map(name)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(str(err)) from err
 
 
 def _step_number(text: str) -> int:
@@ -126,11 +136,11 @@ def _export_hf(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-shard-gb {args.max_shard_gb:g} leaves no room for a tensor. Use more than 0.")
     config = parse_object(args.config.read_bytes(), str(args.config)) if args.config else None
     total = sum(tensor.nbytes for tensor in _open_step(args.step).index.tensors["model"].values())
-    with Progress("export", total) as progress:
+    with ByteProgress("export", total) as progress:
         files = export_hf(
             args.step,
             args.out,
-            names=KEY_MAPS.get(args.names),
+            names=args.names,
             dtype=dtypes[args.dtype],
             max_shard_bytes=int(args.max_shard_gb * 1e9),
             config=config,
@@ -147,7 +157,7 @@ def _import_hf(args: argparse.Namespace) -> int:
     return _import(
         args,
         "*.safetensors",
-        lambda: import_hf_step(args.folder, args.root, step=args.step, names=KEY_MAPS.get(args.names)),
+        lambda: import_hf_step(args.folder, args.root, step=args.step, names=args.names),
     )
 
 
@@ -177,7 +187,7 @@ def _import(args: argparse.Namespace, pattern: str, run: Callable[[], StorePath]
         return sum(_nbytes(folder) for folder in listing.unfinished(root) if folder.name not in before)
 
     total = sum(file.stat().st_size for file in args.folder.glob(pattern))
-    with Progress(args.command, total) as progress, progress.measured(written):
+    with ByteProgress(args.command, total) as progress, progress.measured(written):
         path = run()
     print(path)
     return 0
@@ -256,7 +266,7 @@ def _damages(folder: StorePath) -> list[Damage]:
     except ValueError as err:  # of a newer format
         return [Damage(MANIFEST_NAME, str(err))]
     damages: list[Damage] = []
-    with Progress(f"verify {folder.name}", sum(record.size for record in reader.index.files)) as progress:
+    with ByteProgress(f"verify {folder.name}", sum(record.size for record in reader.index.files)) as progress:
         for nbytes, found in reader.check_all():
             damages += found
             progress.advance(nbytes)
@@ -274,7 +284,7 @@ def _diff(args: argparse.Namespace) -> int:
     a, b = _open_step(args.a), _open_step(args.b)
     differences = 0
     total = sum(tensor.nbytes for section in SECTIONS for tensor in a.index.tensors.get(section, {}).values())
-    with Progress("diff", total) as progress:
+    with ByteProgress("diff", total) as progress:
         for section in SECTIONS:
             ours, theirs = a.index.tensors.get(section, {}), b.index.tensors.get(section, {})
             for key in [*ours, *(key for key in theirs if key not in ours)]:
@@ -291,7 +301,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _difference(
-    a: StepReader, ours: StoredTensor | None, b: StepReader, theirs: StoredTensor | None, progress: Progress
+    a: StepReader, ours: StoredTensor | None, b: StepReader, theirs: StoredTensor | None, progress: ByteProgress
 ) -> str:
     if ours is None or theirs is None:
         return f"only in {(a if theirs is None else b).manifest.path}"

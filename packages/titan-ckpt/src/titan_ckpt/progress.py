@@ -11,7 +11,7 @@ _WIDTH = 30
 _EVERY_S = 0.1
 
 
-class Progress:
+class ByteProgress:
     """Bytes done of bytes in all, with speed and time left.
 
     Args:
@@ -68,7 +68,7 @@ class Progress:
             if self._live:
                 asking.join()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ByteProgress":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:

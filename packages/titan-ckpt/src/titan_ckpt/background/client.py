@@ -24,10 +24,10 @@ from titan_ckpt.background.handle import SaveJob
 from titan_ckpt.background.inherited import command
 from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.background.wire import pack, receive, send
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.tagged_json import dump_json
-from titan_ckpt.save.job import Job, Layout, arena_starts
+from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
 from titan_ckpt.save.prepare import Planned
 from titan_ckpt.steps.process import Process
 
@@ -35,11 +35,11 @@ _log = logging.getLogger("titan_ckpt")
 
 # How long savers wait for each other within a step.
 _MEETING_S = 3600.0
-# How long `Saver.close` waits for a process that has nothing left to do but to delete old steps.
+# How long `BackgroundSaver.close` waits for a process that has nothing left to do but to delete old steps.
 _ENDING_S = 60.0
 
 
-class Saver:
+class BackgroundSaver:
     """One rank's saver process and arena.
 
     Raises:
@@ -71,12 +71,12 @@ class Saver:
         self._arena = Arena()
         self._arena_sent = True
         self._arena_used = threading.Lock()
-        self._layout: Layout | None = None
+        self._layout: SaveLayout | None = None
         """The layout that the arena's targets, and after `submit` the process, are made for."""
         self._layout_sent = True
         self._targets: list[Tensor] = []
         self._preparing: threading.Thread | None = None
-        self._submitted: queue.SimpleQueue[tuple[Job, SaveJob] | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[WriteJob, SaveJob] | None] = queue.SimpleQueue()
         # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
         arguments = (self._link, self._submitted)
         threading.Thread(target=_answers, args=arguments, daemon=True, name="titan-ckpt").start()
@@ -88,7 +88,7 @@ class Saver:
         """Whether the process runs and takes further saves."""
         return not self._link.ending and self._child.poll() is None
 
-    def prepare(self, layout: Layout, devices: Iterable[torch.device]) -> None:
+    def prepare(self, layout: SaveLayout, devices: Iterable[torch.device]) -> None:
         """Take the memory for jobs of this layout, with tensors on these CUDA devices, in a thread."""
 
         def run() -> None:
@@ -100,7 +100,7 @@ class Saver:
         self._preparing = threading.Thread(target=run, name="titan-ckpt")
         self._preparing.start()
 
-    def take(self, job: Job, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
+    def take(self, job: WriteJob, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
         """Copy the state's bytes and hand the job over; a failure is the result's, and told to the other ranks.
 
         Args:
@@ -136,7 +136,7 @@ class Saver:
         carry(views, ready, copied)
 
     def stage(
-        self, job: Job, views: Sequence[Tensor], ready: Sequence[Any] = (), copied: frozenset[int] = frozenset()
+        self, job: WriteJob, views: Sequence[Tensor], ready: Sequence[Any] = (), copied: frozenset[int] = frozenset()
     ) -> None:
         """Copy the tensors of a job into the arena, but those ``copied`` already; ``ready`` as for `Arena.stage`."""
         with self._arena_used:
@@ -145,7 +145,7 @@ class Saver:
             left = [i for i in range(len(views)) if i not in copied]
             self._arena.stage([self._targets[i] for i in left], [views[i] for i in left], ready)
 
-    def _stage_changing(self, job: Job, planned: Planned, views: Sequence[Tensor]) -> frozenset[int]:
+    def _stage_changing(self, job: WriteJob, planned: Planned, views: Sequence[Tensor]) -> frozenset[int]:
         """Copy now what may change before the next optimizer step: buffers and extra tensors; which those are."""
         changing = [i for i, piece in enumerate(planned.pieces) if not _waits(planned, piece.held)]
         if changing:
@@ -154,7 +154,7 @@ class Saver:
             self._arena.stage_in_order([self._targets[i] for i in changing], [views[i] for i in changing])
         return frozenset(changing)
 
-    def _adopt(self, layout: Layout) -> None:
+    def _adopt(self, layout: SaveLayout) -> None:
         """Have the arena hold this layout."""
         if layout is self._layout:
             return
@@ -162,7 +162,7 @@ class Saver:
         self._layout, self._targets = None, []  # views of the old memory keep it alive
         if self._arena.reserve(total):
             self._arena_sent = False
-        self._targets = self._arena.targets(places, [e for shard in layout.shards for e in shard.entries])
+        self._targets = self._arena.targets(places, [e for file in layout.files for e in file.entries])
         self._layout, self._layout_sent = layout, False
 
     def _await_prepared(self) -> None:
@@ -170,7 +170,7 @@ class Saver:
             self._preparing.join()
             self._preparing = None
 
-    def submit(self, job: Job, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
+    def submit(self, job: WriteJob, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
         """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
 
         Raises:
@@ -187,7 +187,7 @@ class Saver:
         self._arena_sent = self._layout_sent = True
         self._submitted.put((job, result))
 
-    def _fail(self, job: Job, result: SaveJob, err: BaseException) -> None:
+    def _fail(self, job: WriteJob, result: SaveJob, err: BaseException) -> None:
         text = str(err) or type(err).__name__
         if not give_up(job, text):
             self._child.kill()  # that, the other savers see
@@ -243,7 +243,7 @@ def _waits(planned: Planned, held: int) -> bool:
     return section == "optim" or (section == "model" and tensor.requires_grad)
 
 
-def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]") -> None:
+def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob] | None]") -> None:
     """Finish each submitted save as the saver process answers, until None is submitted."""
     while (sent := submitted.get()) is not None:
         job, result = sent
@@ -259,12 +259,12 @@ def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | No
     link.close()
 
 
-def _drop(submitted: "queue.SimpleQueue[tuple[Job, SaveJob] | None]", arena: Arena) -> None:
+def _drop(submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob] | None]", arena: Arena) -> None:
     submitted.put(None)
     arena.close()
 
 
-def start_savers(ranks: Ranks, saver: Saver | None) -> tuple[Saver, list[Process]]:
+def start_savers(comm: Comm, saver: BackgroundSaver | None) -> tuple[BackgroundSaver, list[Process]]:
     """Start this rank's saver if ``saver`` does not run any more. Collective.
 
     Returns:
@@ -278,11 +278,11 @@ def start_savers(ranks: Ranks, saver: Saver | None) -> tuple[Saver, list[Process
         saver.close()
         saver = None
     try:
-        saver = saver or Saver()
+        saver = saver or BackgroundSaver()
     except CheckpointError as err:
         error = err
-    replies = ranks.all_gather(json.dumps(asdict(saver.process)).encode() if saver is not None else b"")
+    replies = comm.all_gather(json.dumps(asdict(saver.process)).encode() if saver is not None else b"")
     if not all(replies):
-        ranks.agree(error, "starting the saver processes")
+        comm.agree(error, "starting the saver processes")
     assert saver is not None
     return saver, [Process(**json.loads(reply)) for reply in replies]

@@ -23,7 +23,7 @@ from typing import Any
 from titan_ckpt.format.index import FileRecord
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import step_name
-from titan_ckpt.save.job import Job
+from titan_ckpt.save.job import WriteJob
 from titan_ckpt.steps import claim, commit, listing
 from titan_ckpt.steps.process import Process
 from titan_ckpt.storage.paths import StorePath, renames
@@ -49,7 +49,7 @@ class NotCommitted(OSError):
 class SignOfLife:
     """A rank's note: says that its saver lives, every few seconds while the block runs."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WriteJob) -> None:
         self._job = job
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -102,7 +102,7 @@ class Patience:
         return now > self._deadline or (not saver.local and now - self._heard_at > _SILENCE_S)
 
 
-def report(job: Job, records: list[FileRecord]) -> None:
+def report(job: WriteJob, records: list[FileRecord]) -> None:
     """Say that this rank's files are on disk: a report, whole or not at all.
 
     Raises:
@@ -117,7 +117,7 @@ def report(job: Job, records: list[FileRecord]) -> None:
     part.rename(path)
 
 
-def give_up(job: Job, reason: str) -> bool:
+def give_up(job: WriteJob, reason: str) -> bool:
     """Let the savers of the other ranks know that this rank's part will not come.
 
     Returns:
@@ -135,7 +135,7 @@ def give_up(job: Job, reason: str) -> bool:
     return True
 
 
-def await_report(job: Job, rank: int, saver: Process, patience: Patience) -> list[FileRecord]:
+def await_report(job: WriteJob, rank: int, saver: Process, patience: Patience) -> list[FileRecord]:
     """Wait until a rank's files are on disk.
 
     Raises:
@@ -158,7 +158,7 @@ def await_report(job: Job, rank: int, saver: Process, patience: Patience) -> lis
         _pause(path, began)
 
 
-def await_outcome(job: Job, lead: Process, patience: Patience) -> StorePath:
+def await_outcome(job: WriteJob, lead: Process, patience: Patience) -> StorePath:
     """Wait until rank 0's saver has committed the step; its folder.
 
     Raises:
@@ -181,7 +181,7 @@ def _pause(path: StorePath, began: float) -> None:
     time.sleep(max(least, min(_LONGEST_POLL_S, (time.monotonic() - began) / 20)))
 
 
-def _outcome(job: Job) -> StorePath:
+def _outcome(job: WriteJob) -> StorePath:
     for step, path in listing.step_folders(job.folder.parent):
         if step == job.step:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -192,12 +192,12 @@ def _outcome(job: Job) -> StorePath:
     raise NotCommitted(f"step {job.step} ({step_name(job.step)}) {reason}")
 
 
-def in_place(job: Job) -> bool:
+def in_place(job: WriteJob) -> bool:
     """Whether the unfinished step is still there."""
     return (job.folder / claim.OWNER_NAME).exists()
 
 
-def _write_note(job: Job, value: dict[str, Any], *, make: bool) -> None:
+def _write_note(job: WriteJob, value: dict[str, Any], *, make: bool) -> None:
     """Write this rank's note over the old one, into the same blocks of the disk."""
     path, data = job.folder / _note_name(job.rank), json.dumps(value).encode().ljust(_NOTE_BYTES)
     if not isinstance(path, Path):
@@ -212,7 +212,7 @@ def _write_note(job: Job, value: dict[str, Any], *, make: bool) -> None:
         os.close(fd)
 
 
-def _read_note(job: Job, rank: int) -> dict[str, Any]:
+def _read_note(job: WriteJob, rank: int) -> dict[str, Any]:
     """What a rank's note says; nothing if there is none, or while it is written."""
     try:
         return dict(json.loads((job.folder / _note_name(rank)).read_bytes()))

@@ -30,7 +30,7 @@ from titan_ckpt.background.rendezvous import (
 )
 from titan_ckpt.background.wire import receive, send, unpack
 from titan_ckpt.save.carry_out import commit_job, write_job
-from titan_ckpt.save.job import Job, Layout, arena_starts
+from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
 from titan_ckpt.steps.process import Process
 from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath
@@ -39,7 +39,7 @@ from titan_ckpt.storage.paths import StorePath
 def main() -> None:
     """Serve one trainer until it closes its end, or is no more."""
     control, trainer = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    arena, layout = memoryview(b""), Layout(())
+    arena, layout = memoryview(b""), SaveLayout(())
 
     def trainer_gone() -> bool:
         return os.getppid() != trainer  # an orphan gets another parent
@@ -51,8 +51,8 @@ def main() -> None:
             os.close(fd)
         meeting, told, new_layout = unpack(head)
         if new_layout:
-            layout = Layout.decode(new_layout)
-        answer, left = _carry_out(Job.decode(told, layout), arena, json.loads(meeting), trainer_gone)
+            layout = SaveLayout.decode(new_layout)
+        answer, left = _carry_out(WriteJob.decode(told, layout), arena, json.loads(meeting), trainer_gone)
         with contextlib.suppress(OSError):  # the trainer may be gone; the step is what matters
             send(control, json.dumps(answer).encode())
         for folder in left:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _carry_out(
-    job: Job, arena: memoryview, meeting: dict[str, Any], trainer_gone: Callable[[], bool]
+    job: WriteJob, arena: memoryview, meeting: dict[str, Any], trainer_gone: Callable[[], bool]
 ) -> tuple[dict[str, Any], list[StorePath]]:
     """Write, meet, commit.
 
@@ -90,7 +90,7 @@ def _carry_out(
         return {"error": str(err)}, []
 
 
-def _failed(job: Job, err: Exception) -> dict[str, Any]:
+def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
     """The answer for the trainer; the other savers are told too."""
     if isinstance(err, NotCommitted):
         text = f"step {job.step} was not committed: {err}"
@@ -103,7 +103,7 @@ def _failed(job: Job, err: Exception) -> dict[str, Any]:
     return {"error": text} if give_up(job, text) else {"error": text, "ends": True}
 
 
-def _buffers(job: Job, arena: memoryview) -> Iterator[memoryview]:
+def _buffers(job: WriteJob, arena: memoryview) -> Iterator[memoryview]:
     for start, size in arena_starts(job.layout)[0]:
         yield arena[start : start + size]
 

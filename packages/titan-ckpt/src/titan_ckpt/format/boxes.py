@@ -3,10 +3,10 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number per dimension."""
@@ -43,8 +43,10 @@ def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any]
     """
     if not math.prod(shape):
         return True
-    if not shape:
-        return count == 1
+    if count == 1:
+        return not any(map(_only, offsets)) and tuple(map(_only, sizes)) == tuple(shape)
+    import numpy as np  # steps with whole tensors are listed and verified without
+
     draws = np.random.default_rng(random.SystemRandom().getrandbits(128))
     boxes = np.ones((_DRAWS, count), dtype=np.int64)
     whole = np.ones(_DRAWS, dtype=np.int64)
@@ -66,6 +68,8 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     A sweep along the dimension in which the fewest boxes meet: boxes in order of their begin are compared with the
     next one, the one after that and so on, until all of those begin past their end.
     """
+    import numpy as np
+
     boxes = [box for box in boxes if math.prod(box[1])]
     if len(boxes) < 2:
         return None
@@ -87,3 +91,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         if clashes.size:
             return boxes[order[clashes[0]]], boxes[order[clashes[0] + step]]
     return None
+
+
+def _only(column: int | Sequence[int]) -> int:
+    return column if isinstance(column, int) else column[0]

@@ -209,8 +209,8 @@ def _views_of(
     def kept(name: str) -> bool:
         if names is None:
             return wanted is not None and name in wanted
-        found = names.match_theirs(name) if names.maps(name) else []
-        return any(wanted is None or pair.ours.format(**letters) in wanted for pair, letters in found)
+        found = names.match_hf(name) if names.maps(name) else []
+        return any(wanted is None or pair.native.format(**letters) in wanted for pair, letters in found)
 
     views = SafetensorsReader(folder).views(kept)
     if names is None:
@@ -269,13 +269,13 @@ def _equal(views: list[View]) -> bool:
 def _export_list(
     reader: StepReader, names: KeyMap | None, dtype: torch.dtype | None, leave_out: Sequence[str]
 ) -> list[tuple[Entry, View]]:
-    ours: dict[str, View] = {
+    native: dict[str, View] = {
         key: StoredView(reader, reader.index.tensors["model"][key]) for key in _exported(reader, names, leave_out)
     }
-    exact = {key for key in ours if key.endswith("expert_bias")}
+    exact = {key for key in native if key.endswith("expert_bias")}
     exact |= {names.to_hf(key) for key in exact} if names else set()
     listed: list[tuple[Entry, View]] = []
-    for name, view in (to_hf(ours, names) if names else ours).items():
+    for name, view in (to_hf(native, names) if names else native).items():
         keep = dtype is None or not DTYPES[view.dtype].is_floating_point or name in exact
         out_dtype = view.dtype if keep or dtype is None else dtype_name(dtype, name)
         listed.append((Entry(name, out_dtype, view.shape), view))

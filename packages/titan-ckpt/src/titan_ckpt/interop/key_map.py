@@ -1,72 +1,85 @@
-"""Key maps: how a model's tensors are named and cut here and in Hugging Face checkpoints of its family.
+"""Key maps: how a family's tensors are named and cut in native models and in Hugging Face checkpoints.
 
-A map is a list of pairs of name templates in which ``{i}`` is a layer's and ``{j}`` an expert's number. Names on this
-side are those of Meta's Llama code and of torchtitan (``layers.0.attention.wq.weight``). A pair may also say that
-experts are stacked here and apart there, that a tensor is part of a packed one there, or that rotary channels have
-another order. Plain rules without torch; `titan_ckpt.interop.translate` applies them.
+A key map is a value that any package can build: a list of pairs of name templates, in which ``{i}`` is the number of a
+layer and ``{j}`` that of an expert. A pair may also say that experts are stacked in the native model and separate in the
+checkpoint, that a tensor is one part of a packed tensor, or that rotary channels have another order. No torch here;
+`titan_ckpt.interop.translate` applies a map.
+
+A package offers its maps to the command line (``titan-ckpt export-hf --names NAME``) with entry points of the group
+``titan_ckpt.key_maps``. A map can also be kept in a JSON file.
 """
 
+import importlib.metadata
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+ENTRY_POINTS = "titan_ckpt.key_maps"
+"""Group of the entry points that name key maps: ``llama = "package.module:LLAMA"``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One tensor's name here and there, and how its numbers differ, if they do."""
+    """One tensor's native and Hugging Face names, and how its values differ, if they do."""
 
-    ours: str
-    """Template of the name here."""
-    theirs: str
-    """Template of the name there. With ``{j}`` where ``ours`` has none, tensor ``j`` there is ``[j]`` of the stack
-    here."""
+    native: str
+    """Template of the native name."""
+    hf: str
+    """Template of the Hugging Face name. With ``{j}`` where ``native`` has none, Hugging Face tensor ``j`` is item ``j`` of
+    the native stack."""
     part: tuple[int, int, int] | None = None
-    """``(index, count, dim)``: this tensor is part ``index`` of ``count`` equal parts along ``dim`` of the one there."""
+    """``(index, count, dim)``: the native tensor is part ``index`` of ``count`` equal parts of the Hugging Face tensor along
+    ``dim``."""
     rotary: bool = False
     """Whether rows are channels that a rotation pairs, head after head."""
     head_dim: int | None = None
-    """Set where rotary channels are neighbours here and halves there: the width of a head."""
+    """Width of a head, where rotary channels are neighbors in the native model and halves in the checkpoint."""
 
     @property
     def stacked(self) -> bool:
-        """Whether experts are stacked here and apart there."""
-        return "{j}" in self.theirs and "{j}" not in self.ours
+        """Whether experts are stacked in the native model and separate in the checkpoint."""
+        return "{j}" in self.hf and "{j}" not in self.native
 
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """A family's names. Where several pairs fit a name, the model decides if there is one, else the first pair."""
+    """The names of a family. If several pairs fit a name, the model's names decide; without a model, the first pair."""
 
     family: str
+    """Name of the family, for messages."""
     pairs: tuple[Pair, ...]
+    """Every tensor of the family."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions of names there that no model here holds (precomputed frequencies, say)."""
+    """Regular expressions of Hugging Face names that no native model holds, such as precomputed frequencies."""
     left_out: tuple[str, ...] = ()
-    """Regular expressions of names here that no checkpoint there holds: not exported, not looked for on import."""
+    """Regular expressions of native names that no checkpoint holds. They are neither exported nor expected on import."""
     _cache: dict[str, re.Pattern[str]] = field(default_factory=dict[str, re.Pattern[str]], repr=False, compare=False)
 
     def to_hf(self, name: str) -> str:
-        """The Hugging Face name of a tensor; of a stack of experts, with ``{j}`` for the expert's number.
+        """The Hugging Face name of a native tensor. For stacked experts it contains ``{j}`` for the expert's number.
 
         Raises:
             ValueError: If the family has no such tensor.
         """
-        pair, letters = self.match_ours(name)
-        return pair.theirs.format(**{"j": "{j}", **letters})
+        pair, letters = self.match_native(name)
+        return pair.hf.format(**{"j": "{j}", **letters})
 
     def from_hf(self, name: str) -> str | None:
-        """The name here of a Hugging Face tensor (the first, if several fit); None if it is to be ignored.
+        """The native name of a Hugging Face tensor (the first, if several fit); None if it is ignored.
 
         Raises:
             ValueError: If the family has no such tensor.
         """
-        found = self.match_theirs(name)
-        return found[0][0].ours.format(**found[0][1]) if found else None
+        found = self.match_hf(name)
+        return found[0][0].native.format(**found[0][1]) if found else None
 
     def interleaved(self, head_dim: int) -> "KeyMap":
-        """The map for a model that pairs neighbouring rotary channels, as Meta's and torchtitan's Llama do.
+        """The map for a model that pairs neighboring rotary channels, as Llama of Meta and torchtitan does.
 
-        Rows of query and key projections are then put in the other order on the way.
+        Rows of query and key projections are then reordered on export and import.
 
         Args:
             head_dim: Width of an attention head; even.
@@ -75,76 +88,98 @@ class KeyMap:
             ValueError: If the family rotates only part of a head, or ``head_dim`` is odd.
         """
         if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} cannot be halved. Give the width of one attention head.")
+            raise ValueError(f"head_dim={head_dim} is not an even width. Give the width of one attention head.")
         if not any(pair.rotary for pair in self.pairs):
-            raise ValueError(f"{self.family} has one order of rotary channels on both sides; use the map as it is.")
+            raise ValueError(
+                f"the {self.family} family has the same order of rotary channels in both formats. Use the map as it is."
+            )
         pairs = tuple(replace(pair, head_dim=head_dim) if pair.rotary else pair for pair in self.pairs)
         return replace(self, pairs=pairs)
 
     def packed(self) -> "KeyMap":
-        """The map, exporting gate and up projections of stacked experts as one tensor (``experts.gate_up_proj``).
+        """The map that exports gate and up projections of stacked experts as one tensor (``experts.gate_up_proj``).
 
-        Without it they are exported one tensor an expert, as such models are published. Both forms are imported.
+        By default each expert becomes a tensor of its own, as such models are published. Both forms are imported.
         """
-        first = [pair for pair in self.pairs if ".experts." in pair.theirs and "{j}" not in pair.theirs]
+        first = [pair for pair in self.pairs if ".experts." in pair.hf and "{j}" not in pair.hf]
         return replace(self, pairs=(*first, *(pair for pair in self.pairs if pair not in first)))
 
     def ignoring(self, *patterns: str) -> "KeyMap":
-        """The map, also leaving out names there that match one of these regular expressions as a whole."""
+        """The map that also ignores Hugging Face names which one of these regular expressions matches as a whole."""
         return replace(self, ignored=(*self.ignored, *patterns))
 
     def leaving_out(self, *patterns: str) -> "KeyMap":
-        """The map, also leaving out names here that match one of these regular expressions as a whole.
+        """The map that also leaves out native names which one of these regular expressions matches as a whole.
 
-        For buffers that the model computes or counts and Hugging Face has not: they are neither exported nor missed on
-        import.
+        Use it for buffers that Hugging Face does not have. They are neither exported nor expected on import.
         """
         return replace(self, left_out=(*self.left_out, *patterns))
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a tensor here is neither exported nor looked for on import."""
+        """Whether a native tensor is neither exported nor expected on import."""
         return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
     def maps(self, name: str) -> bool:
-        """Whether a name there is that of a tensor of the family."""
-        return any(True for _ in self._matches(name, "theirs"))
+        """Whether a Hugging Face name is that of a tensor of the family."""
+        return any(True for _ in self._matches(name, "hf"))
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor there is not to be imported."""
+        """Whether a Hugging Face tensor is not imported."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
-    def match_ours(self, name: str) -> tuple[Pair, dict[str, str]]:
-        """The pair of a name here, with the numbers in it.
+    def match_native(self, name: str) -> tuple[Pair, dict[str, str]]:
+        """The pair of a native name, with the numbers in the name.
 
         Raises:
             ValueError: If the family has no such tensor.
         """
-        for pair, letters in self._matches(name, "ours"):
+        for pair, letters in self._matches(name, "native"):
             return pair, letters
         raise ValueError(
-            f"{name!r} is no name here in the {self.family} family. Pass the key map of its family, or leave the name "
-            "out with names.leaving_out(...)."
+            f"unknown {self.family} parameter {name!r}. Pass the key map of the model's family, or leave the parameter out "
+            "with names.leaving_out(...)."
         )
 
-    def match_theirs(self, name: str) -> list[tuple[Pair, dict[str, str]]]:
-        """Every pair of a name there, with the numbers in it; none if it is to be ignored.
+    def match_hf(self, name: str) -> list[tuple[Pair, dict[str, str]]]:
+        """Every pair of a Hugging Face name, with the numbers in the name; empty if it is ignored.
 
         Raises:
             ValueError: If the family has no such tensor.
         """
         if self.ignores(name):
             return []
-        found = list(self._matches(name, "theirs"))
+        found = list(self._matches(name, "hf"))
         if not found:
             raise ValueError(
-                f"{name!r} is no name of Hugging Face in the {self.family} family. Pass the key map of its family, or "
-                "leave the name out with names.ignoring(...)."
+                f"unknown {self.family} tensor {name!r} in the Hugging Face folder. Pass the key map of the model's family, "
+                "or ignore the tensor with names.ignoring(...)."
             )
         return found
 
-    def _matches(self, name: str, side: str) -> Iterator[tuple[Pair, dict[str, str]]]:
+    def to_json(self) -> str:
+        """The map as JSON text, for `load_key_map`."""
+        pairs = [{key: value for key, value in asdict(pair).items() if value} for pair in self.pairs]
+        value = {"family": self.family, "pairs": pairs, "ignored": self.ignored, "left_out": self.left_out}
+        return json.dumps(value, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "KeyMap":
+        """Undo `to_json`.
+
+        Raises:
+            ValueError: If the text is not a key map.
+        """
+        try:
+            value: dict[str, Any] = json.loads(text)
+            pairs = tuple(_pair(**pair) for pair in value["pairs"])
+            ignored, left_out = tuple(value.get("ignored", ())), tuple(value.get("left_out", ()))
+            return cls(str(value["family"]), pairs, ignored, left_out)
+        except (ValueError, TypeError, KeyError, AttributeError) as err:
+            raise ValueError(f"not a key map: {type(err).__name__}: {err}. Write it with KeyMap.to_json().") from err
+
+    def _matches(self, name: str, side: Literal["native", "hf"]) -> Iterator[tuple[Pair, dict[str, str]]]:
         for pair in self.pairs:
-            match = self._pattern(getattr(pair, side)).fullmatch(name)
+            match = self._pattern(pair.native if side == "native" else pair.hf).fullmatch(name)
             if match:
                 yield pair, match.groupdict()
 
@@ -155,3 +190,33 @@ class KeyMap:
                 text = text.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>\d+)", 1)
             self._cache[template] = re.compile(text)
         return self._cache[template]
+
+
+def load_key_map(name: str) -> KeyMap:
+    """A key map by its entry point's name, or from a JSON file.
+
+    Raises:
+        ValueError: If there is no such entry point or file, or it is not a key map.
+    """
+    if name.endswith(".json"):
+        try:
+            return KeyMap.from_json(Path(name).read_bytes())
+        except (OSError, ValueError) as err:
+            raise ValueError(f"cannot read the key map {name}: {err}") from err
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        raise ValueError(
+            f"unknown key map {name!r}; installed are {sorted(found)}. Install the package that has it (titan-train has those "
+            "of its model families), or give a JSON file."
+        )
+    key_map = found[name].load()
+    if not isinstance(key_map, KeyMap):
+        raise ValueError(f"the entry point {name!r} of {ENTRY_POINTS} is a {type(key_map).__name__}, not a KeyMap.")
+    return key_map
+
+
+def _pair(native: str, hf: str, part: list[int] | None = None, **rest: Any) -> Pair:
+    if part is None:
+        return Pair(native, hf, **rest)
+    index, count, dim = part
+    return Pair(native, hf, (index, count, dim), **rest)

@@ -11,7 +11,7 @@ from titan_ckpt.format.names import SECTIONS, STATE_NAME, shard_name
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.interop.views import View, row_pieces, whole_box
 from titan_ckpt.save.carry_out import commit_job, write_job
-from titan_ckpt.save.job import Job, Layout, Lead, Shard
+from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
 from titan_ckpt.save.plan import Held, plan_save
 from titan_ckpt.save.prepare import index_tensors, merge_shared
 from titan_ckpt.state.dtypes import DTYPES
@@ -41,10 +41,10 @@ def write_step(
     listed = [(section, key, view) for section in SECTIONS for key, view in views.get(section, {}).items()]
     held = [Held(section, key, view.dtype, view.shape, (whole_box(view.shape),)) for section, key, view in listed]
     plan = plan_save([held])
-    shard_names, tensors = index_tensors(plan)
+    file_names, tensors = index_tensors(plan)
     pieces = plan.pieces[0]
-    shards = tuple(
-        Shard(
+    files = tuple(
+        TensorFile(
             shard_name(section, 0),
             tuple(Entry(p.name, held[p.held].dtype, held[p.held].shape) for p in pieces if p.section == section),
         )
@@ -62,7 +62,7 @@ def write_step(
     state = dump_json(merge_shared(step, [{**told, **(shared or {})}])).decode()
     lead = Lead({}, {"titan-ckpt": VERSION, "torch": torch.__version__}, {}, Retention())
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))
-    job = Job(folder, step, save_id, 0, 1, Layout(shards, shard_names, tensors), ((STATE_NAME, state),), lead)
+    job = WriteJob(folder, step, save_id, 0, 1, SaveLayout(files, file_names, tensors), ((STATE_NAME, state),), lead)
     try:
         path, left = commit_job(job, write_job(job, (view_bytes(listed[p.held][2]) for p in pieces)))
         for replaced in left:

@@ -9,7 +9,7 @@ import logging
 from typing import Literal
 
 from titan_ckpt.background.inherited import await_inherited
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.restore import restore_step
@@ -27,7 +27,7 @@ def restore_newest(
     root: StorePath,
     state: TrainState,
     step: int | Literal["latest"],
-    ranks: Ranks,
+    comm: Comm,
     passed_over: list[tuple[int, DamageError]],
     *,
     verify: Verify,
@@ -44,15 +44,15 @@ def restore_newest(
     """
     passed_over.clear()
     for attempt in range(1, _LISTINGS + 1):
-        tried = _tried(_listed(root, ranks), step, root)
+        tried = _tried(_listed(root, comm), step, root)
         if not tried:
             return 0
         passed_over.clear()
         for number, name in reversed(tried):
             try:
-                return restore_step(root / name, state, ranks, verify, strict)
+                return restore_step(root / name, state, comm, verify, strict)
             except (CheckpointError, OSError) as err:  # of every rank, if of any: all go on alike
-                if attempt < _LISTINGS and _gone(root / name, ranks):
+                if attempt < _LISTINGS and _gone(root / name, comm):
                     break
                 if not isinstance(err, DamageError) or not fallback or number == tried[0][0]:
                     raise
@@ -62,17 +62,17 @@ def restore_newest(
     raise AssertionError("unreachable: the last listing returns or raises")
 
 
-def _listed(root: StorePath, ranks: Ranks) -> list[tuple[int, str]]:
+def _listed(root: StorePath, comm: Comm) -> list[tuple[int, str]]:
     """Number and folder name of every step, oldest first, as rank 0 sees them."""
     told, error = None, None
-    if ranks.rank == 0:
+    if comm.rank == 0:
         try:
             await_inherited(root)
             told = json.dumps([(number, path.name) for number, path in listing.step_folders(root)]).encode()
         except OSError as err:
             error = CheckpointError(f"the steps below {root} cannot be listed: {err}")
-    ranks.agree(error, f"listing {root}")
-    return [(number, name) for number, name in json.loads(ranks.broadcast(told))]
+    comm.agree(error, f"listing {root}")
+    return [(number, name) for number, name in json.loads(comm.broadcast(told))]
 
 
 def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: StorePath) -> list[tuple[int, str]]:
@@ -85,12 +85,12 @@ def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: 
     return present[: numbers.index(step) + 1]
 
 
-def _gone(path: StorePath, ranks: Ranks) -> bool:
+def _gone(path: StorePath, comm: Comm) -> bool:
     """Whether a step was deleted, by the word of rank 0."""
     told = None
-    if ranks.rank == 0:
+    if comm.rank == 0:
         try:
             told = b"1" if listing.is_gone(path) else b"0"
         except OSError:
             told = b"0"
-    return ranks.broadcast(told) == b"1"
+    return comm.broadcast(told) == b"1"

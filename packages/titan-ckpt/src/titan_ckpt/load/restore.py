@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import CheckpointError, DamageError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import STATE_NAME, rank_state_name
@@ -31,7 +31,7 @@ from titan_ckpt.storage.paths import StorePath
 _log = logging.getLogger("titan_ckpt")
 
 
-def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verify, strict: bool) -> int:
+def restore_step(path: StorePath, state: TrainState, comm: Comm, verify: Verify, strict: bool) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
     Every rank goes the same way: all return, or all raise. Damage that one rank sees is every rank's `DamageError`,
@@ -39,12 +39,12 @@ def restore_step(path: StorePath, state: TrainState, ranks: Ranks, verify: Verif
     """
     doing = f"restore of {path.name}"
     matched: list[_Restore] = []
-    ranks.agree(_attempt(lambda: matched.append(_Restore(path, state, ranks, strict)), path), doing)
+    comm.agree(_attempt(lambda: matched.append(_Restore(path, state, comm, strict)), path), doing)
     (restore,) = matched
-    ranks.agree(restore.unexpected_names(), doing)
+    comm.agree(restore.unexpected_names(), doing)
     blocks = restore.my_share(verify)
-    ranks.agree(_attempt(lambda: restore.check(blocks), path), doing)
-    ranks.agree(_attempt(restore.apply, path), f"{doing}, half done")
+    comm.agree(_attempt(lambda: restore.check(blocks), path), doing)
+    comm.agree(_attempt(restore.apply, path), f"{doing}, half done")
     return restore.reader.manifest.step
 
 
@@ -62,8 +62,8 @@ def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
 class _Restore:
     """A matched restore: every check that needs no other rank is made at construction."""
 
-    def __init__(self, path: StorePath, state: TrainState, ranks: Ranks, strict: bool) -> None:
-        self.state, self.ranks, self.strict = state, ranks, strict
+    def __init__(self, path: StorePath, state: TrainState, comm: Comm, strict: bool) -> None:
+        self.state, self.comm, self.strict = state, comm, strict
         self.reader = StepReader(path)
         shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
@@ -90,12 +90,12 @@ class _Restore:
         if verify == "none":
             return set()
         blocks = touched_blocks(self.reader, self.copies)
-        if self.ranks.size > 1:
-            told = self.ranks.all_gather(tell_blocks(blocks, self.reader.path, self.ranks.rank))
-            blocks = assign_blocks(blocks, told, self.ranks.rank)
+        if self.comm.size > 1:
+            told = self.comm.all_gather(tell_blocks(blocks, self.reader.path, self.comm.rank))
+            blocks = assign_blocks(blocks, told, self.comm.rank)
         if verify == "all":
             files = self.reader.index.files
-            for file in range(self.ranks.rank, len(files), self.ranks.size):
+            for file in range(self.comm.rank, len(files), self.comm.size):
                 blocks |= {(file, block) for block in range(len(files[file].blocks))}
         return blocks
 
@@ -115,7 +115,7 @@ class _Restore:
             return None
         names = None if self.state.model is None else [*self.model.tensors, *self.model.tied, *self.model.leaves]
         optim = None if self.optim_used is None else sorted(self.optim_used)
-        told = {*self.ranks.all_gather(json.dumps([names, optim]).encode())}
+        told = {*self.comm.all_gather(json.dumps([names, optim]).encode())}
         models, optims = zip(*(json.loads(reply) for reply in told), strict=True)
         if any(model is not None for model in models):
             known = {name for model in models for name in model or ()}
@@ -283,7 +283,7 @@ class _Restore:
         data = self.state.data
         if data is None or "data" not in self.shared["has"]:
             return
-        place, size = self.state.dp or (self.ranks.rank, self.ranks.size)
+        place, size = self.state.dp or (self.comm.rank, self.comm.size)
         saved: list[list[int]] = self.shared["dp"]
         if saved[0][1] == size and (found := self._data_at({place})):
             rank, encoded = found[place]
@@ -307,8 +307,8 @@ class _Restore:
         if not self.state.rng:
             return
         manifest = self.reader.manifest
-        if manifest.world_size == self.ranks.size:
-            own = self._rank_state(self.ranks.rank).get("rng")
+        if manifest.world_size == self.comm.size:
+            own = self._rank_state(self.comm.rank).get("rng")
             if own is not None:
                 self.apply_steps.append(lambda: set_rng_state(own))
             elif self.strict:
@@ -319,9 +319,9 @@ class _Restore:
         _log.warning(
             "%s was saved by %d ranks and is loaded by %d: random generators are seeded anew from (seed %d, step %d, "
             "rank), so dropout and shuffling differ from an uninterrupted run",
-            manifest.path, manifest.world_size, self.ranks.size, seed, manifest.step,
+            manifest.path, manifest.world_size, self.comm.size, seed, manifest.step,
         )  # fmt: skip
-        self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.ranks.rank), None)[1])
+        self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.comm.rank), None)[1])
 
     def _data_at(self, places: set[int]) -> dict[int, tuple[int, Any]]:
         """For each place among the data-parallel ranks, the first rank that had data there, and its state, encoded.

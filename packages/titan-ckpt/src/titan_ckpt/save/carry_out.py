@@ -4,34 +4,34 @@ from collections.abc import Iterable
 
 from titan_ckpt.format.codec import Buffer
 from titan_ckpt.format.index import FileRecord, Index, move_boxes
-from titan_ckpt.save.job import Job
+from titan_ckpt.save.job import WriteJob
 from titan_ckpt.save.write import write_bytes, write_packed_safetensors, write_safetensors
 from titan_ckpt.steps import commit
 from titan_ckpt.storage.paths import StorePath
 
 
-def write_job(job: Job, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
+def write_job(job: WriteJob, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
     """Write a rank's files and bring them to disk.
 
     Args:
         job: What to write.
-        buffers: Bytes of each tensor, whole or in pieces, shard after shard, entry after entry.
+        buffers: Bytes of each tensor, whole or in pieces, file after file, entry after entry.
 
     Raises:
         OSError: If the disk refuses.
     """
     supply = iter(buffers)
     records: list[FileRecord] = []
-    for shard in job.layout.shards:
-        pieces = (next(supply) for _ in shard.entries)
+    for file in job.layout.files:
+        pieces = (next(supply) for _ in file.entries)
         # Older readers of safetensors files refuse one that does not say it came from PyTorch.
-        write = write_packed_safetensors if shard.compress else write_safetensors
-        records.append(write(job.folder, shard.name, shard.entries, pieces, {"format": "pt"}))
+        write = write_packed_safetensors if file.compress else write_safetensors
+        records.append(write(job.folder, file.name, file.entries, pieces, {"format": "pt"}))
     records += [write_bytes(job.folder, name, text.encode()) for name, text in job.texts]
     return records
 
 
-def commit_job(job: Job, records: Iterable[FileRecord]) -> tuple[StorePath, list[StorePath]]:
+def commit_job(job: WriteJob, records: Iterable[FileRecord]) -> tuple[StorePath, list[StorePath]]:
     """Rank 0: commit the step from every rank's records, then retire what retention no longer keeps.
 
     Returns:
@@ -43,8 +43,8 @@ def commit_job(job: Job, records: Iterable[FileRecord]) -> tuple[StorePath, list
     assert job.lead is not None
     lead, layout = job.lead, job.layout
     by_name = {record.name: record for record in records}
-    shards = [by_name.pop(name) for name in layout.shard_names]
-    files = [*shards, *(by_name[name] for name in sorted(by_name))]
+    files = [by_name.pop(name) for name in layout.file_names]
+    files = [*files, *(by_name[name] for name in sorted(by_name))]
     path = commit.commit_save(
         job.folder,
         step=job.step,

@@ -18,7 +18,7 @@ ARENA_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorFile:
     """One safetensors file of a job."""
 
     name: str
@@ -28,15 +28,15 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class SaveLayout:
     """What stays from save to save while the structure of the state does; compared by identity.
 
     It is by far the larger part of a job where tensors are many, so it is made, sent to the saver and decoded once.
     """
 
-    shards: tuple[Shard, ...]
+    files: tuple[TensorFile, ...]
     """This rank's safetensors files."""
-    shard_names: tuple[str, ...] = ()
+    file_names: tuple[str, ...] = ()
     """Every rank's safetensors files, in the order the tensors' chunks count them; on rank 0."""
     tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
     """Section to key to tensor; on rank 0."""
@@ -44,11 +44,10 @@ class Layout:
     def encode(self) -> bytes:
         """As JSON, for the saver process."""
         value = {
-            "shards": [
-                [shard.name, shard.compress, [[e.name, e.dtype, e.shape] for e in shard.entries]]
-                for shard in self.shards
+            "files": [
+                [file.name, file.compress, [[e.name, e.dtype, e.shape] for e in file.entries]] for file in self.files
             ],
-            "shard_names": self.shard_names,
+            "file_names": self.file_names,
             "tensors": {
                 section: {key: [t.dtype, t.shape, t.columns] for key, t in entries.items()}
                 for section, entries in self.tensors.items()
@@ -57,18 +56,18 @@ class Layout:
         return json.dumps(value, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> "Layout":
+    def decode(cls, data: bytes) -> "SaveLayout":
         """Undo `encode`."""
         value: dict[str, Any] = json.loads(data)
-        shards = tuple(
-            Shard(name, tuple(Entry(key, dtype, tuple(shape)) for key, dtype, shape in entries), compress)
-            for name, compress, entries in value["shards"]
+        files = tuple(
+            TensorFile(name, tuple(Entry(key, dtype, tuple(shape)) for key, dtype, shape in entries), compress)
+            for name, compress, entries in value["files"]
         )
         tensors = {
             section: {key: StoredTensor(dtype, tuple(shape), columns) for key, (dtype, shape, columns) in kept.items()}
             for section, kept in value["tensors"].items()
         }
-        return cls(shards, tuple(value["shard_names"]), tensors)
+        return cls(files, tuple(value["file_names"]), tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteJob:
     """One rank's part of one save."""
 
     folder: StorePath
@@ -93,7 +92,7 @@ class Job:
     save_id: str
     rank: int
     world_size: int
-    layout: Layout
+    layout: SaveLayout
     texts: tuple[tuple[str, str], ...]
     """JSON files: name and content."""
     lead: Lead | None
@@ -113,7 +112,7 @@ class Job:
         return json.dumps(value, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes, layout: Layout) -> "Job":
+    def decode(cls, data: bytes, layout: SaveLayout) -> "WriteJob":
         """Undo `encode`."""
         value: dict[str, Any] = json.loads(data)
         told = value["lead"]
@@ -126,12 +125,12 @@ class Job:
         return cls(folder=decode_path(value["folder"]), layout=layout, texts=texts, lead=lead, **rest)
 
 
-def arena_starts(layout: Layout) -> tuple[list[tuple[int, int]], int]:
+def arena_starts(layout: SaveLayout) -> tuple[list[tuple[int, int]], int]:
     """Where each tensor of a layout lies in the arena, (first byte, size), and the arena's size."""
     starts: list[tuple[int, int]] = []
     at = 0
-    for shard in layout.shards:
-        for entry in shard.entries:
+    for file in layout.files:
+        for entry in file.entries:
             starts.append((at, entry.nbytes))
             at += -(-entry.nbytes // ARENA_ALIGN) * ARENA_ALIGN
     return starts, at

@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.index import FileRecord
 from titan_ckpt.save.carry_out import commit_job, write_job
-from titan_ckpt.save.job import Job
+from titan_ckpt.save.job import WriteJob
 from titan_ckpt.save.prepare import Planned
 from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.steps import commit
@@ -18,7 +18,7 @@ from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath
 
 
-def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
+def save_now(job: WriteJob, planned: Planned, comm: Comm) -> StorePath:
     """Carry out a job in this process; when this returns, the step is on disk and committed. Collective.
 
     Raises:
@@ -29,8 +29,8 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
     try:
         records: list[FileRecord] = []
         error = _attempt(lambda: records.extend(write_job(job, _bytes(planned))), job)
-        reports = ranks.gather(tagged_json.dump_json([record.to_report() for record in records]))
-        ranks.agree(error, doing)
+        reports = comm.gather(tagged_json.dump_json([record.to_report() for record in records]))
+        comm.agree(error, doing)
         if reports is not None:
             everyone = [FileRecord.from_json(record) for report in reports for record in json.loads(report)]
             committed: list[tuple[StorePath, list[StorePath]]] = []
@@ -39,16 +39,16 @@ def save_now(job: Job, planned: Planned, ranks: Ranks) -> StorePath:
                 final = path.name
                 for folder in left:
                     remove_tree(folder)
-        ranks.agree(error, doing)
+        comm.agree(error, doing)
     except Exception:
-        if ranks.rank == 0:
+        if comm.rank == 0:
             with contextlib.suppress(OSError):
                 commit.discard(job.folder)
         raise
-    return job.folder.parent / ranks.broadcast(final.encode() if ranks.rank == 0 else None).decode()
+    return job.folder.parent / comm.broadcast(final.encode() if comm.rank == 0 else None).decode()
 
 
-def _attempt(action: Callable[[], Any], job: Job) -> Exception | None:
+def _attempt(action: Callable[[], Any], job: WriteJob) -> Exception | None:
     try:
         action()
     except OSError as err:

@@ -66,7 +66,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """The whole save."""
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -77,7 +77,7 @@ class Plan:
     """(section, key) to dtype and shape."""
 
 
-def plan_save(ranks: Sequence[Sequence[Held]]) -> Plan:
+def plan_save(ranks: Sequence[Sequence[Held]]) -> SavePlan:
     """Assign every distinct box to one rank.
 
     Args:
@@ -90,7 +90,7 @@ def plan_save(ranks: Sequence[Sequence[Held]]) -> Plan:
     return plan_told([encode_held(tensors) for tensors in ranks])
 
 
-def plan_told(told: Sequence[bytes]) -> Plan:
+def plan_told(told: Sequence[bytes]) -> SavePlan:
     """`plan_save` on what the ranks sent, each an `encode_held`.
 
     Raises:
@@ -107,7 +107,7 @@ def plan_told(told: Sequence[bytes]) -> Plan:
             gc.enable()
 
 
-def _plan(told: Sequence[bytes]) -> Plan:
+def _plan(told: Sequence[bytes]) -> SavePlan:
     groups = _group(told)
     patterns: dict[Any, _Pattern] = {}
     planned: list[tuple[_Tensor, _Pattern]] = []
@@ -231,7 +231,9 @@ def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> lis
     return writers
 
 
-def _place(planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Sequence[_Holder]], num_ranks: int) -> Plan:
+def _place(
+    planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Sequence[_Holder]], num_ranks: int
+) -> SavePlan:
     """Give every box its name and place in its writer's file."""
     pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
     placed = {(tensor.section, tensor.key): Places([], [], []) for tensor, _ in planned}
@@ -258,7 +260,7 @@ def _place(planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Sequen
             end[rank] += volumes[b] * item
         placed[section, key] = Places([ranks[b] for b in order], starts, [boxes[b] for b in order])
     kinds = {(tensor.section, tensor.key): (tensor.dtype, tensor.shape) for tensor, _ in planned}
-    return Plan(tuple(map(tuple, pieces)), placed, kinds)
+    return SavePlan(tuple(map(tuple, pieces)), placed, kinds)
 
 
 def _free_name(key: str, taken: set[str]) -> str:

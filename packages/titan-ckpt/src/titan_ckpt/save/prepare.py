@@ -1,7 +1,7 @@
 """Prepare a save, as seen by each rank: say what it holds, learn what it writes.
 
 Short exchanges with rank 0: the state's structure (once; the plan is kept while it stays the same) and its plain
-data. The result is a `Job` of plain data and the tensors whose bytes it wants, carried out here (`save_now`) or by the
+data. The result is a `WriteJob` of plain data and the tensors whose bytes it wants, carried out here (`save_now`) or by the
 saver process (`titan_ckpt.background.client`). Every failure, of whatever rank, is raised by every rank.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.header import Entry
 from titan_ckpt.format.index import StoredTensor, pack_columns
 from titan_ckpt.format.names import SECTIONS, STATE_NAME, rank_state_name, shard_name
-from titan_ckpt.save.job import Job, Layout, Lead, Shard
-from titan_ckpt.save.plan import Held, Piece, Plan, decode_pieces, encode_held, encode_pieces, plan_told
+from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
+from titan_ckpt.save.plan import Held, Piece, SavePlan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt.save.replicas import compare_replicas
 from titan_ckpt.state import optimizer
 from titan_ckpt.state.dtypes import dtype_name
@@ -42,10 +42,10 @@ class PlanCache:
     structure: str = ""
     """Digest of what all ranks hold."""
     pieces: tuple[Piece, ...] = ()
-    shard_names: tuple[str, ...] = ()
+    file_names: tuple[str, ...] = ()
     tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
     """The index's tensors; on rank 0."""
-    layout: Layout | None = None
+    layout: SaveLayout | None = None
     """What a job and the saver process need of all that."""
 
 
@@ -66,7 +66,7 @@ class Planned:
 
 
 def plan_step(
-    step: int, state: TrainState, ranks: Ranks, cache: PlanCache, metrics: Mapping[str, Any] | None = None
+    step: int, state: TrainState, comm: Comm, cache: PlanCache, metrics: Mapping[str, Any] | None = None
 ) -> Planned:
     """Take the state apart and agree on who writes what. Collective.
 
@@ -76,25 +76,25 @@ def plan_step(
         Exception: Whatever a ``state_dict`` of the state raised, on its rank; `CheckpointError` on the others.
     """
     doing = f"save of step {step}"
-    collected, parts, held, error = _take_apart(step, state, ranks)
+    collected, parts, held, error = _take_apart(step, state, comm)
     numbers: dict[str, float] = {}
     try:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError):
         error = error or TypeError(f"metrics={metrics!r} holds something that is no number. Give floats.")
-    ranks.agree(error, doing)
+    comm.agree(error, doing)
     assert collected is not None
     known = cache.structure
-    pieces = _plan(held, ranks, cache, doing)
+    pieces = _plan(held, comm, cache, doing)
     if cache.structure != known:
-        compare_replicas(parts, held, ranks)
+        compare_replicas(parts, held, comm)
     return Planned(collected, parts, held, pieces, numbers)
 
 
-def plan_layout(planned: Planned, ranks: Ranks, cache: PlanCache, compress: bool) -> Layout:
+def plan_layout(planned: Planned, comm: Comm, cache: PlanCache, compress: bool) -> SaveLayout:
     """The layout of this rank's jobs; the same object while the plan stays."""
     if cache.layout is None:
-        cache.layout = _layout(planned, ranks.rank, cache, compress)
+        cache.layout = _layout(planned, comm.rank, cache, compress)
     return cache.layout
 
 
@@ -102,14 +102,14 @@ def begin_job(
     root: StorePath,
     step: int,
     planned: Planned,
-    ranks: Ranks,
+    comm: Comm,
     cache: PlanCache,
     *,
     retention: Retention,
     compress: bool,
     owner: Process,
     distrusted: Collection[int] = (),
-) -> Job:
+) -> WriteJob:
     """Make the unfinished step's folder and this rank's job. Collective.
 
     Args:
@@ -121,20 +121,20 @@ def begin_job(
         CheckpointError: If the folder cannot be made.
     """
     error, told = None, None
-    if ranks.rank == 0:
+    if comm.rank == 0:
         try:
             folder, save_id = commit.begin_save(root, step, owner)
             # a local path in full: rank 0's folder counts, whatever another rank's root is; a store's is known to all
             told = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
         except OSError as err:
             error = write_failure(err, root, 0)
-    ranks.agree(error, f"save of step {step}")
-    name, save_id = json.loads(ranks.broadcast(told))
-    layout = plan_layout(planned, ranks, cache, compress)
+    comm.agree(error, f"save of step {step}")
+    name, save_id = json.loads(comm.broadcast(told))
+    layout = plan_layout(planned, comm, cache, compress)
     texts: list[tuple[str, str]] = []
     if planned.collected.own:
-        texts.append((rank_state_name(ranks.rank), tagged_json.dump_json(planned.collected.own).decode()))
-    everyone = ranks.gather(tagged_json.dump_json(planned.collected.shared))
+        texts.append((rank_state_name(comm.rank), tagged_json.dump_json(planned.collected.own).decode()))
+    everyone = comm.gather(tagged_json.dump_json(planned.collected.shared))
     lead = None
     if everyone is not None:
         shared = [json.loads(data) for data in everyone]
@@ -142,18 +142,18 @@ def begin_job(
         tied = {alias: first for told in shared for alias, first in told["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
         lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
-    return Job(root / name, step, save_id, ranks.rank, ranks.size, layout, tuple(texts), lead)
+    return WriteJob(root / name, step, save_id, comm.rank, comm.size, layout, tuple(texts), lead)
 
 
 @torch.no_grad()  # so that a DTensor gives its local tensor itself
 def _take_apart(
-    step: int, state: TrainState, ranks: Ranks
+    step: int, state: TrainState, comm: Comm
 ) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
     """What this rank holds, or why it cannot be saved."""
     try:
         if step < 0:
             raise ValueError(f"step={step} is negative. Count steps from 0.")
-        collected = collect(state, ranks.rank, ranks.size)
+        collected = collect(state, comm.rank, comm.size)
         parts = [
             local_part(
                 tensor, f"{section}.{key}", shard_of(state.shards, section, key, tuple(tensor.shape), collected.model)
@@ -175,41 +175,41 @@ def _take_apart(
         return None, [], [], err
 
 
-def _plan(held: list[Held], ranks: Ranks, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
+def _plan(held: list[Held], comm: Comm, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
     """The assignment of this rank; rank 0 also keeps the whole plan."""
     encoded = encode_held(held)
-    everyone = digest(b"".join(ranks.all_gather(digest(encoded).encode())))
+    everyone = digest(b"".join(comm.all_gather(digest(encoded).encode())))
     if everyone == cache.structure:
         return cache.pieces
-    gathered = ranks.gather(encoded)
+    gathered = comm.gather(encoded)
     error, plan = None, None
     if gathered is not None:
         try:
             plan = plan_told(gathered)
         except ValueError as err:
             error = err
-    ranks.agree(error, doing)
-    cache.pieces = decode_pieces(ranks.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
+    comm.agree(error, doing)
+    cache.pieces = decode_pieces(comm.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
     cache.layout = None
     if plan is not None:
-        cache.shard_names, cache.tensors = index_tensors(plan)
+        cache.file_names, cache.tensors = index_tensors(plan)
     cache.structure = everyone
     return cache.pieces
 
 
-def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> Layout:
-    shards: list[Shard] = []
+def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> SaveLayout:
+    files: list[TensorFile] = []
     for section in SECTIONS:
         mine = [p for p in planned.pieces if p.section == section]
         if mine:
             entries = tuple(
                 Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
             )
-            shards.append(Shard(shard_name(section, rank), entries, compress and section == "optim"))
-    return Layout(tuple(shards), cache.shard_names, cache.tensors)
+            files.append(TensorFile(shard_name(section, rank), entries, compress and section == "optim"))
+    return SaveLayout(tuple(files), cache.file_names, cache.tensors)
 
 
-def index_tensors(plan: Plan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
+def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
     """A plan's safetensors files, and its tensors as the index holds them."""
     names: list[str] = []
     numbers: dict[str, dict[int, int]] = {section: {} for section in SECTIONS}  # section to rank to file

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from titan_ckpt.comm import Ranks
+from titan_ckpt.comm import Comm
 from titan_ckpt.save.plan import Held
 from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.state.sharding import LocalPart
@@ -23,9 +23,9 @@ _MOST_NAMES = 6
 _BOXES = np.dtype([("box", "<u8"), ("sample", "<u8")])
 
 
-def compare_replicas(parts: list[LocalPart], held: list[Held], ranks: Ranks) -> list[str]:
+def compare_replicas(parts: list[LocalPart], held: list[Held], comm: Comm) -> list[str]:
     """Names of tensors whose boxes differ between ranks that hold the same; logs them on rank 0. Collective."""
-    if ranks.size == 1:
+    if comm.size == 1:
         return []
     names: dict[int, str] = {}
     rows: list[tuple[int, int]] = []
@@ -34,17 +34,15 @@ def compare_replicas(parts: list[LocalPart], held: list[Held], ranks: Ranks) -> 
             number = xxhash.xxh3_64_intdigest(f"{kept.section}/{kept.key}/{box}".encode())
             names[number] = f"{kept.section}.{kept.key}"
             rows.append((number, xxhash.xxh3_64_intdigest(tensor_bytes(_sample(part.view(i))))))
-    gathered = ranks.gather(np.array(rows, dtype=_BOXES).tobytes())
+    gathered = comm.gather(np.array(rows, dtype=_BOXES).tobytes())
     told = None if gathered is None else _differing(gathered).tobytes()
-    differing = {int(number) for number in np.frombuffer(ranks.broadcast(told), dtype="<u8")}
+    differing = {int(number) for number in np.frombuffer(comm.broadcast(told), dtype="<u8")}
     if not differing:
         return []
     mine = sorted({names[number] for number in differing if number in names})
-    found = sorted(
-        {name for reply in ranks.all_gather("\n".join(mine).encode()) for name in reply.decode().split("\n")}
-    )
+    found = sorted({name for reply in comm.all_gather("\n".join(mine).encode()) for name in reply.decode().split("\n")})
     found = [name for name in found if name]
-    if ranks.rank == 0:
+    if comm.rank == 0:
         _log.warning(
             "%d tensors differ between ranks that hold the same part of them; one rank's values are saved: %s%s. If they "
             "are parts of a larger tensor, name it in TrainState(shards=); if not, keep them equal or out of the state",
