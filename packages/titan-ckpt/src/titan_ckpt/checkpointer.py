@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titan_ckpt.background.client import BackgroundSaver, start_savers
 from titan_ckpt.background.handle import SaveJob
 from titan_ckpt.background.inherited import await_inherited
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.fallback import restore_newest
@@ -97,7 +97,7 @@ class Checkpointer:
             best_is,
         )
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
-        self._comm = Comm(group)
+        self._comm = ByteComm(group)
         self._cache = PlanCache()
         self._saver: BackgroundSaver | None = None
         self._flight: SaveJob | None = None

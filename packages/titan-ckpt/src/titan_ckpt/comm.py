@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_ckpt.errors import CheckpointError, Damage, DamageError
 
 
-class Comm:
+class ByteComm:
     """The ranks that save and load together.
 
     Args:

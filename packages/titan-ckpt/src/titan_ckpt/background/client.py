@@ -24,7 +24,7 @@ from titan_ckpt.background.handle import SaveJob
 from titan_ckpt.background.inherited import command
 from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.background.wire import pack, receive, send
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
@@ -264,7 +264,7 @@ def _drop(submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob] | None]", arena
     arena.close()
 
 
-def start_savers(comm: Comm, saver: BackgroundSaver | None) -> tuple[BackgroundSaver, list[Process]]:
+def start_savers(comm: ByteComm, saver: BackgroundSaver | None) -> tuple[BackgroundSaver, list[Process]]:
     """Start this rank's saver if ``saver`` does not run any more. Collective.
 
     Returns:

@@ -9,7 +9,7 @@ import logging
 from typing import Literal
 
 from titan_ckpt.background.inherited import await_inherited
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.restore import restore_step
@@ -27,7 +27,7 @@ def restore_newest(
     root: StorePath,
     state: TrainState,
     step: int | Literal["latest"],
-    comm: Comm,
+    comm: ByteComm,
     passed_over: list[tuple[int, DamageError]],
     *,
     verify: Verify,
@@ -62,7 +62,7 @@ def restore_newest(
     raise AssertionError("unreachable: the last listing returns or raises")
 
 
-def _listed(root: StorePath, comm: Comm) -> list[tuple[int, str]]:
+def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:
     """Number and folder name of every step, oldest first, as rank 0 sees them."""
     told, error = None, None
     if comm.rank == 0:
@@ -85,7 +85,7 @@ def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: 
     return present[: numbers.index(step) + 1]
 
 
-def _gone(path: StorePath, comm: Comm) -> bool:
+def _gone(path: StorePath, comm: ByteComm) -> bool:
     """Whether a step was deleted, by the word of rank 0."""
     told = None
     if comm.rank == 0:

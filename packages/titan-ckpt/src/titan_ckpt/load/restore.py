@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import STATE_NAME, rank_state_name
@@ -31,7 +31,7 @@ from titan_ckpt.storage.paths import StorePath
 _log = logging.getLogger("titan_ckpt")
 
 
-def restore_step(path: StorePath, state: TrainState, comm: Comm, verify: Verify, strict: bool) -> int:
+def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
     Every rank goes the same way: all return, or all raise. Damage that one rank sees is every rank's `DamageError`,
@@ -62,7 +62,7 @@ def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
 class _Restore:
     """A matched restore: every check that needs no other rank is made at construction."""
 
-    def __init__(self, path: StorePath, state: TrainState, comm: Comm, strict: bool) -> None:
+    def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool) -> None:
         self.state, self.comm, self.strict = state, comm, strict
         self.reader = StepReader(path)
         shared = self.reader.shared_state()

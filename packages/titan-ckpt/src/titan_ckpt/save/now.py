@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.index import FileRecord
@@ -18,7 +18,7 @@ from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath
 
 
-def save_now(job: WriteJob, planned: Planned, comm: Comm) -> StorePath:
+def save_now(job: WriteJob, planned: Planned, comm: ByteComm) -> StorePath:
     """Carry out a job in this process; when this returns, the step is on disk and committed. Collective.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.digest import digest
@@ -66,7 +66,7 @@ class Planned:
 
 
 def plan_step(
-    step: int, state: TrainState, comm: Comm, cache: PlanCache, metrics: Mapping[str, Any] | None = None
+    step: int, state: TrainState, comm: ByteComm, cache: PlanCache, metrics: Mapping[str, Any] | None = None
 ) -> Planned:
     """Take the state apart and agree on who writes what. Collective.
 
@@ -91,7 +91,7 @@ def plan_step(
     return Planned(collected, parts, held, pieces, numbers)
 
 
-def plan_layout(planned: Planned, comm: Comm, cache: PlanCache, compress: bool) -> SaveLayout:
+def plan_layout(planned: Planned, comm: ByteComm, cache: PlanCache, compress: bool) -> SaveLayout:
     """The layout of this rank's jobs; the same object while the plan stays."""
     if cache.layout is None:
         cache.layout = _layout(planned, comm.rank, cache, compress)
@@ -102,7 +102,7 @@ def begin_job(
     root: StorePath,
     step: int,
     planned: Planned,
-    comm: Comm,
+    comm: ByteComm,
     cache: PlanCache,
     *,
     retention: Retention,
@@ -147,7 +147,7 @@ def begin_job(
 
 @torch.no_grad()  # so that a DTensor gives its local tensor itself
 def _take_apart(
-    step: int, state: TrainState, comm: Comm
+    step: int, state: TrainState, comm: ByteComm
 ) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
     """What this rank holds, or why it cannot be saved."""
     try:
@@ -175,7 +175,7 @@ def _take_apart(
         return None, [], [], err
 
 
-def _plan(held: list[Held], comm: Comm, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
+def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
     """The assignment of this rank; rank 0 also keeps the whole plan."""
     encoded = encode_held(held)
     everyone = digest(b"".join(comm.all_gather(digest(encoded).encode())))

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from titan_ckpt.comm import Comm
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.save.plan import Held
 from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.state.sharding import LocalPart
@@ -23,7 +23,7 @@ _MOST_NAMES = 6
 _BOXES = np.dtype([("box", "<u8"), ("sample", "<u8")])
 
 
-def compare_replicas(parts: list[LocalPart], held: list[Held], comm: Comm) -> list[str]:
+def compare_replicas(parts: list[LocalPart], held: list[Held], comm: ByteComm) -> list[str]:
     """Names of tensors whose boxes differ between ranks that hold the same; logs them on rank 0. Collective."""
     if comm.size == 1:
         return []
