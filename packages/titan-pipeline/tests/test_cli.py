@@ -12,7 +12,7 @@ def test_a_generated_file_verifies_simulates_draws_and_traces(tmp_path, capsys, 
     file = tmp_path / f"s.{ending}"
     assert main(["gen", "zbv", "-p", "2", "-m", "4", "-o", str(file)]) == 0
     assert main(["verify", str(file), "--mem-limit", "2"]) == 0
-    assert "peak memory a rank: 2 2" in capsys.readouterr().out
+    assert "peak memory per rank: 2 2" in capsys.readouterr().out
     assert main(["sim", str(file), "--json", "--latency", "0.1"]) == 0
     assert json.loads(capsys.readouterr().out)["idle_communication"] > 0
     for name in ("s.svg", "s.html"):

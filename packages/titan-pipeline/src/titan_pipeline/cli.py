@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument("family", choices=list(FAMILIES), metavar="family", help=", ".join(FAMILIES))
     gen.add_argument("--ranks", "-p", type=int, required=True)
     gen.add_argument("--microbatches", "-m", type=int, required=True)
-    gen.add_argument("--chunks", "-v", type=int, help="stages a rank")
+    gen.add_argument("--chunks", "-v", type=int, help="stages per rank")
     gen.add_argument("--mem-limit", type=float, help="zb_auto: microbatches of a rank, or the unit of --costs")
     gen.add_argument("--costs", type=Path, help="zb_auto: costs file (JSON)")
     gen.add_argument("--communication", action="store_true", help="write sends and receives out")
@@ -152,7 +152,7 @@ def _verify(args: argparse.Namespace) -> int:
         schedule, transport=args.transport, mem_limit=args.mem_limit, costs=costs, forward_only=args.forward_only
     )
     print(f"{schedule.name}: runs ({proof.transport}); {proof.num_actions} actions, {proof.num_messages} messages")
-    print("peak memory a rank: " + " ".join(f"{x:.4g}" for x in proof.peak))
+    print("peak memory per rank: " + " ".join(f"{x:.4g}" for x in proof.peak))
     return 0
 
 

@@ -34,10 +34,10 @@ def lower_bound(
     """A time that no schedule of this placement finishes before, in the unit of the costs.
 
     Args:
-        costs: One entry a stage.
-        num_microbatches: Microbatches a step.
+        costs: One entry per stage.
+        num_microbatches: Microbatches per step.
         placement: Rank of each stage.
-        mem_limit: Largest memory of every rank, or one a rank; None for no limit.
+        mem_limit: Largest memory of every rank, or one per rank; None for no limit.
         objective: ``"makespan"`` (end of the last action) or ``"stage_span"`` (longest span of a rank).
         split_backward: Whether backwards may be split; without, weight gradients delay input gradients.
 
@@ -69,7 +69,7 @@ def lower_bound(
 
 
 def expand_limits(mem_limit: float | Sequence[float] | None, placement: Placement) -> list[float]:
-    """One limit a rank; infinity for none."""
+    """One limit per rank; infinity for none."""
     num_ranks = max(placement) + 1
     if mem_limit is None:
         return [math.inf] * num_ranks

@@ -37,7 +37,7 @@ class Certificate:
     transport: Delivery
     """The weaker guarantee (rendezvous) covers the other."""
     peak: tuple[float, ...]
-    """Largest memory a rank, in the unit of the costs."""
+    """Largest memory per rank, in the unit of the costs."""
     num_actions: int
     """Actions checked, communication included."""
     num_messages: int
@@ -59,7 +59,7 @@ def verify(
     Args:
         schedule: What to check.
         transport: ``"rendezvous"`` (default, the strictest) or ``"buffered"``.
-        mem_limit: Largest memory a rank, or one limit for each, in the unit of ``costs``.
+        mem_limit: Largest memory per rank, or one limit for each, in the unit of ``costs``.
         costs: Memory of each stage; by default every rank keeps 1 a microbatch until its input gradient, 0.43 then.
         forward_only: The schedule is for evaluation: no backward is expected.
 

@@ -1,6 +1,6 @@
 """Schedules that keep the backward whole: GPipe, 1F1B, interleaved 1F1B and breadth-first.
 
-Write p for ranks, v for chunks a rank, m for microbatches, T_F, T_B, T_W for the times of a whole rank.
+Write p for ranks, v for chunks per rank, m for microbatches, T_F, T_B, T_W for the times of a whole rank.
 
 ================  ==============================  ==================================
 schedule          bubble (stage = makespan)       peak memory, in microbatches of a rank
@@ -43,7 +43,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B with several chunks a rank, microbatches in groups of ``num_ranks`` (Narayanan et al. 2021).
+    """1F1B with several chunks per rank, microbatches in groups of ``num_ranks`` (Narayanan et al. 2021).
 
     Raises:
         ValueError: If ``num_microbatches`` is no multiple of ``num_ranks``: the groups would not close.

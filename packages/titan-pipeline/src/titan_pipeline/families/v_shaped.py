@@ -6,7 +6,7 @@ If no two actions of a rank fall on the same unit modulo 6, the repetition never
 keeps an activation alive, so its shape sets the memory:
 
 ========  ===========================  =========================================  ========
-schedule  peak, microbatches a rank    bubble for equal times, in units of T/6    backward
+schedule  peak, microbatches per rank    bubble for equal times, in units of T/6    backward
 ========  ===========================  =========================================  ========
 v_half    floor((p+2)/2)               3(p-1) for even p, 3p-4 for odd p          split
 v_min     floor((p+4)/3)               4p-5, or 4p-3 where 3 divides p            split

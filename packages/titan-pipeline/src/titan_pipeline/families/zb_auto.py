@@ -34,9 +34,9 @@ def zb_auto(
 
     Args:
         num_ranks: One stage each.
-        num_microbatches: Microbatches a step.
-        costs: One entry a rank; equal ranks by default.
-        mem_limit: In the unit of ``costs``; one number or one a rank. None means no limit.
+        num_microbatches: Microbatches per step.
+        costs: One entry per rank; equal ranks by default.
+        mem_limit: In the unit of ``costs``; one number or one per rank. None means no limit.
 
     Raises:
         ValueError: If a rank cannot hold one microbatch within the limit.

@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Time and memory of every stage. Each tuple has one entry a stage.
+    """Time and memory of every stage. Each tuple has one entry per stage.
 
     `uniform` makes one for equal stages; `Costs.load` reads a file.
     """
@@ -65,7 +65,7 @@ class Costs:
             if name in ("backward", "payload") and not values:
                 continue
             if len(values) != n:
-                raise ValueError(f"{name} has {len(values)} entries but forward has {n}. Give one a stage.")
+                raise ValueError(f"{name} has {len(values)} entries but forward has {n}. Give one per stage.")
             if any(not (x >= 0) or x == float("inf") for x in values):
                 raise ValueError(f"{name}={values}: costs are finite and not negative.")
 

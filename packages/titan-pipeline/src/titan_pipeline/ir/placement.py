@@ -27,7 +27,7 @@ def v_placement(num_ranks: int, num_chunks: int = 2) -> Placement:
 
 
 def placement_from(spec: str | Sequence[int], num_ranks: int, num_chunks: int) -> Placement:
-    """A placement from ``"loop"``, ``"v"`` or an explicit rank a stage.
+    """A placement from ``"loop"``, ``"v"`` or an explicit rank per stage.
 
     Raises:
         ValueError: If the name is neither, or an explicit placement leaves a rank without a stage.

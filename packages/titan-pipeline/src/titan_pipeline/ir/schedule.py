@@ -99,11 +99,11 @@ class Schedule:
     name: str
     """Family or free text; not part of the identity."""
     num_microbatches: int
-    """Microbatches a step, numbered from 0."""
+    """Microbatches per step, numbered from 0."""
     placement: Placement
     """Rank of each stage."""
     ranks: tuple[tuple[Action, ...], ...]
-    """One program a rank."""
+    """One program per rank."""
     overlaps: tuple[tuple[int, ...], ...] = field(default=())
     """Per rank, positions ``i`` such that actions ``i`` and ``i+1`` (an F and a backward of different microbatches)
     may run as one overlapped action; empty when the schedule has none."""
@@ -114,7 +114,7 @@ class Schedule:
             raise ValueError(f"num_microbatches={self.num_microbatches}: a step needs at least one.")
         if len(self.ranks) != self.num_ranks:
             raise ValueError(
-                f"{len(self.ranks)} programs for a placement on {self.num_ranks} ranks. Give one program a rank."
+                f"{len(self.ranks)} programs for a placement on {self.num_ranks} ranks. Give one program per rank."
             )
         if self.overlaps and len(self.overlaps) != self.num_ranks:
             raise ValueError(f"overlaps has {len(self.overlaps)} entries for {self.num_ranks} ranks.")

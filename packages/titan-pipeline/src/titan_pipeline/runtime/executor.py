@@ -101,7 +101,7 @@ class Executor:
         mine = set(schedule.stages_of(self.rank))
         if mine != set(self.stages):
             raise ValueError(
-                f"rank {self.rank} holds stages {sorted(self.stages)}, the schedule puts {sorted(mine)} on it. "
+                f"rank {self.rank} holds stages {sorted(self.stages)}, but the schedule puts {sorted(mine)} on it. "
                 "Build those, or use a schedule with this placement."
             )
         verify(schedule)
@@ -127,8 +127,8 @@ class Executor:
         """Forward and backward of one batch; gradients are added to the parameters'.
 
         Args:
-            inputs: On the rank of stage 0: one entry a microbatch, a tensor or a tuple of them. Shapes may differ.
-            targets: On the rank of the last stage: one entry a microbatch.
+            inputs: On the rank of stage 0: one entry per microbatch, a tensor or a tuple of them. Shapes may differ.
+            targets: On the rank of the last stage: one entry per microbatch.
             extras: Keyword tensors by microbatch for every stage of this rank (positions, document ids). They are not
                 sent from stage to stage: every rank gives its own.
             denominator: Divide the loss by this instead of the counted tokens (with data parallelism, the tokens of

@@ -66,7 +66,7 @@ class Optimistic:
     def step(self) -> None:
         """Step at once with this rank's gradients as they are, if they are finite."""
         if self._snapshot is not None:
-            raise RuntimeError("the last step is not settled. Call settle() on every rank first.")
+            raise RuntimeError("the last step is not settled yet. Call settle() on every rank first.")
         weights = [p.detach().clone() for p in self._weights()]
         self._snapshot = (weights, copy.deepcopy(self._optimizer.state_dict()))
         self._optimizer.step()

@@ -55,8 +55,8 @@ def solve_exactly(
     """Search and prove, from a timeline that is known to fit.
 
     Args:
-        costs: One entry a stage.
-        num_microbatches: Microbatches a step.
+        costs: One entry per stage.
+        num_microbatches: Microbatches per step.
         placement: Rank of each stage.
         limits: Memory of each rank; infinity for none.
         objective: As in `titan_pipeline.solve`.

@@ -41,7 +41,7 @@ class Solution:
     bound: float
     """No schedule of this placement within this limit is shorter."""
     peak: tuple[float, ...]
-    """Verified peak memory a rank."""
+    """Verified peak memory per rank."""
     origin: str
     """Family it came from, or ``search``, or ``exact``."""
     tries: int
@@ -76,11 +76,11 @@ def solve(
     """The best schedule found for these costs.
 
     Args:
-        costs: One entry a stage.
-        num_microbatches: Microbatches a step.
+        costs: One entry per stage.
+        num_microbatches: Microbatches per step.
         placement: ``"loop"``, ``"v"``, or the rank of each stage.
         num_ranks: For a named placement; by default as many as stages for a loop, half for a V.
-        mem_limit: In the unit of the costs; one number or one a rank.
+        mem_limit: In the unit of the costs; one number or one per rank.
         objective: ``"makespan"`` when steps end with a synchronization (a clip), else ``"stage_span"``.
         time_limit: Seconds of search; 0 takes the best candidate.
         max_tries: Also stop after so many orders.

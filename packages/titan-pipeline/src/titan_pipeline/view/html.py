@@ -13,7 +13,7 @@ def draw_html(simulation: Simulation, *, width: int = 1200) -> str:
         ("makespan", simulation.makespan),
         ("makespan bubble", simulation.makespan_bubble),
         ("stage bubble", simulation.stage_bubble),
-        ("work a rank", simulation.work),
+        ("work per rank", simulation.work),
         ("idle: warm-up", b.warm_up),
         ("idle: steady", b.steady),
         ("idle: drain", b.drain),

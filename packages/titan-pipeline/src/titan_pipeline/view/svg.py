@@ -1,6 +1,6 @@
 """Draw a simulated schedule as SVG, without dependencies.
 
-One row a rank; colour is the kind, shade the chunk, the number the microbatch. Below, memory over time a rank. The
+One row per rank. The colour is the kind, the shade the chunk, the number the microbatch. Below: memory over time. The
 output depends on nothing but the simulation, so drawings can be compared as text.
 """
 

@@ -1,6 +1,6 @@
 """Timelines as Chrome trace events, for Perfetto and ``chrome://tracing``.
 
-A process is a run (planned, measured), a thread a rank; arrows follow messages, counters show memory. Give a plan and
+Each run (planned, measured) is a process, each rank a thread. Arrows follow messages, counters show memory. Give a plan and
 a measurement to see them over each other.
 """
 
@@ -11,7 +11,7 @@ from titan_pipeline.analysis.simulate import Simulation
 
 
 def chrome_trace(*simulations: tuple[str, Simulation], microseconds: float = 1e6) -> str:
-    """A trace file with one process a timeline.
+    """A trace file with one process per timeline.
 
     Args:
         simulations: ``(label, timeline)``; several are overlaid.

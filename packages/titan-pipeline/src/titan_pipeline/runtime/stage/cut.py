@@ -37,7 +37,7 @@ def split_layers(
         if costs is None:
             costs = [max(1, sum(p.numel() for p in layer.parameters())) for _, layer in named]
         if len(costs) != len(named):
-            raise ValueError(f"{len(costs)} costs for {len(named)} layers. Give one a layer.")
+            raise ValueError(f"{len(costs)} costs for {len(named)} layers. Give one per layer.")
         cuts = balanced_cut(costs, num_stages)
     stages: list[nn.Sequential] = []
     for cut in cuts:

@@ -1,8 +1,8 @@
-"""Stages that are wrapped for data parallelism: gradients are reduced once a step, after the last weight gradient.
+"""Stages that are wrapped for data parallelism: gradients are reduced once per step, after the last weight gradient.
 
 Problem: FSDP2 and DistributedDataParallel reduce gradients when a backward ends. A pipeline runs one backward a
 microbatch, and a zero-bubble schedule computes weight gradients after the backward that owes them: reducing by
-themselves, the wrappers would communicate once a microbatch, and too early.
+themselves, the wrappers would communicate once per microbatch, and too early.
 
 Idea: synchronization is off while the schedule runs; gradients pile up unreduced. When the stage's last action has
 run, they are reduced in one go, through the wrapper's own machinery, so that its divide factor, mixed precision,

@@ -16,7 +16,7 @@ class TorchStage:
     """A stage that is an ``nn.Module`` taking and returning tensors (or tuples of them).
 
     The module may be wrapped by DistributedDataParallel or FSDP2 (itself or its children): gradients are then reduced
-    once a step, when the stage's last gradient is there.
+    once per step, when the stage's last gradient is there.
 
     Args:
         module: The stage's layers.

@@ -4,7 +4,7 @@ Problem: NCCL runs what is queued on one communicator in order, and a send waits
 send first then deadlock on the device, where nothing can interrupt them; and shapes, which may differ by microbatch,
 would have to be read back from the device.
 
-Idea: one communicator a directed pair of neighbours, so that a pair's messages are a first-in-first-out channel that
+Idea: one communicator per directed pair of neighbours, so that a pair's messages are a first-in-first-out channel that
 waits for nothing else; and headers over gloo, as in `GlooTransport`. A receive is posted when the executor needs the
 message, after its header has come, so that its shape is known and the sender has posted its send. The host runs ahead
 of the device, so transfers are queued long before the device gets there. After a failure each rank receives what is

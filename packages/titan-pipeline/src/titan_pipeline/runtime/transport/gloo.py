@@ -59,7 +59,7 @@ class GlooTransport:
         self._left: dict[int, int] = {}
 
     def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
-        """Start one receiving thread a source."""
+        """Start one receiving thread per source."""
         self._receiver.clear()
         self._left = dict(sends)
         self._threads = [

@@ -48,24 +48,26 @@ class PeerFailure:
 
 
 class PipelineAborted(RuntimeError):
-    """Another rank failed, so this step was given up. ``failure`` says who, where and why."""
+    """Another rank failed, so this step was stopped. ``failure`` says which rank, where and why."""
 
     def __init__(self, failure: PeerFailure) -> None:
-        super().__init__(f"{failure}. This rank gave up the step; call reset() on every rank before the next one.")
+        super().__init__(f"{failure}. This rank stopped too. Call reset() on every rank before the next step.")
         self.failure = failure
 
 
 def encode_header(key: Key, payload: Payload) -> Tensor:
     """The header of a message, int64 of shape ``[HEADER_LENGTH]``."""
     if len(payload) > _MAX_TENSORS:
-        raise ValueError(f"a stage hands over {len(payload)} tensors; at most {_MAX_TENSORS} travel. Pack them.")
+        raise ValueError(f"a stage returns {len(payload)} tensors, but a message holds {_MAX_TENSORS}. Pack them.")
     values = [_DATA, *key, len(payload)]
     for tensor in payload:
         if tensor is None:
             values += [-1, 0]
             continue
         if tensor.dim() > _MAX_DIMS:
-            raise ValueError(f"a tensor of {tensor.dim()} dimensions cannot travel; at most {_MAX_DIMS}. Reshape it.")
+            raise ValueError(
+                f"a stage returns a tensor of {tensor.dim()} dimensions; a message allows {_MAX_DIMS}. Reshape it."
+            )
         values += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     if len(values) > HEADER_LENGTH:
         raise ValueError(f"the shapes of {len(payload)} tensors do not fit a header of {HEADER_LENGTH} numbers.")

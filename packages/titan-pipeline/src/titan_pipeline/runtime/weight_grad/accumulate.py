@@ -1,6 +1,6 @@
 """Add gradients to parameters, with every hook a backward would have called.
 
-Autograd's own accumulation costs about 9 us a parameter when called from Python, adding directly 1 us. Adding directly
+Autograd's own accumulation costs about 9 us per parameter when called from Python, adding directly 1 us. Adding directly
 is the same unless someone listens, and who listens is kept in two attributes of a tensor that are not documented. They
 are read here and nowhere else; checked on torch 2.11 and 2.15 by ``test_hooked_parameters_are_recognised``.
 """

@@ -17,7 +17,7 @@ A linear layer needs no function of its own for that: its product runs with the 
 output makes the note. The hook holds the input, which is right for a layer that saves it anyway and wrong where
 somebody else decides what is saved: inside ``torch.utils.checkpoint`` or another saved-tensor hook, and where the input
 needs no gradient, an autograd function takes its place. It saves the input by autograd's way, and runs again in the
-recomputation: one recomputation a block. Gradients are bit-equal to autograd's: the products are the ones its formulas
+recomputation: one recomputation per block. Gradients are bit-equal to autograd's: the products are the ones its formulas
 use.
 
 The parameter is no input of such a function (autograd would call its hooks with None in the I pass); a dummy, the
@@ -49,7 +49,7 @@ class WeightGradEngine:
         rules: Module type → rule, added to (or replacing) the defaults for ``nn.Linear`` and ``nn.Embedding``.
             A type matches exactly, not its subclasses.
         through_autograd: Always accumulate by autograd's own nodes. Needed where a library hooks those nodes rather
-            than the parameters; costs about 9 us a parameter. Parameters with hooks of their own take that way
+            than the parameters; costs about 9 us per parameter. Parameters with hooks of their own take that way
             regardless. (DistributedDataParallel does not need it: a stage arms its reducer after the last gradient.)
     """
 

@@ -10,7 +10,7 @@ from titan_pipeline.runtime.weight_grad.queue import Deferring
 
 
 def grouped_linear(engine: Deferring | None, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """One matrix product a group of rows, as in a mixture of experts, with a deferrable weight gradient.
+    """One matrix product per group of rows, as in a mixture of experts, with a deferrable weight gradient.
 
     Args:
         engine: The stage's engine; None, or one whose stage is not running, does not defer.

@@ -9,8 +9,8 @@ from torch import Tensor
 from titan_pipeline.runtime.weight_grad.accumulate import accumulate
 
 ELSEWHERE = (
-    "a forward recorded by a WeightGradEngine got its backward elsewhere, and its weight gradients would be lost. Run "
-    "it through the stage, or inside engine.deferring()."
+    "this forward was recorded by a WeightGradEngine, but its backward runs outside of the engine: its weight gradients "
+    "would be lost. Run the backward through the stage, or inside engine.deferring()."
 )
 
 Rule = Callable[..., Any]
@@ -22,7 +22,7 @@ Note = tuple[Sequence[Tensor], Callable[..., Sequence[Tensor]], tuple[Any, ...]]
 
 
 class WeightGradQueue:
-    """The weight gradients one microbatch still owes."""
+    """The weight gradients of one microbatch that are not computed yet."""
 
     def __init__(self, through_autograd: bool = False) -> None:
         self.notes: list[Note] = []
