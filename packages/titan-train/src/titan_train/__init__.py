@@ -1,16 +1,70 @@
 """LLM pretraining from one TOML file: models, data, parallelism, trainer, launchers, report.
 
-The package is the app; its public face is the command `titan-train`. As a library:
+The command is `titan-train`. The same parts serve as a library:
 
-    from titan_train.config import load_config
-    from titan_train.train import Trainer
+    from titan_train import Trainer, load_config, load_run
+
+    with Trainer(load_config("debug")) as trainer:
+        trainer.fit()
+    print(load_run(trainer.run_dir).complete("def main("))
+
+Everything is imported when it is first used: `import titan_train` loads neither torch nor numpy.
 """
 
-from importlib.metadata import PackageNotFoundError as _NotInstalled
-from importlib.metadata import version as _version
+import importlib
+from typing import TYPE_CHECKING, Any
 
-try:
-    __version__ = _version("titan-train")
-except _NotInstalled:  # the sources on the Python path, as a machine without an installer runs them
-    __version__ = "0+source"
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from titan_train.config import Config, load_config
+    from titan_train.generation import LoadedRun, Sampling, generate, load_run
+    from titan_train.models import build_model
+    from titan_train.train import Trainer
+
+    __version__: str
+
+_HOMES = {
+    "Config": "titan_train.config",
+    "LoadedRun": "titan_train.generation",
+    "Sampling": "titan_train.generation",
+    "Trainer": "titan_train.train",
+    "build_model": "titan_train.models",
+    "generate": "titan_train.generation",
+    "load_config": "titan_train.config",
+    "load_run": "titan_train.generation",
+}
+
+__all__ = [
+    "Config",
+    "LoadedRun",
+    "Sampling",
+    "Trainer",
+    "__version__",
+    "build_model",
+    "generate",
+    "load_config",
+    "load_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _installed_version()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("titan-train")
+    except PackageNotFoundError:  # the sources on the Python path, as a machine without an installer runs them
+        return "0+source"
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

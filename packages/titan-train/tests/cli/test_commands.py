@@ -8,7 +8,6 @@ import torch
 from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
-from titan_train.run_folder import write_config
 from titan_train.train import Trainer
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -27,7 +26,6 @@ def run_dir(tmp_path_factory):
     )
     config = load_config(str(folder / "tiny.toml"))
     prepare_inputs(config, quiet=True)
-    write_config(config, folder / "runs" / "tiny")
     with Trainer(config) as trainer:
         trainer.fit()
     return folder / "runs" / "tiny"

@@ -1,5 +1,6 @@
 """`titan-train run` as a person uses it: started, killed, stopped, continued."""
 
+import json
 import os
 import re
 import signal
@@ -206,6 +207,45 @@ def test_ranks_save_and_stop_when_the_launcher_is_killed(folder):
     assert len(ranks) == 2
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     assert list((folder / "runs" / "tiny" / "checkpoints").glob("step-*/MANIFEST.json"))
+
+
+def contents(run_dir):
+    """What a person or a later run reads, by name."""
+    names = ("config.toml", "run.json", "metrics.jsonl", "layout.txt", "report.html")
+    return {name: (run_dir / name).read_bytes() for name in names}
+
+
+def test_a_second_run_on_the_same_folder_is_refused_in_one_line_and_harms_nothing(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 3)
+        second = run(folder, "run", "tiny.toml", "--train.steps", "100000", "--optimizer.lr", "0.5")
+        assert second.returncode == 2
+        (line,) = second.stderr.splitlines()
+        assert line.startswith(f"error: runs/tiny is in use: process {process.pid} on host ")
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "lr = 0.5" not in (folder / "runs" / "tiny" / "config.toml").read_text()
+    assert not (folder / "runs" / "tiny" / "lease.json").exists()
+    steps = [json.loads(line)["step"] for line in lines_of(folder) if '"step"' in line and '"loss"' in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(folder):
+    assert run(folder, "run", "tiny.toml").returncode == 0
+    before = contents(folder / "runs" / "tiny")
+    refused = run(folder, "run", "tiny.toml", "--model.name", "gpt_debug", "--train.steps", "14")
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.stderr
+    assert contents(folder / "runs" / "tiny") == before
+    assert not (folder / "runs" / "tiny" / "staged").exists()
+    sample = run(folder, "generate", "runs/tiny", "--prompt", "line", "--max-new-tokens", "4")
+    assert sample.returncode == 0, sample.stderr
+    assert run(folder, "report", "runs/tiny").returncode == 0
 
 
 def test_the_same_command_is_a_worker_under_a_torchrun_of_the_users(folder):

@@ -8,13 +8,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from titan_train.tokenizers import Tokenizer
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -36,10 +29,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the last)")
     arguments = parser.parse_args(words)
 
-    import torch
-
-    from titan_train.generate import Sampling, stream
-    from titan_train.tokenizers import IncrementalDecoder
+    from titan_train.generation import Sampling, load_run
 
     sampling = Sampling(
         temperature=arguments.temperature,
@@ -48,56 +38,17 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer, step = load_run(arguments.run_dir, device, arguments.step)
-    ids = tokenizer.encode(arguments.prompt).tolist()
-    if not ids:
+    if not arguments.prompt:
         raise ValueError("--prompt is empty: give at least one character to continue.")
-    print(f"{arguments.run_dir}, step {step}, on {device.type}", file=sys.stderr)
+    run = load_run(arguments.run_dir, step=arguments.step)
+    device = next(run.model.parameters()).device.type
+    print(f"{arguments.run_dir}, step {run.step}, on {device}", file=sys.stderr)
     for sample in range(arguments.samples):
-        decoder = IncrementalDecoder(tokenizer)
         print(arguments.prompt, end="", flush=True)
-        for (token,) in stream(
-            model, [ids], max_new_tokens=arguments.max_new_tokens, sampling=sampling, stop_ids=[tokenizer.eos_id],
-            seeds=[arguments.seed + sample],
-        ):  # fmt: skip
-            if token is not None:
-                print(decoder.push(token), end="", flush=True)
-        print(decoder.flush())
+        seed = arguments.seed + sample
+        for text in run.stream(arguments.prompt, max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=seed):
+            print(text, end="", flush=True)
+        print()
         if sample + 1 < arguments.samples:
             print("-" * 40)
     return 0
-
-
-def load_run(run_dir: Path, device: "torch.device", step: int | None = None) -> "tuple[nn.Module, Tokenizer, int]":
-    """Load the model and the tokenizer of a run into this process.
-
-    Args:
-        run_dir: The run's folder.
-        device: Where the weights go.
-        step: Which checkpoint; None takes the newest valid one.
-
-    Returns:
-        The model in evaluation mode, its tokenizer, and the step.
-
-    Raises:
-        ValueError: The folder is not a run's, or has no such checkpoint.
-    """
-    from titan_ckpt import Checkpointer, TrainState
-
-    from titan_train.data import build_tokenizer
-    from titan_train.models import build_model
-    from titan_train.run_folder import newest_checkpoint, read_config
-
-    config = read_config(run_dir)
-    if newest_checkpoint(run_dir) is None:
-        raise ValueError(
-            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
-        )
-    tokenizer = build_tokenizer(config.tokenizer, config.data)
-    model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    with Checkpointer(run_dir / "checkpoints") as checkpointer:
-        found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
-    return model.eval(), tokenizer, found

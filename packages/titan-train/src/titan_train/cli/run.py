@@ -26,7 +26,7 @@ from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks
 from titan_train.observe import RunInfo, check_trackers
 from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
-from titan_train.run_folder import newest_checkpoint, run_folder, write_config
+from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
 
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
 
@@ -60,6 +60,15 @@ def _run_here(config: Config) -> int:
         _print_next(run_dir)
         return 0
 
+    with Lease(run_dir) as lease:
+        try:
+            return _supervise(config, run_dir, lease, world_size, per_node)
+        finally:
+            discard(run_dir)
+
+
+def _supervise(config: Config, run_dir: Path, lease: Lease, world_size: int, per_node: int) -> int:
+    """Run all attempts, then report."""
     launcher = _launcher(config, per_node)  # imports torch in the background while the inputs are prepared
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     print(
@@ -72,12 +81,12 @@ def _run_here(config: Config) -> int:
     infos: list[RunInfo] = []
 
     def record(attempt: Attempt) -> None:
-        resume_step = newest_checkpoint(run_dir) or 0
-        infos.append(RunInfo(run_dir, device=launcher.device, world_size=attempt.world_size, resume_step=resume_step))
+        lease.attempt(attempt.number)
+        infos.append(_stage(config, run_dir, launcher.device, attempt.world_size))
 
     try:
         prepare_inputs(config)
-        for change in write_config(config, run_dir):
+        for change in changes(config, run_dir):
             print(f"changed  {change}")
         supervisor = Supervisor(launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record)
     except BaseException:
@@ -91,6 +100,14 @@ def _run_here(config: Config) -> int:
         raise
     _finish(config, run_dir, infos[-1], code)
     return code
+
+
+def _stage(config: Config, run_dir: Path, device: str, world_size: int) -> RunInfo:
+    """What an attempt writes to the run's folder once its ranks have restored."""
+    staged = stage(config, run_dir)
+    return RunInfo(
+        run_dir, device=device, world_size=world_size, resume_step=newest_checkpoint(run_dir) or 0, staged=staged
+    )
 
 
 def _follow(config: Config, run_dir: Path, per_node: int) -> int:
@@ -136,16 +153,14 @@ def _be_a_torchrun_worker(config: Config) -> int:
     from titan_train.launch.rank.worker import torchrun_worker
 
     run_dir = run_folder(config)
-    prepare_inputs(config, quiet=ranks.rank != 0)
-    info = None
-    if ranks.rank == 0:
+    if ranks.rank != 0:
+        prepare_inputs(config, quiet=True)
+        return torchrun_worker(config, ranks, run_dir)
+    with Lease(run_dir):
+        prepare_inputs(config)
         clear_failures(run_dir)
-        write_config(config, run_dir)
-        info = RunInfo(
-            run_dir, device=ranks.device_type, world_size=ranks.world_size, resume_step=newest_checkpoint(run_dir) or 0
-        )
-    code = torchrun_worker(config, ranks, run_dir)
-    if info is not None:
+        info = _stage(config, run_dir, ranks.device_type, ranks.world_size)
+        code = torchrun_worker(config, ranks, run_dir)
         _finish(config, run_dir, info, code)
     return code
 

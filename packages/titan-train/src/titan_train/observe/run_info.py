@@ -24,7 +24,7 @@ _DISTRIBUTIONS = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "
 
 
 class RunInfo:
-    """Writes the current attempt into ``run_dir/run.json``. For one rank only."""
+    """Writes the current attempt into ``run.json``. For one process only."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class RunInfo:
         resume_step: int = 0,
         parameters: int | None = None,
         command: Sequence[str] | None = None,
+        staged: Path | None = None,
         **extra: object,
     ) -> None:
         """Record that an attempt starts now.
@@ -46,10 +47,10 @@ class RunInfo:
             resume_step: The step this attempt continues from; 0 also forgets earlier attempts.
             parameters: Parameters of the model.
             command: What was typed; the default is this process's own.
+            staged: A folder where ``run.json`` waits until the attempt takes effect; None writes it into ``run_dir``.
             extra: More JSON values worth keeping, such as ``backend="gloo"``.
         """
         self._run_dir = Path(run_dir)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
         attempts: list[dict[str, Any]] = read_run_info(run_dir).get("attempts", []) if resume_step else []
         for attempt in attempts:
             if attempt.get("status") == "running":
@@ -77,10 +78,11 @@ class RunInfo:
             "versions": {"python": platform.python_version(), **_versions()},
             "attempts": [*attempts, attempt],
         }
-        _write(self._run_dir, info)
+        self._started = attempt["started"]
+        _write(staged or self._run_dir, info)
 
     def finish(self, status: Status, *, step: int, error: str | None = None) -> None:
-        """Record how the attempt ended; only the first call counts.
+        """Record how the attempt ended, if it took effect; only the first call counts.
 
         Args:
             status: ``finished`` (all steps made), ``stopped`` (asked to, and saved) or ``failed``.
@@ -89,8 +91,12 @@ class RunInfo:
         """
         info = read_run_info(self._run_dir)
         attempts: list[dict[str, Any]] = info.get("attempts", [])
-        if attempts and attempts[-1].get("status") == "running":
-            attempts[-1].update(status=status, ended=_now(), to_step=step, error=error)
+        running = [attempt for attempt in attempts if attempt.get("status") == "running"]
+        for attempt in running:  # an earlier one was lost, and this one may not have taken effect
+            attempt["status"] = "killed"
+        if running and running[-1].get("started") == self._started:
+            running[-1].update(status=status, ended=_now(), to_step=step, error=error)
+        if running:
             _write(self._run_dir, info)
 
 
@@ -120,7 +126,7 @@ def _write(run_dir: Path, info: dict[str, Any]) -> None:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _versions() -> dict[str, str]:

@@ -41,6 +41,7 @@ from titan_train.observe import (
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
+from titan_train.run_folder import commit
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
@@ -131,6 +132,8 @@ class Trainer:
         if world_size == 1:
             self._if_alone.callback(self._checkpointer.close)
         self.step = self._restore()
+        if dist.is_initialized():
+            dist.barrier()  # the attempt takes effect only once every rank has restored
         self.losses: list[float] = []
         """Loss of every step this trainer has made."""
 
@@ -345,7 +348,7 @@ class Trainer:
         return bool(minutes) and self.rank == 0 and time.monotonic() - since >= 60 * minutes
 
     def _open_run_folder(self, layout_text: str) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        commit(self.run_dir, self.config)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)

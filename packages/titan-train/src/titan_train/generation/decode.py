@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from titan_train.generate.cache import kv_cache, supports_cache
-from titan_train.generate.sampling import Sampling, choose_tokens
+from titan_train.generation.cache import kv_cache, supports_cache
+from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
 
 _GREEDY = Sampling()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from titan_train.config.model import ModelConfig
-from titan_train.generate import CachedAttention, Sampling, generate, kv_cache, stream, supports_cache
+from titan_train.generation import CachedAttention, Sampling, generate, kv_cache, stream, supports_cache
 from titan_train.models import CausalAttention, build_model, init_for
 from torch import Tensor, nn
 

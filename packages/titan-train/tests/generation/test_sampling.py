@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from titan_train.generate import Sampling, choose_tokens, filter_logits, penalize_repetition
+from titan_train.generation import Sampling, choose_tokens, filter_logits, penalize_repetition
 
 VOCAB = 37
 

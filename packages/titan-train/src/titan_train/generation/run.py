@@ -1,0 +1,86 @@
+"""A finished run, loaded into one process: its model, its tokenizer, and text from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from titan_ckpt import Checkpointer, TrainState
+from torch import nn
+
+from titan_train.config import Config
+from titan_train.data import build_tokenizer
+from titan_train.generation.decode import stream
+from titan_train.generation.sampling import Sampling
+from titan_train.models import build_model
+from titan_train.run_folder import newest_checkpoint, read_config
+from titan_train.tokenizers import IncrementalDecoder, Tokenizer
+
+_DEFAULT = Sampling(temperature=0.8, top_p=0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """The model of one checkpoint, and what it was trained with."""
+
+    config: Config
+    model: nn.Module
+    """In evaluation mode; its parameters require no gradients."""
+    tokenizer: Tokenizer
+    step: int
+    """The checkpoint's step."""
+
+    def stream(
+        self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
+    ) -> Iterator[str]:
+        """Continue ``prompt``, yielding text as tokens are chosen; it ends at the end-of-text token.
+
+        Args:
+            prompt: Text to continue, at least one character.
+            max_new_tokens: The most tokens to add.
+            sampling: How to choose tokens.
+            seed: Fixes the draws.
+
+        Raises:
+            ValueError: An empty prompt, or more positions than the model has.
+        """
+        ids = self.tokenizer.encode(prompt).tolist()
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one character to continue.")
+        decoder = IncrementalDecoder(self.tokenizer)
+        for (token,) in stream(
+            self.model, [ids], max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[self.tokenizer.eos_id],
+            seeds=[seed],
+        ):  # fmt: skip
+            if token is not None:
+                yield decoder.push(token)
+        yield decoder.flush()
+
+    def complete(self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0) -> str:
+        """The continuation of ``prompt`` as one string. Arguments and errors as in `stream`."""
+        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed))
+
+
+def load_run(run_dir: str | Path, *, step: int | None = None, device: torch.device | str | None = None) -> LoadedRun:
+    """Load a run's model and tokenizer into this process.
+
+    Args:
+        run_dir: The run's folder.
+        step: Which checkpoint; None takes the newest valid one.
+        device: Where the weights go; None takes a GPU if there is one.
+
+    Raises:
+        ValueError: The folder is not a run's, or has no such checkpoint.
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    if newest_checkpoint(run_dir) is None:
+        raise ValueError(
+            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = build_tokenizer(config.tokenizer, config.data)
+    model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device).requires_grad_(False)
+    with Checkpointer(run_dir / "checkpoints") as checkpointer:
+        found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
+    return LoadedRun(config, model.eval(), tokenizer, found)

@@ -1,0 +1,36 @@
+"""A run's folder: what lies in it, who may write to it, and when a new attempt takes effect.
+
+    runs/NAME/config.toml     the resolved configuration
+              run.json        versions, command, device, times, status of every attempt
+              layout.txt      which rank does what
+              metrics.jsonl   one line per step
+              attempts.jsonl  one line per attempt: how it ended
+              checkpoints/    step-*/, each complete or absent
+              logs/           what each rank printed
+              report.html     the run on one page
+              lease.json      the process that runs it now
+              staged/         an attempt whose ranks have not restored yet
+
+`contents` reads the folder. `lease` makes sure that one run at a time writes to it. `staging` holds back the
+configuration and the run information of an attempt until all its ranks have restored: whatever is refused before that
+leaves the folder as it was.
+
+No torch: the command line and the report use it.
+"""
+
+from titan_train.run_folder.contents import checkpoint_folders, newest_checkpoint, read_config, run_folder
+from titan_train.run_folder.lease import Lease
+from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
+
+__all__ = [
+    "Lease",
+    "changes",
+    "checkpoint_folders",
+    "commit",
+    "discard",
+    "newest_checkpoint",
+    "read_config",
+    "run_folder",
+    "stage",
+    "staged_folder",
+]

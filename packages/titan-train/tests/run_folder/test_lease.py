@@ -1,0 +1,106 @@
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from titan_train.run_folder import Lease
+from titan_train.run_folder import lease as module
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titan_train.run_folder import Lease
+
+time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
+try:
+    Lease(Path(sys.argv[1]))
+except ValueError:
+    raise SystemExit(2)
+print("held", flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lease."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path, "0", "60"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def owner(folder):
+    return json.loads((folder / "lease.json").read_text())
+
+
+def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, holder):
+    with pytest.raises(
+        ValueError, match=rf"is in use: process {holder.pid} on host {platform.node()} .*kill"
+    ) as refused:
+        Lease(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert owner(tmp_path)["pid"] == holder.pid
+    assert [file.name for file in tmp_path.iterdir()] == ["lease.json"]
+
+
+def test_a_dead_owners_lease_is_taken_over(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    with Lease(tmp_path) as lease:
+        lease.attempt(3)
+        assert (owner(tmp_path)["pid"], owner(tmp_path)["attempt"]) == (os.getpid(), 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_whose_exit_nobody_collected_is_dead(tmp_path, holder):
+    holder.kill()
+    stat = Path(f"/proc/{holder.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    Lease(tmp_path).release()
+
+
+def test_a_process_number_in_use_again_is_not_the_owner(tmp_path):
+    Lease(tmp_path).attempt(0)
+    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"started": "1"}))
+    Lease(tmp_path).release()
+
+
+def test_an_owner_elsewhere_lives_while_it_touches_its_lease(tmp_path):
+    lease = Lease(tmp_path)
+    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"host": "far", "place": "far 1 2"}))
+    with pytest.raises(ValueError, match=r"on host far .*stop it there"):
+        Lease(tmp_path)
+    long_ago = time.time() - 1000
+    os.utime(tmp_path / "lease.json", (long_ago, long_ago))
+    Lease(tmp_path).release()
+    lease.release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "null", '{"host": 1}', "\x00\x01"])
+def test_a_damaged_lease_has_no_owner(tmp_path, content):
+    (tmp_path / "lease.json").write_text(content)
+    with Lease(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid()
+
+
+def test_of_many_that_start_at_once_after_a_death_one_gets_the_lease(tmp_path):
+    (tmp_path / "lease.json").write_text("{")
+    words = [sys.executable, "-c", HOLD, str(tmp_path), str(time.time() + 1.5), "2"]
+    runs = [subprocess.Popen(words, stdout=subprocess.DEVNULL) for _ in range(6)]
+    assert sorted(run.wait() for run in runs) == [0, 2, 2, 2, 2, 2]
+
+
+def test_a_full_disk_does_not_end_the_owner(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with Lease(tmp_path) as lease:
+        monkeypatch.setattr(module, "write_atomic", full)
+        lease.attempt(1)
