@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titan_train.config import Config, load_config
     from titan_train.generation import LoadedRun, Sampling, generate, load_run
-    from titan_train.models import build_model
+    from titan_train.models import Family, build_model, register_family
     from titan_train.train import Trainer
 
     __version__: str
 
 _HOMES = {
     "Config": "titan_train.config",
+    "Family": "titan_train.models",
     "LoadedRun": "titan_train.generation",
     "Sampling": "titan_train.generation",
     "Trainer": "titan_train.train",
@@ -31,10 +32,12 @@ _HOMES = {
     "generate": "titan_train.generation",
     "load_config": "titan_train.config",
     "load_run": "titan_train.generation",
+    "register_family": "titan_train.models",
 }
 
 __all__ = [
     "Config",
+    "Family",
     "LoadedRun",
     "Sampling",
     "Trainer",
@@ -43,6 +46,7 @@ __all__ = [
     "generate",
     "load_config",
     "load_run",
+    "register_family",
 ]
 
 

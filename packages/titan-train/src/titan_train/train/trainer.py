@@ -25,7 +25,7 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
-from titan_train.inputs import Inputs, open_inputs
+from titan_train.inputs import Inputs, open_inputs, prepare_inputs
 from titan_train.models import named_parameters
 from titan_train.observe import (
     StepRecord,
@@ -61,6 +61,9 @@ class Trainer:
     def __init__(self, config: Config, run_dir: str | Path | None = None, monitor: StepMonitor | None = None) -> None:
         """Build everything and resume from the run's last valid checkpoint, if it has one.
 
+        In one process that no launcher started, the tokenizer and the token shards are prepared first if they are
+        missing; several ranks need `titan_train.inputs.prepare_inputs` to have run.
+
         Args:
             config: The run's configuration.
             run_dir: The run's folder; the default is ``run.dir/run.name``.
@@ -70,6 +73,7 @@ class Trainer:
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
         """
         self.config = config
+        self._unattended = monitor is None  # no launcher has prepared the inputs
         self._monitor = monitor or StepMonitor()
         self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -100,6 +104,8 @@ class Trainer:
         """Everything that needs the mesh."""
         layout, mode, schedule = plan.layout, plan.mode, plan.schedule
         self._scope = ReduceScope.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
+        if self._unattended and world_size == 1:
+            prepare_inputs(config)
         self._inputs: Inputs = open_inputs(config)
         self.model = build_parallel_model(
             config,
