@@ -28,6 +28,14 @@ def test_importing_the_package_imports_neither_torch_nor_numpy():
     assert python(code).returncode == 0
 
 
+def test_listing_what_is_shipped_does_not_import_torch():
+    code = "import sys; from titan_train.cli import main; assert main(['list']) == 0; sys.exit('torch' in sys.modules)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "quickstart" in done.stdout
+    assert "llama3_405b" in done.stdout
+
+
 def test_the_function_is_public_whatever_was_imported_first():
     code = (
         "import titan_train.generation.decode, titan_train; from titan_train import generate; assert callable(generate)"
