@@ -6,6 +6,8 @@ around the forwards and backwards of a step casts each weight once. Under FSDP2 
 costs, `backends` which kernels run.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from titan_fp8.convert.convert import DEFAULT_SKIP, convert_to_float8
 from titan_fp8.convert.report import ConversionReport, ConvertedLayer
 from titan_fp8.convert.roofline import H200, Hardware, predict_speedup
@@ -16,7 +18,6 @@ from titan_fp8.layers.grouped import Float8GroupedExpertsMixin, Float8GroupedMM,
 from titan_fp8.layers.linear import Float8Linear
 from titan_fp8.lifetime import ConstantWeights
 from titan_fp8.parallel.fsdp import apply_float8_all_gather
-from titan_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
 from titan_fp8.parallel.tensor import all_gather_float8, all_gather_linears, linear_reduce_scatter
 from titan_fp8.products import (
     QTensor,
@@ -32,6 +33,9 @@ from titan_fp8.products import (
 from titan_fp8.recipe import RECIPES, Recipe, Scaling
 from titan_fp8.statistics import TensorStats, record_stats, stats, tensor_stats
 from titan_fp8.weights.cache import WeightCache
+
+if TYPE_CHECKING:
+    from titan_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
 
 __all__ = [
     "DEFAULT_SKIP",
@@ -77,3 +81,12 @@ __all__ = [
     "tensor_stats",
     "weight_gradient",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # These derive from torch's styles, whose import takes most of a second of CPU.
+    if name in ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8Input"):
+        from titan_fp8.parallel import styles
+
+        return getattr(styles, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

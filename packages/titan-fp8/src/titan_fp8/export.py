@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_fp8 import ops
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear, plain_weight
+from titan_fp8.weights.dtensor import is_dtensor
 
 # https://github.com/huggingface/safetensors#format
 _SAFETENSORS_DTYPES = {
@@ -199,7 +199,7 @@ def _tensors(source: _Source) -> tuple[Tensor, ...]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear, plain_weight
 from titan_fp8.products import cast
 from titan_fp8.recipe import Scaling
 from titan_fp8.reference import FLOAT8_MAX, dequantize
+from titan_fp8.weights.dtensor import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +102,4 @@ def _layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
 
 def _local(weight: Tensor) -> Tensor:
     plain = plain_weight(weight).detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
+    return plain.to_local() if is_dtensor(plain) else plain

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_fp8.layers.functional import linear, linear_deferred
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
+from titan_fp8.weights.dtensor import is_dtensor
 from titan_fp8.weights.sharded import ShardCache, ShardedWeight
 
 
@@ -129,7 +129,9 @@ class Float8Linear(nn.Linear):
 
 def plain_weight(weight: Tensor) -> Tensor:
     """A weight without the subclass that asks FSDP2 for float8, sharing its memory; other tensors as they are."""
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
+        from torch.distributed.tensor import DTensor
+
         local = weight._local_tensor
         if not isinstance(local, ShardedWeight):
             return weight
@@ -146,11 +148,9 @@ def plain_weight(weight: Tensor) -> Tensor:
 
 def _wrapped_like(weight: Tensor, current: Tensor) -> Tensor:
     """``weight`` with the subclass that ``current`` has."""
-    if (
-        isinstance(current, DTensor)
-        and isinstance(current._local_tensor, ShardedWeight)
-        and isinstance(weight, DTensor)
-    ):
+    if is_dtensor(current) and isinstance(current._local_tensor, ShardedWeight) and is_dtensor(weight):
+        from torch.distributed.tensor import DTensor
+
         if isinstance(weight._local_tensor, ShardedWeight):
             return weight
         local = ShardedWeight(weight._local_tensor, current._local_tensor.scaling)
@@ -162,6 +162,6 @@ def _wrapped_like(weight: Tensor, current: Tensor) -> Tensor:
             shape=weight.shape,
             stride=weight.stride(),
         )
-    if isinstance(current, ShardedWeight) and not isinstance(weight, ShardedWeight | DTensor):
+    if isinstance(current, ShardedWeight) and not isinstance(weight, ShardedWeight) and not is_dtensor(weight):
         return ShardedWeight(weight.detach(), current.scaling)
     return weight

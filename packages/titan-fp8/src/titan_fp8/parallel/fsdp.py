@@ -1,17 +1,20 @@
 """Float8 all-gather for FSDP2: `apply_float8_all_gather` before ``fully_shard``; the scales that span ranks."""
 
 from collections.abc import Iterable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear
+from titan_fp8.weights.dtensor import is_dtensor
 from titan_fp8.weights.sharded import ShardedWeight
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def apply_float8_all_gather(model: nn.Module) -> list[str]:
@@ -31,7 +34,7 @@ def apply_float8_all_gather(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if not isinstance(module, Float8Linear) or not module.fsdp_all_gather:
             continue
-        if type(module.weight) is not nn.Parameter or isinstance(module.weight, DTensor):
+        if type(module.weight) is not nn.Parameter or is_dtensor(module.weight):
             continue
         wrapped = ShardedWeight(module.weight.detach(), module.recipe.w)
         module.weight = nn.Parameter(wrapped, requires_grad=module.weight.requires_grad)
@@ -39,18 +42,18 @@ def apply_float8_all_gather(model: nn.Module) -> list[str]:
     return names
 
 
-def sharded_weights(layers: Iterable[Float8Linear]) -> list[tuple[Float8Linear, ShardedWeight, DTensor]]:
+def sharded_weights(layers: Iterable[Float8Linear]) -> list[tuple[Float8Linear, ShardedWeight, "DTensor"]]:
     """The layers whose weights FSDP2 gathers in float8 and has sharded now; this rank's shard; the whole weight."""
     found: list[tuple[Float8Linear, ShardedWeight, DTensor]] = []
     for layer in layers:
         weight = layer.weight
-        if isinstance(weight, DTensor) and isinstance(weight._local_tensor, ShardedWeight):
+        if is_dtensor(weight) and isinstance(weight._local_tensor, ShardedWeight):
             found.append((layer, weight._local_tensor, weight))
     return found
 
 
 @torch.no_grad()
-def sync_scales(weights: Iterable[tuple[Float8Linear, ShardedWeight, DTensor]]) -> int:
+def sync_scales(weights: Iterable[tuple[Float8Linear, ShardedWeight, "DTensor"]]) -> int:
     """Find the scales that span ranks, of all these weights, in one all-reduce for each process group.
 
     Args:
@@ -75,7 +78,7 @@ def sync_scales(weights: Iterable[tuple[Float8Linear, ShardedWeight, DTensor]]) 
     return len(pending)
 
 
-def shard_mesh(weight: DTensor) -> DeviceMesh:
+def shard_mesh(weight: "DTensor") -> DeviceMesh:
     """The one mesh axis that FSDP2 cuts a weight over (the last; before it may be replicas)."""
     mesh = weight.device_mesh
     if mesh.ndim == 1:
