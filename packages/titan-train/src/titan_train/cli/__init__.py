@@ -9,6 +9,8 @@ _COMMANDS = {
     "run": "train: start ranks here, through torchrun or on a Ray cluster, and keep them running",
     "slurm": "write a batch file that runs a configuration on several machines",
     "check": "validate a configuration; show layout, parameters and memory without training",
+    "estimate": "estimate a configuration's speed and memory on a machine, by term",
+    "plan": "search layouts of a model on a number of devices; show the best and why",
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",
     "generate": "sample text from a run's last checkpoint",

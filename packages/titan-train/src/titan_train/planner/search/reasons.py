@@ -28,7 +28,7 @@ def why(a: StepEstimate, b: StepEstimate) -> str:
     parts = [(name, seconds) for name, seconds in differences(a, b) if abs(seconds) > 0.002 * total]
     worse = [f"{seconds / total:+.1%} on {_WORDS[name]}" for name, seconds in parts if seconds > 0][:2]
     better = [f"{seconds / total:+.1%} on {_WORDS[name]}" for name, seconds in parts if seconds < 0][:1]
-    lead = f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
+    lead = f"takes {abs(share):.1%} {'more' if share > 0 else 'less'} time"
     first, second = (worse, better) if share > 0 else (better, worse[:1])
     sentence = f"{lead}: {' and '.join(first) or 'many small terms'}"
     if second:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.model.shape import ModelShape
-from titan_train.planner.search.search import search
+from titan_train.planner.search.search import Searcher
 from titan_train.planner.search.space import Request
 from titan_train.planner.setup import Setup
 
@@ -65,7 +65,6 @@ def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | 
             dp_shard=setup.dp_shard * factor,
             global_batch=setup.global_batch * factor,
             recompute="full",
-            loss="chunked",
         )
         if memory_peak(shape, changed).allocated <= limit_bytes:
             return changed.world_size
@@ -90,11 +89,11 @@ def refuse_search(request: Request, closest: StepEstimate | None) -> str:
         more = replace(
             request, gpus=request.gpus * factor, global_batch=max(request.global_batch, request.gpus * factor)
         )
-        if search(more, 1).best:
+        if Searcher(more).run(1).best:
             return f"{text} Smallest number of devices that fits: {more.gpus}."
     for factor in (2, 4, 8, 16):
         if request.seq_len // factor >= 1024:
             shorter = replace(request, seq_len=request.seq_len // factor)
-            if search(shorter, 1).best:
+            if Searcher(shorter).run(1).best:
                 return f"{text} Longest sequence that fits: {shorter.seq_len:,}."
     return f"{text} No change of layout is enough: use a machine with more memory."

@@ -80,7 +80,7 @@ class Searcher:
                         closest = self._estimate(fitted, peak)
                     continue
                 found += [self._fastest(replace(fitted, precision=precision), peak) for precision in request.precisions]
-        ranked, tie = self._rank(found)
+        ranked, tie = self._rank(distinct(found))
         families = {
             name: next((e for e in ranked if getattr(e.setup, axis) == 1), None)
             for name, axis in (("no pipeline", "pp"), ("no tensor parallelism", "tp"), ("no context parallelism", "cp"))
@@ -153,6 +153,15 @@ class Searcher:
         near = [x for x in scored if x[0] >= scored[0][0] * (1 - _TIE)]
         first = min(near, key=lambda x: (x[1], -x[0]))
         return [first[2], *(x[2] for x in scored if x is not first)], len(near)
+
+
+def distinct(found: list[StepEstimate]) -> list[StepEstimate]:
+    """Of setups that the model cannot tell apart (longer slices against more sequences), the simplest."""
+    kept: dict[tuple[Any, ...], StepEstimate] = {}
+    for e in sorted(found, key=lambda e: _simplicity(e.setup)):
+        s = e.setup
+        kept.setdefault((s.pp, s.tp, s.ep, s.precision, s.schedule, round(e.time.total, 4), s.recompute), e)
+    return list(kept.values())
 
 
 def outside(e: StepEstimate) -> list[str]:

@@ -1,0 +1,96 @@
+"""Plan a run: search all layouts of a model on a number of devices, show the ten best and why the others lose.
+
+`titan-train plan llama3_70b --gpus 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
+setup as a configuration (plan.toml) and the memory-speed picture (plan.svg). `--explain 1 3` compares two of the list
+term by term. No torch, no ranks.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titan_train.planner.search.space import Request
+
+
+def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command. Exit code 2 where nothing fits."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="shipped configuration, or a model the planner knows (flux_dev, ...)"
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="devices")
+    parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
+    parser.add_argument("--seq-len", type=int, default=8192, help="tokens in a sequence")
+    parser.add_argument("--global-batch", type=int, required=True, help="sequences in one optimizer step")
+    parser.add_argument(
+        "--precision", action="append", help="bf16, tensorwise, rowwise, blockwise, mxfp8; may be repeated"
+    )
+    parser.add_argument("--stack", default="compile", choices=("compile", "eager", "te", "te_graphs"), help="software")
+    parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="such as tp=8; may be repeated")
+    parser.add_argument(
+        "--max-mem", type=float, default=0.0, help="GiB that may be allocated; default 92 %% of the device"
+    )
+    parser.add_argument("--top", type=int, default=10, help="setups to show")
+    parser.add_argument("--explain", nargs=2, type=int, metavar=("A", "B"), help="compare two of the list term by term")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml and STEM.svg")
+    arguments = parser.parse_args(words)
+
+    from titan_train.models.registry import list_models
+    from titan_train.planner.search.refuse import refuse_search
+    from titan_train.planner.search.search import search
+    from titan_train.planner.translate import config_toml
+    from titan_train.planner.view.svg import front_svg
+    from titan_train.planner.view.tables import comparison_text, ranking_text
+
+    request = build_request(arguments)
+    ranking = search(request, max(arguments.top, *(arguments.explain or (1,))))
+    if not ranking.best:
+        print(refuse_search(request, ranking.closest))
+        return 2
+    if arguments.explain:
+        a, b = arguments.explain
+        if not min(a, b) >= 1 or max(a, b) > len(ranking.best):
+            raise ValueError(f"--explain {a} {b}: the list has {len(ranking.best)} setups; give two numbers of it.")
+        print(comparison_text(ranking.best[a - 1], ranking.best[b - 1]))
+        return 0
+    print(ranking_text(ranking))
+    if arguments.out:
+        svg = arguments.out.with_suffix(".svg")
+        svg.write_text(front_svg(ranking))
+        print(f"\npicture: {svg}")
+        if request.shape.name in list_models():
+            toml = arguments.out.with_suffix(".toml")
+            nproc = min(request.machine.domain, 8)
+            toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc))
+            print(f"configuration: {toml}; check it with titan-train check {toml}")
+        else:
+            print(f"no configuration: {request.shape.name} is not a shipped model")
+    return 0
+
+
+def build_request(arguments: argparse.Namespace) -> "Request":
+    """The search that the words ask for."""
+    from titan_train.planner.hardware.machine import load_machine
+    from titan_train.planner.search.space import Request
+    from titan_train.planner.translate import shape_named
+
+    machine = load_machine(arguments.hardware)
+    fixed: dict[str, int] = {}
+    for word in arguments.fix:
+        axis, _, number = word.partition("=")
+        if not number.isdecimal():
+            raise ValueError(f"--fix {word!r} must be AXIS=N, such as tp=8.")
+        fixed[axis] = int(number)
+    default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
+    return Request(
+        shape=shape_named(arguments.model),
+        machine=machine,
+        gpus=arguments.gpus,
+        seq_len=arguments.seq_len,
+        global_batch=arguments.global_batch,
+        stack=arguments.stack,
+        precisions=tuple(arguments.precision or default),
+        fixed=fixed,
+        max_memory_gib=arguments.max_mem,
+    )

@@ -1,0 +1,179 @@
+"""Between configurations and the planner's own words: a `Config` becomes a shape and a setup, a setup becomes a TOML file.
+
+Model arguments are read by the names that the shipped families share (``dim``, ``num_layers``, ``num_heads``, …), so that
+a registered family with the same names is understood. No torch is imported.
+"""
+
+import dataclasses
+from typing import Any
+
+from titan_train.config import Config
+from titan_train.models.registry import find_model, list_models
+from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.planner.setup import Setup
+
+
+def shape_named(name: str) -> ModelShape:
+    """The shape of a shipped or registered configuration, or one the planner knows of itself."""
+    if name in list_models():
+        return shape_of_args(name, find_model(name)[1])
+    return find_shape(name)
+
+
+def shape_of_config(config: Config) -> ModelShape:
+    """The shape of a configuration's model.
+
+    Raises:
+        ValueError: The model is a dotted path, whose inside cannot be seen without building it.
+    """
+    name = config.model.name
+    if ":" in name:
+        raise ValueError(
+            f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
+            "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
+        )
+    _, args = find_model(name)
+    return shape_of_args(name, dataclasses.replace(args, **config.model.args))
+
+
+def shape_of_args(name: str, args: Any) -> ModelShape:
+    """The shape that a family's arguments describe."""
+    get = lambda field, default=0: getattr(args, field, default)  # noqa: E731
+    dim, layers = args.dim, args.num_layers
+    if get("kv_lora_rank"):
+        attention = AttentionWidths(
+            args.num_heads, args.num_heads, args.qk_nope_head_dim + args.qk_rope_head_dim, value_dim=args.v_head_dim,
+            q_lora=args.q_lora_rank, kv_lora=args.kv_lora_rank, rope_dim=args.qk_rope_head_dim,
+        )  # fmt: skip
+    else:
+        gpt = not hasattr(args, "num_kv_heads")
+        attention = AttentionWidths(
+            args.num_heads,
+            get("num_kv_heads", args.num_heads),
+            get("head_dim") or dim // args.num_heads,
+            qk_norm="qwen3" in type(args).__name__.lower(),
+            bias=gpt,
+        )
+    gpt = not hasattr(args, "num_kv_heads") and not attention.latent
+    norm = 2 if gpt else 1
+    dense = FeedForwardShape(get("ffn_dim") or 4 * dim, gated=not gpt, bias=gpt)
+    blocks = (Block(layers, attention, dense, norms=2 * norm),)
+    experts = get("num_experts")
+    if experts:
+        shared = get("num_shared_experts") * args.expert_ffn_dim
+        routed = ExpertsShape(
+            experts,
+            args.experts_per_token,
+            args.expert_ffn_dim,
+            shared,
+            max_groups=get("top_groups") if get("num_groups") > 1 else 0,
+        )
+        first = get("num_dense_layers")
+        blocks = tuple(b for b in (Block(first, attention, dense), Block(layers - first, attention, routed)) if b.count)
+    return ModelShape(
+        name,
+        dim,
+        blocks,
+        args.vocab_size,
+        tied=bool(get("tied_embeddings", gpt)),
+        positions=get("max_seq_len") if gpt else 0,
+        final_norm=norm,
+        moe=bool(experts),
+    )
+
+
+def setup_of_config(config: Config, gpus: int) -> Setup:
+    """The setup that a configuration is on ``gpus`` devices.
+
+    Raises:
+        ValueError: The degrees do not divide the devices, or the batch the data-parallel ranks.
+    """
+    p = config.parallel
+    given = p.pp * p.cp * p.tp
+    if gpus % given:
+        raise ValueError(f"--gpus {gpus} is not a multiple of pp x cp x tp = {given}. Use a multiple of {given}.")
+    dp = gpus // given
+    replicate = p.dp_replicate if p.dp_replicate > 0 else dp // max(1, p.dp_shard)
+    if p.mode == "ddp":
+        replicate = dp
+    if replicate < 1 or dp % replicate or (p.dp_shard > 0 and p.mode != "ddp" and replicate * p.dp_shard != dp):
+        raise ValueError(
+            f"dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not fill the {dp} data-parallel ranks that --gpus "
+            f"{gpus} leaves. Set one of them to -1."
+        )
+    train, kind = config.train, config.activations.checkpoint
+    if train.global_batch % dp:
+        raise ValueError(f"train.global_batch={train.global_batch} is not a multiple of {dp} data-parallel ranks.")
+    local = train.global_batch // dp
+    stages = config.pipeline.stages_per_rank or (2 if config.pipeline.schedule in ("interleaved_1f1b", "zbv") else 1)
+    recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")
+    return Setup(
+        seq_len=config.model.seq_len,
+        global_batch=train.global_batch,
+        microbatch=train.microbatch or (1 if p.pp > 1 else local),
+        dp_replicate=replicate,
+        dp_shard=dp // replicate,
+        tp=p.tp,
+        cp=p.cp,
+        pp=p.pp,
+        ep=p.ep,
+        schedule=config.pipeline.schedule,
+        stages_per_rank=stages if p.pp > 1 else 1,
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_share=1 / config.activations.every if kind == "every" else 1.0,
+        precision=_precision(config),  # type: ignore[arg-type]
+        sharding="ddp" if p.mode == "ddp" else "fsdp",
+        reshard=p.reshard != "never",
+        stack="compile" if config.compile.enabled else "eager",
+        async_tp=p.async_tp,
+        cp_method={"auto": "ring", "usp": "ulysses"}.get(config.context.method, config.context.method),  # type: ignore[arg-type]
+        loss="compiled" if config.compile.enabled else "eager",
+        offload_activations=1.0 if config.activations.offload else 0.0,
+        offload_optimizer=1.0 if p.offload != "none" else 0.0,
+        grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
+    )
+
+
+def _precision(config: Config) -> str:
+    recipe = config.float8.recipe
+    if recipe == "none":
+        return config.train.dtype
+    return "rowwise" if recipe.startswith("rowwise") else recipe
+
+
+def config_toml(name: str, setup: Setup, *, nproc: int) -> str:
+    """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced."""
+    s = setup
+    lines = [
+        f"# {s.describe()}, for {s.world_size} devices; written by titan-train plan.",
+        'extends = "llama3_1b"',
+        "",
+        "[model]",
+        f'name = "{name}"',
+        f"seq_len = {s.seq_len}",
+        "",
+        "[train]",
+        f"global_batch = {s.global_batch}",
+        f"microbatch = {s.microbatch}",
+        'dtype = "bf16"',
+        "",
+        "[parallel]",
+        *(f"{axis} = {degree}" for axis, degree in s.degrees().items()),
+    ]
+    if s.async_tp and s.tp > 1:
+        lines.append("async_tp = true")
+    if not s.reshard:
+        lines.append('reshard = "never"')
+    if s.offload_optimizer:
+        lines.append('offload = "cpu"')
+    if s.pp > 1:
+        lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}"]
+    if s.cp > 1:
+        lines += ["", "[context]", f'method = "{s.cp_method}"']
+    lines += ["", "[activations]", f'checkpoint = "{s.recompute}"']
+    if s.float8:
+        lines += ["", "[float8]", f'recipe = "{s.precision}"']
+    lines += ["", "[compile]", f"enabled = {str(s.stack == 'compile').lower()}"]
+    lines += ["", "[launch]", f"nproc = {min(nproc, s.world_size)}", f"nnodes = {max(1, s.world_size // nproc)}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,96 @@
+"""Estimates and rankings as plain text."""
+
+from titan_train.planner.cost.step import TERMS
+from titan_train.planner.estimate import StepEstimate
+from titan_train.planner.search.reasons import differences, why
+from titan_train.planner.search.search import Ranking, outside
+
+_GIB = 2.0**30
+
+
+def estimate_text(e: StepEstimate) -> str:
+    """Where the time and the memory of one setup go."""
+    low, high = e.interval
+    lines = [
+        f"{e.shape.name}, {e.shape.parameters() / 1e9:.2f} B parameters, on {e.setup.world_size} x {e.machine.title}",
+        f"setup    {e.setup.describe()}",
+        f"speed    {e.tokens_per_s:,.0f} tokens/s/device (80 % interval {low:,.0f} to {high:,.0f}); step {e.time.total:.3f} s",
+        (
+            f"MFU      {e.mfu(causal=True):.1%} with causal attention counted by half, {e.mfu(causal=False):.1%} counted in full; "
+            f"of {e.machine.peak / 1e12:,.0f} TFLOP/s bf16"
+        ),
+        (
+            f"memory   {e.memory.allocated_gib:.1f} GiB allocated, {e.memory.reserved_gib:.1f} GiB reserved, at {e.memory.instant}; "
+            f"{e.machine.memory_bytes / _GIB:.1f} GiB usable"
+        ),
+        "",
+        "time of one step",
+    ]
+    for name, seconds in sorted(e.time.terms.items(), key=lambda t: -t[1]):
+        if seconds > 1e-4 * e.time.total:
+            lines.append(f"  {name:<12}{seconds:10.4f} s {seconds / e.time.total:6.1%}  {TERMS[name]}")
+    lines += ["", "memory of the fullest device"]
+    for name, size in sorted(e.memory.parts.items(), key=lambda p: -p[1]):
+        lines.append(f"  {name:<20}{size / _GIB:9.2f} GiB")
+    lines += ["", f"constants {e.constants.source}; machine: {e.machine.source}"]
+    if outside(e):
+        lines.append(f"outside the range of measured rows: {', '.join(outside(e))}")
+    return "\n".join(lines)
+
+
+def ranking_text(ranking: Ranking) -> str:
+    """The best setups, and why each loses to the first."""
+    request, best = ranking.request, ranking.best
+    lines = [
+        (
+            f"{request.shape.name} on {request.gpus} x {request.machine.title}: {request.global_batch} sequences of "
+            f"{request.seq_len:,} tokens a step"
+        ),
+        (
+            f"{ranking.examined:,} layouts examined, {ranking.fitting:,} setups fit in {request.limit_bytes / _GIB:.1f} GiB; "
+            f"{ranking.tie} within 2 % of the best (the simplest is first)"
+        ),
+        "MFU counts causal attention by half. GPU-hours are for 1 B tokens.",
+        "",
+        f"{'':>3} {'tokens/s/GPU':>12} {'80 % interval':>17} {'MFU':>6} {'GiB':>6} {'GPU-h':>7}  setup",
+    ]
+    for number, e in enumerate(best, 1):
+        low, high = e.interval
+        lines.append(
+            f"{number:>3} {e.tokens_per_s:>12,.0f} {low:>8,.0f}-{high:<8,.0f} {e.mfu(causal=True):>6.1%} "
+            f"{e.memory.allocated_gib:>6.1f} {1e9 / e.tokens_per_s / 3600:>7.0f}  {e.setup.describe()}"
+        )
+        if number > 1:
+            lines.append(f"{'':>48}{why(best[0], e)}")
+    shown = {id(e) for e in best}
+    extra = [(name, e) for name, e in ranking.families.items() if id(e) not in shown]
+    if extra:
+        lines += ["", "best of their kind, further down"]
+        for name, e in extra:
+            lines.append(f"  {name:<24}{e.tokens_per_s:>8,.0f}  {e.setup.describe()}: {why(best[0], e)}")
+    if best and outside(best[0]):
+        lines += ["", f"The first lies outside the range of measured rows: {', '.join(outside(best[0]))}."]
+    return "\n".join(lines)
+
+
+def comparison_text(a: StepEstimate, b: StepEstimate) -> str:
+    """Two setups term by term."""
+    lines = [
+        f"A  {a.setup.describe()}",
+        f"B  {b.setup.describe()}",
+        "",
+        f"{'seconds':<14}{'A':>10}{'B':>10}{'B - A':>10}",
+    ]
+    for name, more in differences(a, b):
+        if max(a.time.terms[name], b.time.terms[name]) > 1e-4 * a.time.total:
+            lines.append(
+                f"{name:<14}{a.time.terms[name]:>10.4f}{b.time.terms[name]:>10.4f}{more:>+10.4f}  {TERMS[name]}"
+            )
+    lines.append(f"{'step':<14}{a.time.total:>10.4f}{b.time.total:>10.4f}{b.time.total - a.time.total:>+10.4f}")
+    lines += ["", f"{'GiB':<22}{'A':>8}{'B':>8}"]
+    for name in sorted(set(a.memory.parts) | set(b.memory.parts)):
+        one, two = (e.memory.parts.get(name, 0.0) / _GIB for e in (a, b))
+        lines.append(f"{name:<22}{one:>8.2f}{two:>8.2f}")
+    lines.append(f"{'allocated':<22}{a.memory.allocated_gib:>8.2f}{b.memory.allocated_gib:>8.2f}")
+    lines += ["", f"B {why(a, b)}."]
+    return "\n".join(lines)
