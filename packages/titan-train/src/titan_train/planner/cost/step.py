@@ -88,7 +88,8 @@ def step_time(
         terms[name] = m * seconds / p
     terms["head"] = m * head / p
     terms["ep"] *= 1 - (constants.hide_ep if setup.ep_overlap else 0.0)
-    terms["host"] = constants.step_s + m * constants.microbatch_s + _launch_floor(c, shape, costs, m, compute)
+    waiting = max(0.0, _launches(c, shape) - compute)
+    terms["host"] = constants.step_s + m * (constants.microbatch_s + waiting / p)
     blocks = sum(passes.values()) / max(1, shape.num_layers)
     if p > 1:
         layers = shape.num_layers
@@ -97,7 +98,10 @@ def step_time(
         else:
             load = heaviest_rank(layers, head / blocks, p) * blocks
         terms["bubble"], terms["pp"] = _pipeline(c, load, compute / p)
-    forward, backward = _window(shape, costs, head)
+    # while the device waits for launches, transfers go on: a third of it in forward
+    forward, backward = (
+        w + part * waiting for w, part in zip(_window(shape, costs, head), (1 / 3, 2 / 3), strict=True)
+    )
     terms["dp"] = data_parallel_seconds(c, shape, forward, backward, head)
     terms["offload"] = _offload(c, shape, compute / p)
     terms["optimizer"] = _optimizer(c, shape)
@@ -140,12 +144,11 @@ def _head(c: Context, shape: ModelShape) -> float:
     return (1 + shape.mtp) * (3 * product + per_logit * logits / c.rates.stream)
 
 
-def _launch_floor(c: Context, shape: ModelShape, costs: list[BlockCost], m: int, compute: float) -> float:
-    """Seconds that the device waits for launches: forward launches all kernels, backward twice as many."""
+def _launches(c: Context, shape: ModelShape) -> float:
+    """Seconds that the host needs to launch one microbatch's kernels; backward launches twice as many as forward."""
     again = 3 + (c.setup.recompute == "full")
-    launches = shape.num_layers * c.constants.kernels * c.constants.kernel_s * again
-    launches += sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)) * c.constants.routed_launch_s
-    return m * max(0.0, launches - compute) / c.setup.pp
+    seconds = shape.num_layers * c.constants.kernels * c.constants.kernel_s * again
+    return seconds + sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)) * c.constants.routed_launch_s
 
 
 def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
         parts["receive buffers"] = setup.stages_per_rank * 2 * setup.microbatches * 2.0 * tokens * shape.dim / tp
     parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
     block_bytes, head_bytes = block_and_head_bytes(shape, setup)
-    working = _working_set(shape, setup) * tokens / tp
+    working = working_set(shape, setup) * tokens / tp
     if setup.sharding == "zero1":
         parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
         backward = {"block working set": working}
@@ -112,7 +112,7 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
     return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)
 
 
-def _working_set(shape: ModelShape, setup: Setup) -> float:
+def working_set(shape: ModelShape, setup: Setup) -> float:
     """Bytes a token of one block's backward: gradients of its widest part, and with recomputation all it kept."""
     key = ("working", setup.recompute == "none")
     if key not in shape.memo:

@@ -16,12 +16,12 @@ def estimate_text(e: StepEstimate) -> str:
         f"setup    {e.setup.describe()}",
         f"speed    {e.tokens_per_s:,.0f} tokens/s/device (80 % interval {low:,.0f} to {high:,.0f}); step {e.time.total:.3f} s",
         (
-            f"MFU      {e.mfu(causal=True):.1%} with causal attention counted by half, {e.mfu(causal=False):.1%} counted in full; "
+            f"MFU      {e.mfu(causal=True):.1%} with causal attention by half, {e.mfu(causal=False):.1%} in full; "
             f"of {e.machine.peak / 1e12:,.0f} TFLOP/s bf16"
         ),
         (
-            f"memory   {e.memory.allocated_gib:.1f} GiB allocated, {e.memory.reserved_gib:.1f} GiB reserved, at {e.memory.instant}; "
-            f"{e.machine.memory_bytes / _GIB:.1f} GiB usable"
+            f"memory   {e.memory.allocated_gib:.1f} GiB allocated, {e.memory.reserved_gib:.1f} GiB reserved, "
+            f"at {e.memory.instant}; {e.machine.memory_bytes / _GIB:.1f} GiB usable"
         ),
         "",
         "time of one step",

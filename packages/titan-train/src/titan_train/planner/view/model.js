@@ -1,0 +1,270 @@
+// The cost and memory model of titan_train.planner for torch stacks, as it runs in the page.
+// It follows cost/block.py, cost/step.py and memory/peak.py line by line; a test holds the two together.
+"use strict";
+
+const GIB = 2 ** 30;
+const PENALTY = { tensorwise: 1, rowwise: 1.04, mxfp8: 1.04, blockwise: 1.12 };
+
+function span(machine, c, size, stride) {
+  const local = machine.local_bytes * c.local;
+  if (size * stride <= machine.domain) return { size, rate: local, latency: machine.local_latency, local: true, per: size };
+  const per = Math.max(1, Math.min(size, Math.floor(machine.domain / stride)));
+  return { size, rate: Math.min(local, machine.network_bytes * c.network * per), latency: machine.network_latency, local: false, per };
+}
+
+function gather(bytes, g) {
+  if (g.size <= 1 || bytes <= 0) return 0;
+  return (bytes * (g.size - 1)) / g.size / g.rate + g.latency * (Math.log2(g.size) + 1);
+}
+
+function exchange(bytes, g, machine, share) {
+  if (g.size <= 1 || bytes <= 0) return 0;
+  const latency = g.latency * (Math.log2(g.size) + 1);
+  if (g.local) return (bytes * (g.size - 1)) / g.size / g.rate + latency;
+  const outside = (bytes * (g.size - g.per)) / g.size / (machine.network_bytes * share);
+  return Math.max(outside, (bytes * (g.per - 1)) / g.size / machine.local_bytes) + latency;
+}
+
+function context(shape, machine, c, s) {
+  const plain = machine.bf16 * c.matmul;
+  const float8 = s.precision !== "bf16";
+  const rates = {
+    plain,
+    products: float8 ? (machine.fp8 * c.matmul8) / PENALTY[s.precision] : plain,
+    attention: machine.bf16 * c.attention,
+    stream: machine.bandwidth * c.bandwidth,
+    operand: float8 ? 1 : 2,
+    cast: float8 ? c.cast_bytes : 0,
+  };
+  const tokens = Math.floor((s.microbatch * s.seq_len) / s.cp);
+  return { shape, machine, c, s, rates, tokens, tp: span(machine, c, s.tp, 1), cp: span(machine, c, s.cp, s.tp), ep: span(machine, c, s.ep, 1) };
+}
+
+function product(r, rows, inner, columns, plain) {
+  const flops = 2 * rows * inner * columns;
+  if (plain || r.cast === 0) return flops / r.plain + (2 * (rows * inner + inner * columns + rows * columns)) / r.stream;
+  return flops / r.products + (r.operand * (rows * inner + inner * columns) + 2 * rows * columns) / r.stream;
+}
+
+function add(cost, name, forward, backward) {
+  cost.f[name] = (cost.f[name] || 0) + forward;
+  cost.b[name] = (cost.b[name] || 0) + backward;
+}
+
+function products(k, cost, shapes) {
+  const { rates: r, s, tokens } = k;
+  for (const [inner, columns, cast] of shapes) {
+    const forward = product(r, tokens, inner, columns / s.tp);
+    const weight = product(r, inner, tokens, columns / s.tp) + (2 * inner * columns) / s.tp / r.stream;
+    const casts = (r.cast * tokens * cast) / (cast !== k.shape.dim ? s.tp : 1) / r.stream;
+    const back = (r.cast * tokens * columns) / s.tp / r.stream;
+    add(cost, "products", forward + casts, forward + back + weight);
+  }
+}
+
+function attention(k, a, cost) {
+  const { s, c, rates, tokens } = k;
+  const dim = k.shape.dim;
+  const q = a.heads * a.head_dim;
+  if (a.kv_lora > 0) {
+    const nope = a.head_dim - a.rope_dim;
+    const input = a.q_lora || dim;
+    products(k, cost, [
+      [input, q, input],
+      [a.kv_lora, a.heads * (nope + a.v_dim), a.kv_lora],
+      [a.heads * a.v_dim, dim, a.heads * a.v_dim],
+      [dim, (a.q_lora + a.kv_lora + a.rope_dim) * s.tp, dim],
+    ]);
+  } else products(k, cost, [[dim, q + 2 * a.kv_heads * a.head_dim, dim], [q, dim, q]]);
+  let seen = s.seq_len * (a.causal ? 0.5 : 1);
+  if (a.window) seen = Math.min(seen, a.window);
+  const flops = (2 * tokens * seen * a.heads * (a.head_dim + a.v_dim)) / s.tp;
+  const narrow = Math.min(1, (a.head_dim + a.v_dim) / 256) ** 0.5;
+  const rate = rates.attention * narrow * (s.cp > 1 ? c.context : 1);
+  add(cost, "attention", flops / rate, (2.5 * flops) / (rate * c.attention_backward));
+  if (s.cp > 1) {
+    const kv = (2 * tokens * a.kv_heads * (a.head_dim + a.v_dim)) / Math.min(s.tp, a.kv_heads);
+    const hop = (s.cp - 1) * ((kv / k.cp.rate) * (k.cp.local ? 1 : k.cp.per) + k.cp.latency);
+    add(cost, "cp", Math.max(0, hop - flops / rate), Math.max(0, 3 * hop - (2.5 * flops) / rate));
+  }
+}
+
+function experts(k, e, cost) {
+  const { s, c, rates: r } = k;
+  const dim = k.shape.dim;
+  const tokens = k.tokens / s.tp;
+  const local = e.num_experts / s.ep;
+  const routed = tokens * e.per_token * s.imbalance;
+  const rows = Math.max(1, routed / local);
+  const fill = rows / (rows + c.expert_rows);
+  const part = { ...r, products: r.products * fill, plain: r.plain * fill };
+  const up = product(part, rows, dim, (e.matrices - 1) * e.hidden);
+  const down = product(part, rows, e.hidden, dim);
+  const accumulate = (2 * e.matrices * dim * e.hidden) / r.stream;
+  const casts = (r.cast * rows * (dim + e.hidden)) / r.stream;
+  const forward = local * (up + down + casts);
+  const backward = local * (2 * (up + down) + accumulate + 2 * casts);
+  const passes = (2 * c.routing_passes * routed * dim) / r.stream + (2 * c.pointwise * 3 * routed * e.hidden) / r.stream;
+  const router = product(r, tokens, dim, e.num_experts, true) + (20 * tokens * e.num_experts) / r.stream;
+  add(cost, "experts", c.expert_scale * (forward + passes + router + c.sync_s), c.expert_scale * (backward + 2 * passes + 2 * router));
+  if (e.shared_hidden) products(k, cost, [[dim, (e.matrices - 1) * e.shared_hidden, dim], [e.shared_hidden, dim, e.shared_hidden]]);
+  if (s.ep > 1) {
+    let once = exchange(2 * routed * dim, k.ep, k.machine, c.network * c.exchange);
+    if (k.ep.local) once = (exchange(2 * routed * dim, k.ep, k.machine, c.exchange) * c.local) / c.exchange;
+    add(cost, "ep", c.expert_scale * 2 * once, c.expert_scale * 2 * once);
+  }
+}
+
+function blockCost(k, b) {
+  const { s, c, rates, tokens } = k;
+  const dim = k.shape.dim;
+  const cost = { f: {}, b: {}, r: {} };
+  attention(k, b.attention, cost);
+  if (b.experts) experts(k, b.experts, cost);
+  else products(k, cost, [[dim, (b.matrices - 1) * b.hidden, dim], [b.hidden, dim, b.hidden]]);
+  const a = b.attention;
+  const elements = 10 * dim * (b.norms ? 0.5 * b.norms : 1) + 2 * (a.heads + a.kv_heads) * a.head_dim + 3 * (b.experts ? b.experts.shared_hidden : b.hidden);
+  const point = (2 * c.pointwise * elements * tokens) / s.tp / rates.stream;
+  add(cost, "pointwise", point, 2 * point);
+  if (s.tp > 1) {
+    const halves = 1 + (b.experts ? (b.experts.shared_hidden ? 1 : 0) : 1);
+    const each = gather(2 * tokens * dim * (s.precision === "tensorwise" ? 0.75 : 1), k.tp);
+    const exposed = 1 - (s.async_tp ? c.hide_tp : 0);
+    add(cost, "tp", 2 * halves * each * exposed, 2 * halves * each * exposed);
+  }
+  let parts = {};
+  if (s.recompute === "full") for (const n in cost.f) parts[n] = 1;
+  if (s.recompute === "selective") parts = { products: 0.37, pointwise: 0.8, tp: 0.5, experts: 0.4 };
+  for (const n in parts) cost.r[n] = parts[n] * (cost.f[n] || 0);
+  return cost;
+}
+
+const sum = (o) => Object.values(o).reduce((x, y) => x + y, 0);
+
+function heaviest(layers, head, p) {
+  let best = Infinity;
+  for (let last = 0; last <= Math.floor(layers / p) + 1; last++)
+    best = Math.min(best, Math.max(Math.ceil((layers - last) / (p - 1)), last + head));
+  return best;
+}
+
+function rankParameters(shape, s, first) {
+  const ends = first || s.pp === 1 ? shape.head * (s.pp > 1 || shape.tied ? 1 : 2) : 0;
+  return [(shape.dense / s.pp + ends) / s.tp, shape.experts / s.pp / s.ep];
+}
+
+function stepTime(k, costs) {
+  const { shape, machine, c, s, rates } = k;
+  const dp = s.dp_replicate * s.dp_shard;
+  const m = Math.max(1, Math.floor(s.global_batch / (dp * s.microbatch)));
+  const p = s.pp;
+  const all = {};
+  let forward = 0, backward = 0;
+  shape.blocks.forEach((b, i) => {
+    const x = costs[i];
+    for (const part of [x.f, x.b]) for (const n in part) all[n] = (all[n] || 0) + b.count * part[n];
+    for (const n in x.r) {
+      const key = ["tp", "cp", "ep"].includes(n) ? n : "recompute";
+      all[key] = (all[key] || 0) + b.count * x.r[n];
+    }
+    forward += b.count * sum(x.f);
+    backward += b.count * (sum(x.b) + sum(x.r));
+  });
+  let head = 0;
+  if (shape.vocab) {
+    const perLogit = { eager: 40, compiled: 16 }[s.loss];
+    head = 3 * product(rates, k.tokens, shape.dim, shape.vocab / s.tp, true) + (perLogit * k.tokens * shape.vocab) / s.tp / rates.stream;
+  }
+  forward += head / 3;
+  backward += (2 * head) / 3;
+  const compute = sum(all) + head;
+  const terms = {};
+  for (const n in all) terms[n] = (m * all[n]) / p;
+  terms.head = (m * head) / p;
+  const layers = shape.layers;
+  const launches = layers * c.kernels * c.kernel_s * (3 + (s.recompute === "full" ? 1 : 0)) + shape.routed * c.routed_launch_s;
+  const waiting = Math.max(0, launches - compute);
+  terms.host = c.step_s + m * (c.microbatch_s + waiting / p);
+  forward += waiting / 3;
+  backward += (2 * waiting) / 3;
+  if (p > 1) {
+    const v = s.stages_per_rank;
+    const one = sum(all) / layers;
+    const load = heaviest(layers, head / one, p) * one;
+    const even = compute / p;
+    terms.bubble = m * (load - even) + Math.max(0, p * even - load) / v;
+    const link = span(machine, c, p, (p * dp * s.cp * s.tp) / p);
+    const hop = ((2 * k.tokens * shape.dim) / s.tp / (link.rate / Math.max(1, link.per))) + link.latency;
+    terms.pp = (v > 1 ? 0.25 : 0.5) * hop * 2 * (m * v + (p - 1));
+  }
+  const shard = s.dp_shard * s.cp;
+  const group = span(machine, c, shard, s.tp);
+  const replicas = span(machine, c, s.dp_replicate, s.tp * shard);
+  const expertShards = Math.max(1, Math.floor((shard * s.tp) / s.ep));
+  const expertGroup = span(machine, c, expertShards, s.ep);
+  const [dense, routed] = rankParameters(shape, s, true);
+  const bytes = s.precision === "tensorwise" ? 1 : 2;
+  const g = gather(dense * bytes, group) + gather(routed * bytes, expertGroup);
+  const reduce = gather(dense * 4, group) + gather(routed * 4, expertGroup);
+  const across = 2 * gather((dense * 4) / shard, replicas) + 2 * gather((routed * 4) / expertShards, replicas);
+  const f = forward / p, b = backward / p;
+  if (p === 1) {
+    const exposed = Math.max(0, g - f) + Math.max(0, g + reduce + across - b);
+    terms.dp = m * (exposed + c.contention * (2 * g + reduce + across - exposed)) + (g + reduce + across) / Math.max(1, layers);
+  } else {
+    const chunks = Math.max(1, Math.min(m, p));
+    const exposed = Math.max(0, g - (f * chunks) / p) + Math.max(0, reduce + across - (b * chunks) / p);
+    terms.dp = exposed + c.contention * (g + reduce + across - exposed);
+  }
+  terms.optimizer = (30 * (dense / shard + routed / expertShards)) / rates.stream;
+  for (const n in terms) terms[n] *= c.software;
+  return { terms, m };
+}
+
+function rankPeak(k, first, m) {
+  const { shape, s, tokens } = k;
+  const [dense, routed] = rankParameters(shape, s, true);
+  const shard = s.dp_shard * s.cp;
+  const expertShard = Math.max(1, Math.floor((shard * s.tp) / s.ep));
+  const local = dense / shard + routed / expertShard;
+  const parts = { parameters: 4 * local, gradients: 4 * local, optimizer: 8 * local };
+  if (s.pp > 1) {
+    parts.gathered = shard * expertShard > 1 ? 2 * (dense + routed) : 0;
+    parts.gradients = 4 * (dense + routed);
+  }
+  const v = s.stages_per_rank;
+  let flight = 1;
+  if (s.pp > 1) flight = v > 1 ? Math.min(m, first ? s.pp + (s.pp - 1) / v : 1 + (s.pp - 1) / v) : first ? Math.min(m, s.pp) : 1;
+  parts.activations = (((shape.kept[s.recompute] / s.pp) * tokens) / s.tp) * flight;
+  if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
+  if (s.pp > 1) parts["receive buffers"] = (v * 4 * m * tokens * shape.dim) / s.tp;
+  parts.workspace = GIB;
+  const block = 2 * Math.max(...shape.sizes.map(([d, e]) => d / s.tp + e / s.ep));
+  const headBytes = (2 * shape.head) / s.tp;
+  const backward = { "block working set": (shape.working[s.recompute === "none" ? "none" : "some"] * tokens) / s.tp };
+  let loss = {};
+  if (s.pp === 1) {
+    backward["gathered block"] = 4 * block;
+    loss["gathered head"] = headBytes + 2 * headBytes * (s.recompute === "none" ? 1 : 0);
+  }
+  if (shape.vocab && (!first || s.pp === 1)) {
+    loss.logits = ((s.loss === "eager" ? (s.tp > 1 ? 20 : 14) : 6) * tokens * shape.vocab) / s.tp;
+    loss["head input"] = 4 * tokens * shape.dim;
+  } else loss = {};
+  Object.assign(parts, sum(loss) > sum(backward) ? loss : backward);
+  return parts;
+}
+
+function estimate(shape, machine, c, s) {
+  const k = context(shape, machine, c, s);
+  const costs = shape.blocks.map((b) => blockCost(k, b));
+  const { terms, m } = stepTime(k, costs);
+  const peaks = [rankPeak(k, true, m)];
+  if (s.pp > 1) peaks.push(rankPeak(k, false, m));
+  const memory = peaks.reduce((x, y) => (sum(y) > sum(x) ? y : x));
+  const total = sum(terms);
+  const world = s.pp * s.dp_replicate * s.dp_shard * s.cp * s.tp;
+  return { terms, total, microbatches: m, memory, bytes: sum(memory), world, speed: (s.global_batch * s.seq_len) / world / total };
+}
+
+if (typeof module !== "undefined") module.exports = { estimate };

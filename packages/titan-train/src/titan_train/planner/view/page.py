@@ -1,0 +1,99 @@
+"""One static page, without a server, in which a person moves sliders and sees time, memory, schedule and rank grid change.
+
+The page holds the shapes, machines and constants as JSON, and the model as a script (`model.js`) that follows the Python
+one; a test compares the two on many setups. It covers the torch stacks.
+"""
+
+import dataclasses
+import json
+from importlib import resources
+from typing import Any
+
+from titan_train.planner.calibrate.defaults import constants_for
+from titan_train.planner.cost.constants import Constants
+from titan_train.planner.hardware.machine import Machine, list_machines, load_machine
+from titan_train.planner.memory.kept import kept_token_bytes
+from titan_train.planner.memory.peak import working_set
+from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.shape import ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.planner.setup import Setup
+
+MODELS = (
+    "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b",
+    "qwen3_235b_a22b", "deepseek_v2_lite", "deepseek_v3", "flux_dev",
+)  # fmt: skip
+
+
+def page(preset: Setup | None = None, model: str = "llama3_8b", machine: str = "h100") -> str:
+    """The page's HTML; ``preset`` is where its sliders stand at first."""
+    data = {
+        "shapes": {name: shape_data(find_shape(name)) for name in dict.fromkeys((*MODELS, model))},
+        "machines": {name: machine_data(load_machine(name)) for name in list_machines()},
+        "preset": {"model": model, "machine": machine, **(_preset(preset) if preset else {})},
+    }
+    folder = resources.files("titan_train.planner.view")
+    script, html = (folder.joinpath(name).read_text() for name in ("model.js", "page.html"))
+    text = json.dumps(data).replace("</", "<\\/")
+    return html.replace("/*MODEL*/", script).replace("/*DATA*/", f"const DATA = {text};")
+
+
+def _preset(setup: Setup) -> dict[str, Any]:
+    names = ("seq_len", "global_batch", "microbatch", "recompute", "precision", "stages_per_rank", *setup.degrees())
+    return {name: getattr(setup, name) for name in names} | {"gpus": setup.world_size}
+
+
+def shape_data(shape: ModelShape) -> dict[str, Any]:
+    """A shape, with what the page's memory model needs of it."""
+    base = Setup(seq_len=1, global_batch=1)
+    blocks: list[dict[str, Any]] = []
+    for b in shape.blocks:
+        attention = b.attention
+        if attention is None:
+            raise ValueError(f"{shape.name} has blocks without attention, which the page does not draw.")
+        block: dict[str, Any] = {"count": b.count, "norms": b.norms}
+        block["attention"] = dataclasses.asdict(attention) | {"v_dim": attention.v_dim}
+        if isinstance(b.ffn, ExpertsShape):
+            block["experts"] = dataclasses.asdict(b.ffn) | {"matrices": b.ffn.matrices}
+        elif isinstance(b.ffn, FeedForwardShape):
+            block |= {"hidden": b.ffn.hidden, "matrices": b.ffn.matrices}
+        blocks.append(block)
+    dense, experts = shape.totals
+    setups = {name: dataclasses.replace(base, recompute=name) for name in ("none", "selective", "full")}  # type: ignore[arg-type]
+    return {
+        "dim": shape.dim,
+        "vocab": shape.vocab,
+        "tied": shape.tied,
+        "layers": shape.num_layers,
+        "routed": sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)),
+        "moe": shape.moe,
+        "parameters": shape.parameters(),
+        "head": shape.head_parameters,
+        "dense": dense,
+        "experts": experts,
+        "sizes": [[d, e] for _, d, e in shape.block_sizes],
+        "kept": {name: kept_token_bytes(shape, setup) for name, setup in setups.items()},
+        "working": {"none": working_set(shape, setups["none"]), "some": working_set(shape, setups["full"])},
+        "blocks": blocks,
+    }
+
+
+def machine_data(machine: Machine) -> dict[str, Any]:
+    """A machine, with the constants of compiled torch runs on it."""
+    setup = Setup(seq_len=1, global_batch=1)
+    constants: dict[str, Constants] = {
+        name: constants_for(machine, setup, routed=routed) for name, routed in (("dense", False), ("routed", True))
+    }
+    return {
+        "title": machine.title,
+        "peak": machine.peak,
+        "bf16": machine.bf16,
+        "fp8": machine.fp8,
+        "memory": machine.memory_bytes,
+        "bandwidth": machine.bandwidth,
+        "domain": machine.domain,
+        "local_bytes": machine.local.bytes_per_s,
+        "local_latency": machine.local.latency_s,
+        "network_bytes": machine.network.bytes_per_s,
+        "network_latency": machine.network.latency_s,
+        "constants": {name: dataclasses.asdict(c) for name, c in constants.items()},
+    }
