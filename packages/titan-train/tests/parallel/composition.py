@@ -84,15 +84,15 @@ def run(folder, name, sections, steps=10):
         return trainer.losses, norms, validation, captured
 
 
-def boxes(model):
-    """Name to (shape of the whole, offset, local part) of each gradient, FSDP's shards gathered."""
+def boxes(model, of=lambda parameter: parameter.grad):
+    """Name to (shape of the whole, offset, local part) of each gradient, or what ``of`` takes; FSDP's shards gathered."""
     found = {}
     for part in model.parts:
         for name, parameter in named_parameters(part):
-            grad = parameter.grad
-            if grad is None:
+            value = of(parameter)
+            if value is None:
                 continue
-            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             cut = model.cuts.get(name)
             shape, offset = (tuple(whole.shape), (0,) * whole.ndim) if cut is None else (cut.global_shape, cut.offset)
             found[name] = (shape, offset, whole.clone())

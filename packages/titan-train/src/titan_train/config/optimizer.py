@@ -36,7 +36,7 @@ class OptimizerConfig:
     """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""
 
     fused: Literal["auto", "never"] = "auto"
-    """auto takes the fused kernel on CUDA and CPU; never takes torch's default."""
+    """auto takes the fused kernel on CUDA and CPU (sgd: unless weights are sharded); never takes torch's default."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.optim.groups import plan_groups
 
-# fused AdamW and SGD exist for these, also on DTensors (checked on torch 2.11 and 2.15 by a test)
+# fused AdamW and SGD exist for these; only AdamW's takes DTensors (checked on torch 2.11 and 2.15 by a test)
 _FUSED_DEVICES = ("cuda", "cpu")
 
 
@@ -43,8 +44,10 @@ def build_optimizer(
         }
         for group in groups
     ]
-    devices = {p.device.type for group in groups for p in group.parameters}
-    fused = True if config.fused == "auto" and devices <= set(_FUSED_DEVICES) else None
+    parameters = [p for group in groups for p in group.parameters]
+    takes = all(p.device.type in _FUSED_DEVICES for p in parameters)
+    takes = takes and (config.name == "adamw" or not any(isinstance(p, DTensor) for p in parameters))
+    fused = True if config.fused == "auto" and takes else None
     if config.name == "sgd":
         return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
     return torch.optim.AdamW(

@@ -23,6 +23,11 @@ KINDS = {
     "softmax-k2": {},
     "sigmoid-k3-shared": {"scores": "sigmoid", "experts_per_token": 3, "num_shared_experts": 1},
 }
+# What rounding explains, of a tensor's largest element: the longest way through the layer and back sums over widths and
+# heads of 32 + 8 + 32 + 48 + 3 terms forward, as many backward, and 128 rows of one weight: some 400 roundings of u each
+# (2^-53, 2^-24). In bfloat16 ten values on that way are rounded to 8 bits; sums are kept in float32. A row that is lost or
+# taken twice changes the result by more than 1e-2.
+ROUNDING = {torch.float64: 400 * 2**-53, torch.float32: 400 * 2**-24, torch.bfloat16: 10 * 2**-8}
 Result = tuple[Tensor, Tensor, dict[str, tuple[ParamShard | None, Tensor]], list[int], Tensor]
 
 
@@ -65,11 +70,22 @@ class _Poison(torch.autograd.Function):
 
 
 def train_layer(
-    ranks: int, kind: str, skew: bool, dtype: torch.dtype, poison: bool = False, compiled: bool = False
+    ranks: int,
+    kind: str,
+    skew: bool,
+    dtype: torch.dtype,
+    poison: bool = False,
+    compiled: bool = False,
+    exact: bool = False,
 ) -> Result:
-    """One forward and backward on this rank's rows; gradients of what is not cut are summed over the ranks."""
+    """One forward and backward on this rank's rows; gradients of what is not cut are summed over the ranks.
+
+    With ``exact`` the same weights and inputs, rounded to ``dtype``, are computed with in float64.
+    """
     rank = dist.get_rank() if ranks > 1 else 0
     layer = make(kind, skew, dtype)
+    if exact:
+        layer = layer.double()
     set_aux_scale(layer, 1 / ROWS)
     cuts: dict[str, ParamShard] = {}
     if ranks > 1:
@@ -81,6 +97,8 @@ def train_layer(
         layer.compile(fullgraph=True, backend="aot_eager")
     generator = torch.Generator().manual_seed(1)
     x, probe = (torch.randn(ROWS, SEQ, DIM, generator=generator).to(dtype).chunk(ranks)[rank] for _ in range(2))
+    if exact:
+        x, probe = x.double(), probe.double()
     x.requires_grad_()
     out = layer(x)
     out.backward(probe)
@@ -93,24 +111,22 @@ def train_layer(
     (routing,) = update_expert_bias(layer, dist.group.WORLD if ranks > 1 else None).values()
     assert x.grad is not None
     assert layer.expert_bias is not None
-    return out.detach(), x.grad, grads, list(routing.load), layer.expert_bias
+    return out.detach(), x.grad, grads, list(routing.load), layer.expert_bias.float()
 
 
 def compare(ranks: int, kind: str, skew: bool, dtype: torch.dtype, *, poison: bool = False, compiled: bool = False):
-    out, x_grad, grads, load, bias = train_layer(1, kind, skew, dtype)
+    """With one process in float64: a product's bits depend on its shape, and the gate's on how many tokens a rank has."""
+    out, x_grad, grads, load, bias = train_layer(1, kind, skew, dtype, exact=True)
     found = run_ranks(train_layer, ranks, ranks, kind, skew, dtype, poison, compiled, timeout_s=240 if compiled else 60)
-    # Bitwise: every expert sees the rows of all ranks in the order of one process.
-    assert torch.equal(torch.cat([result[0] for result in found]), out)
-    assert torch.equal(torch.cat([result[1] for result in found]), x_grad)
+    limit = ROUNDING[dtype]
+    assert_close(torch.cat([result[0] for result in found]), out, atol=0.0, rtol=limit)
+    assert_close(torch.cat([result[1] for result in found]), x_grad, atol=0.0, rtol=limit)
     for result in found:
         assert result[3] == load
-        assert torch.equal(result[4], bias)
+        assert torch.equal(result[4], bias)  # made of counts
         for name, (cut, grad) in result[2].items():
             want = grads[name][1]
-            if cut is not None:
-                assert torch.equal(grad, cut.of(want, grad.shape)), name
-            else:  # the gate and the shared expert: a sum over ranks in another order
-                assert_close({name: grad}, {name: want}, rtol=1e-6 if dtype != torch.bfloat16 else 2e-2, atol=1e-8)
+            assert_close({name: grad}, {name: want if cut is None else cut.of(want, grad.shape)}, atol=0.0, rtol=limit)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +136,7 @@ def test_output_and_every_gradient_are_those_of_one_process(kind: str, ranks: in
     compare(ranks, kind, skew, torch.float32)
 
 
-def test_bfloat16_is_bitwise_as_one_process_too() -> None:
+def test_bfloat16_is_within_its_rounding() -> None:
     compare(4, "sigmoid-k3-shared", False, torch.bfloat16)
 
 

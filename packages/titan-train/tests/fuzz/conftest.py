@@ -1,0 +1,18 @@
+"""Make the fuzzer's modules, and those of the composition tests, importable from every rank."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parallel")]
+
+
+@pytest.fixture(scope="session")
+def fuzz_folder(tmp_path_factory):
+    """A folder with a prepared corpus, which has documents of one character too."""
+    from fuzz_corpus import prepare
+
+    folder = tmp_path_factory.mktemp("fuzz")
+    prepare(folder)
+    return str(folder)
