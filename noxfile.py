@@ -94,6 +94,32 @@ def matrix(session: nox.Session) -> None:
     session.run("python", "packages/titan-train/benchmarks/matrix_table.py", report, "--out", "benchmarks/results")
 
 
+_PORTABLE = {
+    "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
+    "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+
+
+@nox.session(default=False)
+@nox.parametrize("threads", [1, 2])
+@nox.parametrize("kernels", [nox.param(settings, id=name) for name, settings in _PORTABLE.items()])
+def portability(session: nox.Session, kernels: dict[str, str], threads: int) -> None:
+    """The default tests with the kernels of other processors, and with one thread and two."""
+    _sync(session, "test", "--all-packages", "--all-extras")
+    tests = session.posargs or ["packages", "testing"]
+    session.run("pytest", "-q", *tests, env=TEST_ENV | kernels | {"OMP_NUM_THREADS": str(threads)})
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Random compositions against one process, 40 of them; `-- --seed N [--count N]` for others."""
+    _install_wheels(session, "titan-train")
+    command = "packages/titan-train/tests/fuzz/replay.py"
+    session.run("python", command, *(session.posargs or ["--seed", "0", "--count", "40"]), env=TEST_ENV)
+
+
 @nox.session(default=False)
 def published(session: nox.Session) -> None:
     """Checkpoints and models against the transformers library: weights in, the same logits out."""

@@ -1,0 +1,27 @@
+"""What random compositions found wrong, each by name."""
+
+import pytest
+import torch
+from titan_train.config import parse_config
+from titan_train.models import build_model
+from titan_train.parallel.check import check_model
+from titan_train.plan.run import plan_run
+
+
+def check(ranks: int, **sections: dict) -> None:
+    config = parse_config({"tokenizer": {"kind": "bytes"}, **sections})
+    plan = plan_run(config, ranks)
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=257)
+    check_model(config, plan.layout, plan.batch, model)
+
+
+@pytest.mark.parametrize("loss", ["balance_loss", "z_loss"])
+def test_losses_over_a_row_are_refused_where_context_parallelism_joins_rows(loss: str) -> None:
+    """The z-loss was let through: joined rows halved its gradient on the gate."""
+    losses = {"balance_loss": 0.0, "z_loss": 0.0, loss: 0.01}
+    model = {"model": {"name": "deepseek_debug", "seq_len": 32, "args": losses}, "parallel": {"cp": 2}}
+    with pytest.raises(ValueError, match=r"train\.microbatch=1"):
+        check(2, **model, train={"global_batch": 4, "microbatch": 2})
+    check(2, **model, train={"global_batch": 4, "microbatch": 1})
+    check(2, **model, train={"global_batch": 4, "microbatch": 2}, data={"document_mask": False})
