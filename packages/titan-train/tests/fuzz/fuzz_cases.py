@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from titan_train.config import parse_config
 from titan_train.models import build_model
-from titan_train.plan.run import plan_run
 from titan_train.parallel.check import check_model
+from titan_train.plan.run import plan_run
 
 STEPS, BATCH = 3, 8
 FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "deepseek")

@@ -48,8 +48,8 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         mixed_rows = config.data.document_mask and batch.microbatch > 1
         if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
             raise ValueError(
-                f"parallel.cp={spec.cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss or z-loss: "
-                "context parallelism joins the rows of a micro-batch, and both losses are means over one row. Set "
+                f"parallel.cp={spec.cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss or "
+                "z-loss: context parallelism joins the rows of a micro-batch, and both losses are means over one row. Set "
                 "train.microbatch=1."
             )
     schedule = plan_pipeline(config, layout, batch)
