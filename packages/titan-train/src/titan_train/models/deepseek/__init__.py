@@ -4,6 +4,7 @@
 - `model`: the module.
 - `attention`, `yarn`: latent attention, and its stretched rotary positions.
 - `hf`: what a published ``config.json`` means here.
+- `hf`: its checkpoints on Hugging Face.
 - `tp`: how each module takes part in tensor parallelism.
 """
 
@@ -17,4 +18,5 @@ DEEPSEEK_FAMILY = Family(
     configs=DEEPSEEK_CONFIGS,
     model="titan_train.models.deepseek.model:DeepSeek",
     tensor_styles=DEEPSEEK_TENSOR_STYLES,
+    hf="titan_train.models.deepseek.hf:DEEPSEEK_HF",
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 checkpoints of Hugging Face: what their ``config.json`` means here.
+"""DeepSeek-V2 and V3 checkpoints of Hugging Face: their ``config.json`` and their key map.
 
 The two route differently. V2 scores experts by a softmax and a group by its best expert; V3 by a sigmoid, a group by its
 best two, with a bias for each expert. Neither file says so in every version: the ``model_type`` does.
@@ -7,7 +7,11 @@ best two, with a bias for each expert. Neither file says so in every version: th
 from collections.abc import Mapping
 from typing import Any
 
+from titan_ckpt import KeyMap, Pair
+
+from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
 from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.common.hf_names import DECODER, DENSE, EXPERTS, IGNORED, PROJECTIONS
 from titan_train.models.deepseek.args import DeepSeekArgs
 
 _ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
@@ -105,3 +109,104 @@ def _rope(read: HFConfig) -> dict[str, Any]:
         "rope_beta_slow": float(rope.get("beta_slow") or 1),
         "rope_mscale": float(of_scores or 1.0),
     }
+
+
+def config_of(args: DeepSeekArgs) -> dict[str, Any]:
+    """The fields of ``config.json`` that describe the model: V3 if experts are scored by a sigmoid, else V2.
+
+    Raises:
+        ValueError: The mixture of experts has settings that neither has.
+    """
+    v3 = args.scores == "sigmoid"
+    grouped = args.num_groups > 1
+    refuse_export(
+        {
+            f"scores='sigmoid' with group_score={args.group_score!r}": v3
+            and grouped
+            and args.group_score != "top2_sum",
+            f"scores='softmax' with group_score={args.group_score!r}": not v3 and grouped and args.group_score != "max",
+            "scores='softmax' with normalize_weights=true": not v3 and args.normalize_weights,
+            f"scores='softmax' with bias_rate={args.bias_rate}": not v3 and args.bias_rate > 0,
+        },
+        architecture="DeepseekV3ForCausalLM or DeepseekV2ForCausalLM",
+    )
+    scaling = None
+    if args.rope_factor != 1.0:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": args.rope_factor,
+            "mscale": args.rope_mscale,
+            "mscale_all_dim": args.rope_mscale,
+            "beta_fast": args.rope_beta_fast,
+            "beta_slow": args.rope_beta_slow,
+            "original_max_position_embeddings": args.rope_original_seq_len,
+        }
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if v3 else "deepseek_v2",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.num_layers,
+        "first_k_dense_replace": args.num_dense_layers,
+        "num_attention_heads": args.num_heads,
+        "num_key_value_heads": args.num_heads,
+        "q_lora_rank": args.q_lora_rank or None,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_nope_head_dim": args.qk_nope_head_dim,
+        "qk_rope_head_dim": args.qk_rope_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,
+        "attention_bias": False,
+        "tie_word_embeddings": args.tied_embeddings,
+        "n_routed_experts": args.num_experts,
+        "n_shared_experts": args.num_shared_experts,
+        "num_experts_per_tok": args.experts_per_token,
+        "moe_intermediate_size": args.expert_ffn_dim,
+        "moe_layer_freq": 1,
+        "n_group": args.num_groups,
+        "topk_group": args.top_groups,
+        "norm_topk_prob": args.normalize_weights,
+        "routed_scaling_factor": args.route_scale,
+        "scoring_func": args.scores,
+        "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if grouped else "greedy",
+        "num_nextn_predict_layers": 0,
+        **({"rope_interleave": True} if v3 else {}),
+        **rope_fields(args.rope_theta, scaling),
+    }
+
+
+_LATENT_ATTENTION = tuple(
+    Pair(f"layers.{{i}}.attention.{native}.weight", f"model.layers.{{i}}.self_attn.{hf}.weight")
+    for native, hf in (
+        ("wq", "q_proj"),
+        ("wq_a", "q_a_proj"),
+        ("q_norm", "q_a_layernorm"),
+        ("wq_b", "q_b_proj"),
+        ("wkv_a", "kv_a_proj_with_mqa"),
+        ("kv_norm", "kv_a_layernorm"),
+        ("wkv_b", "kv_b_proj"),
+        ("wo", "o_proj"),
+    )
+)
+
+_SHARED_EXPERTS = (
+    *(
+        Pair(
+            f"layers.{{i}}.moe.shared_experts.{native}.weight",
+            f"model.layers.{{i}}.mlp.shared_experts.{hf}_proj.weight",
+        )
+        for native, hf in PROJECTIONS
+    ),
+    Pair("layers.{i}.moe.expert_bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
+)
+
+DEEPSEEK_HF = HuggingFace(
+    key_map=KeyMap("deepseek", (*DECODER, *_LATENT_ATTENTION, *DENSE, *EXPERTS, *_SHARED_EXPERTS), IGNORED),
+    config_of=config_of,
+    args_from=args_from_hf,
+    settings_of=settings_of,
+)
+"""Float8 weights with block scales are read too. V3's extra prediction layer is left out with
+``key_map.ignoring(r"model\\.layers\\.61\\..*")``."""

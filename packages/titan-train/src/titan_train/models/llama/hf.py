@@ -1,9 +1,13 @@
-"""Llama and Mistral checkpoints of Hugging Face: what their ``config.json`` means here."""
+"""Llama and Mistral checkpoints of Hugging Face: their ``config.json`` and their key map."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from titan_ckpt import KeyMap
+
+from titan_train.models.common.hf import HuggingFace, rope_fields
 from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED
 from titan_train.models.llama.args import LlamaArgs
 
 
@@ -53,3 +57,41 @@ def settings_of(args: LlamaArgs) -> dict[str, Any]:
         for name in ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"):
             del settings[name]
     return settings
+
+
+def config_of(args: LlamaArgs) -> dict[str, Any]:
+    """The fields of ``config.json`` that describe the model."""
+    scaling = None
+    if args.rope_factor != 1.0:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": args.rope_factor,
+            "low_freq_factor": args.rope_low_freq_factor,
+            "high_freq_factor": args.rope_high_freq_factor,
+            "original_max_position_embeddings": args.rope_original_seq_len,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_heads,
+        "num_key_value_heads": args.num_kv_heads,
+        "head_dim": args.head_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": args.tied_embeddings,
+        **rope_fields(args.rope_theta, scaling),
+    }
+
+
+LLAMA_HF = HuggingFace(
+    key_map=KeyMap("llama", (*DECODER, *ATTENTION, *DENSE), IGNORED),
+    config_of=config_of,
+    args_from=args_from_hf,
+    settings_of=settings_of,
+)

@@ -3,6 +3,7 @@
 - `args`: the arguments of a model, and the shipped configurations.
 - `model`: the module.
 - `hf`: what a published ``config.json`` means here.
+- `hf`: its checkpoints on Hugging Face.
 - `tp`: how each module takes part in tensor parallelism.
 """
 
@@ -16,4 +17,5 @@ QWEN3_FAMILY = Family(
     configs=QWEN3_CONFIGS,
     model="titan_train.models.qwen3.model:Qwen3",
     tensor_styles=QWEN3_TENSOR_STYLES,
+    hf="titan_train.models.qwen3.hf:QWEN3_HF",
 )
