@@ -1,11 +1,8 @@
 import pytest
 import torch
+from family_maps import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3
 from safetensors.torch import load_file, save_file
 from titan_ckpt import (
-    DEEPSEEK,
-    KEY_MAPS,
-    LLAMA,
-    QWEN3,
     Checkpointer,
     KeyMap,
     Pair,

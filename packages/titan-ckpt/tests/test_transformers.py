@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from titan_ckpt import DEEPSEEK, LLAMA, QWEN3, Checkpointer, export_hf, import_hf
+from family_maps import DEEPSEEK, LLAMA, QWEN3
+from titan_ckpt import Checkpointer, export_hf, import_hf
 from titan_ckpt.interop.hf import import_hf_step
 from titan_ckpt.load.reader import StepReader
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.errors import CheckpointError, Damage, DamageError
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.interop.families import DEEPSEEK, KEY_MAPS, LLAMA, QWEN3
 from titan_ckpt.interop.key_map import KeyMap, Pair, load_key_map
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import RemotePath, StorePath
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
     from titan_ckpt.state.train_state import Stateful, TrainState
 
 __all__ = [
-    "DEEPSEEK",
-    "KEY_MAPS",
-    "LLAMA",
-    "QWEN3",
     "CheckpointError",
     "Checkpointer",
     "Damage",

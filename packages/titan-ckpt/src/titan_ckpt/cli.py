@@ -16,7 +16,6 @@ from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, SECTIONS, check_step, parse_object, parse_step_name
-from titan_ckpt.interop.families import KEY_MAPS
 from titan_ckpt.interop.key_map import KeyMap, load_key_map
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.progress import ByteProgress
@@ -105,7 +104,7 @@ def _path(text: str) -> StorePath:
 
 def _key_map(name: str) -> KeyMap:
     try:
-        return KEY_MAPS[name] if name in KEY_MAPS else load_key_map(name)
+        return load_key_map(name)
     except ValueError as err:
         raise argparse.ArgumentTypeError(str(err)) from err
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from titan_ckpt import LLAMA, import_hf
+from titan_ckpt import import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
+from titan_train.models.llama.hf import LLAMA_HF
 from torch import nn
 
 LLAMA_JSON: dict[str, Any] = {
@@ -132,7 +133,8 @@ def folder_of(path: Path, config: dict[str, Any] | None) -> Path:
     model = build_model(ModelConfig(name="llama3_debug"), vocab_size=97, device="cpu")
     path.mkdir()
     save_file(
-        {LLAMA.to_hf(name): p.detach().contiguous() for name, p in model.named_parameters()}, path / "model.safetensors"
+        {LLAMA_HF.key_map.to_hf(name): p.detach().contiguous() for name, p in model.named_parameters()},
+        path / "model.safetensors",
     )
     if config is not None:
         (path / "config.json").write_text(json.dumps(config))
@@ -143,13 +145,13 @@ def test_importing_weights_compares_first_and_leaves_a_refusing_model_untouched(
     model: nn.Module = build_model(ModelConfig(name="llama3_debug"), vocab_size=97, device="cpu")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"rope_theta=500000\.0 should be 10000\.0"):
-        import_hf(folder_of(tmp_path / "other", LLAMA_JSON | {"rope_theta": 10000.0}), model, names=LLAMA)
+        import_hf(folder_of(tmp_path / "other", LLAMA_JSON | {"rope_theta": 10000.0}), model, names=LLAMA_HF.key_map)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    import_hf(folder_of(tmp_path / "same", LLAMA_JSON), model, names=LLAMA)
+    import_hf(folder_of(tmp_path / "same", LLAMA_JSON), model, names=LLAMA_HF.key_map)
     assert not torch.equal(model.get_parameter("lm_head.weight"), before["lm_head.weight"])
 
 
 def test_a_folder_without_config_is_imported_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build_model(ModelConfig(name="llama3_debug"), vocab_size=97, device="cpu")
-    import_hf(folder_of(tmp_path / "bare", None), model, names=LLAMA)
+    import_hf(folder_of(tmp_path / "bare", None), model, names=LLAMA_HF.key_map)
     assert "no config.json" in caplog.text

@@ -4,17 +4,20 @@ Skipped where transformers is not installed.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from titan_ckpt import DEEPSEEK, LLAMA, QWEN3, import_hf
+from titan_ckpt import import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
 from titan_train.models.common.moe.router import Router
+from titan_train.models.deepseek.hf import DEEPSEEK_HF
+from titan_train.models.gpt.hf import GPT_HF
+from titan_train.models.llama.hf import LLAMA_HF
+from titan_train.models.qwen3.hf import QWEN3_HF
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -102,32 +105,18 @@ V2_GROUPS = V2 | {
     "num_groups": 4, "top_groups": 2, "group_score": "max", "route_scale": 4.0, "rope_factor": 40.0,
     "rope_original_seq_len": 16, "rope_mscale": 0.7,
 }  # fmt: skip
-KEY_MAPS = {"deepseek": DEEPSEEK, "qwen3": QWEN3, "llama3": LLAMA}
+KEY_MAPS = {
+    "deepseek": DEEPSEEK_HF.key_map,
+    "qwen3": QWEN3_HF.key_map,
+    "llama3": LLAMA_HF.key_map,
+    "gpt": GPT_HF.key_map,
+}
 
 
 def take_weights(ours: nn.Module, theirs: nn.Module, folder: Path, name: str) -> None:
-    """From the published model's folder; GPT-2 keeps transposed and joined matrices, which no key map cuts."""
+    """From the published model's folder."""
     theirs.save_pretrained(folder)  # type: ignore[operator]
-    if not name.startswith("gpt"):
-        import_hf(folder, ours, names=KEY_MAPS[name.split("_")[0]])
-        return
-    ours.check_hf_config(json.loads((folder / "config.json").read_text()))  # type: ignore[operator]
-    source = theirs.state_dict()
-    linears = {"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj", "attention.wo": "attn.c_proj"}
-    norms = {"attention_norm": "ln_1", "ffn_norm": "ln_2"}
-    found = {
-        "tok_embeddings.weight": source["transformer.wte.weight"], "pos_embeddings.weight": source["transformer.wpe.weight"],
-        "lm_head.weight": source["transformer.wte.weight"], "norm.weight": source["transformer.ln_f.weight"],
-        "norm.bias": source["transformer.ln_f.bias"],
-    }  # fmt: skip
-    for i in range(2):
-        block = f"transformer.h.{i}"
-        for kind in ("weight", "bias"):
-            found |= {f"layers.{i}.{a}.{kind}": source[f"{block}.{b}.{kind}"].t() for a, b in linears.items()}
-            found |= {f"layers.{i}.{a}.{kind}": source[f"{block}.{b}.{kind}"] for a, b in norms.items()}
-            for part, x in zip(source[f"{block}.attn.c_attn.{kind}"].chunk(3, dim=-1), "qkv", strict=True):
-                found[f"layers.{i}.attention.w{x}.{kind}"] = part.t()
-    ours.load_state_dict(found)
+    import_hf(folder, ours, names=KEY_MAPS[name.split("_")[0]])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +170,7 @@ def test_a_v3_group_score_gives_other_logits_for_v2_weights(tmp_path: Path) -> N
             parameter.copy_(noise * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
     theirs.save_pretrained(tmp_path)  # type: ignore[operator]
     ours = build_model(ModelConfig(name="deepseek_debug", args=V2_GROUPS), vocab_size=97, device="cpu")
-    import_hf(tmp_path, ours, names=DEEPSEEK)
+    import_hf(tmp_path, ours, names=DEEPSEEK_HF.key_map)
     tokens = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         right = ours(tokens)

@@ -37,6 +37,8 @@ class Pair:
     """Whether rows are channels that a rotation pairs, head after head."""
     head_dim: int | None = None
     """Width of a head, where rotary channels are neighbors in the native model and halves in the checkpoint."""
+    transposed: bool = False
+    """Whether the Hugging Face tensor is a matrix ``[in, out]`` (the Conv1D of GPT-2) and the native one ``[out, in]``."""
 
     @property
     def stacked(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping
 
 from titan_ckpt.interop.key_map import KeyMap, Pair
-from titan_ckpt.interop.views import ItemView, JoinView, PartView, RotaryView, StackView, View
+from titan_ckpt.interop.views import ItemView, JoinView, PartView, RotaryView, StackView, TransposedView, View
 
 
 def from_hf(hf: Mapping[str, View], names: KeyMap, wanted: Container[str] | None = None) -> dict[str, View]:
@@ -45,6 +45,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
     for name, base in native.items():
         pair, letters = names.match_native(name)
         view = RotaryView(base, pair.head_dim, to_halves=True) if pair.head_dim else base
+        view = _transposed(view, name) if pair.transposed else view
         target = (names.to_hf(name), pair.part)
         if sources.setdefault(target, name) != name:
             raise ValueError(
@@ -84,11 +85,19 @@ def _as_native(pair: Pair, view: View, name: str) -> View:
             raise ValueError(f"{name!r} of shape {list(view.shape)} has no {count} equal parts along dimension {dim}.")
         size = view.shape[dim] // count
         view = PartView(view, dim, index * size, size)
+    if pair.transposed:
+        view = _transposed(view, name)
     if pair.head_dim:
         if view.shape[0] % pair.head_dim:
             raise ValueError(f"{name!r} of shape {list(view.shape)} is not made of heads of {pair.head_dim} rows.")
         view = RotaryView(view, pair.head_dim, to_halves=False)
     return view
+
+
+def _transposed(view: View, name: str) -> View:
+    if len(view.shape) != 2:
+        raise ValueError(f"{name!r} of shape {list(view.shape)} is not a matrix, so it cannot be transposed.")
+    return TransposedView(view)
 
 
 def _stack(key: str, items: dict[int, View]) -> View:

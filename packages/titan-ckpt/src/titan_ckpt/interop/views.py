@@ -105,6 +105,29 @@ class PartView:
 
 
 @dataclass(frozen=True, slots=True)
+class TransposedView:
+    """A matrix with its two dimensions exchanged."""
+
+    base: View
+
+    @property
+    def dtype(self) -> str:
+        return self.base.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape[::-1]
+
+    def check(self, box: Box) -> list[Damage]:
+        return self.base.check((box[0][::-1], box[1][::-1]))
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        values = torch.empty(box[1][::-1], dtype=DTYPES[self.dtype])
+        self.base.fill((box[0][::-1], box[1][::-1]), values)
+        into.copy_(values.t())
+
+
+@dataclass(frozen=True, slots=True)
 class ItemView:
     """``base[index]``: one expert of a stack."""
 

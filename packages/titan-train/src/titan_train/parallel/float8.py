@@ -37,7 +37,7 @@ class SharedFloat8Input(SharedInput):
         return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
 
 
-class Deferring(Protocol):
+class WeightGradDeferrer(Protocol):
     """What a pipeline's engine for split backwards offers, see `titan_pipeline.runtime.WeightGradEngine`."""
 
     anchor: Tensor
@@ -47,13 +47,15 @@ class Deferring(Protocol):
         ...
 
 
-def defer_linear(engine: Deferring, linear: titan_fp8.Float8Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+def defer_linear(
+    engine: WeightGradDeferrer, linear: titan_fp8.Float8Linear, plain: Callable[..., Tensor], x: Tensor
+) -> Tensor:
     """A float8 linear whose weight gradient waits for the pipeline's weight pass, in float8."""
     return linear.forward_deferred(x, anchor=engine.anchor, defer=engine.defer)
 
 
 def defer_shared(
-    engine: Deferring, shared: SharedFloat8Input, plain: Callable[..., Any], x: Tensor, *linears: nn.Module
+    engine: WeightGradDeferrer, shared: SharedFloat8Input, plain: Callable[..., Any], x: Tensor, *linears: nn.Module
 ) -> tuple[Tensor, ...]:
     """Linears of one input, one by one so that each defers; the input is then cast for each of them."""
     return SharedInput.forward(shared, x, *linears)

@@ -11,7 +11,7 @@ from titan_ckpt import KeyMap, Pair
 
 from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
 from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import DECODER, DENSE, EXPERTS, IGNORED, PROJECTIONS
+from titan_train.models.common.hf_names import DECODER, DENSE, EXPERTS, IGNORED, NATIVE_ONLY, PROJECTIONS
 from titan_train.models.deepseek.args import DeepSeekArgs
 
 _ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
@@ -203,7 +203,9 @@ _SHARED_EXPERTS = (
 )
 
 DEEPSEEK_HF = HuggingFace(
-    key_map=KeyMap("deepseek", (*DECODER, *_LATENT_ATTENTION, *DENSE, *EXPERTS, *_SHARED_EXPERTS), IGNORED),
+    key_map=KeyMap(
+        "deepseek", (*DECODER, *_LATENT_ATTENTION, *DENSE, *EXPERTS, *_SHARED_EXPERTS), IGNORED, NATIVE_ONLY
+    ),
     config_of=config_of,
     args_from=args_from_hf,
     settings_of=settings_of,

@@ -3,6 +3,7 @@
 - `args`: the arguments of a model, and the shipped configurations.
 - `model`: the module.
 - `hf`: what a published ``config.json`` means here.
+- `hf`: its checkpoints on Hugging Face.
 - `tp`: how each module takes part in tensor parallelism.
 """
 
@@ -16,4 +17,5 @@ GPT_FAMILY = Family(
     configs=GPT_CONFIGS,
     model="titan_train.models.gpt.model:GPT",
     tensor_styles=GPT_TENSOR_STYLES,
+    hf="titan_train.models.gpt.hf:GPT_HF",
 )

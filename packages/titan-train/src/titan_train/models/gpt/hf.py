@@ -1,8 +1,14 @@
-"""GPT-2 checkpoints of Hugging Face: what their ``config.json`` means here."""
+"""GPT-2 checkpoints of Hugging Face: their ``config.json`` and their key map.
+
+Their linears are ``Conv1D`` modules whose matrices are ``[in, out]``; queries, keys and values are one matrix.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+from titan_ckpt import KeyMap, Pair
+
+from titan_train.models.common.hf import HuggingFace
 from titan_train.models.common.hf_config import HFConfig
 from titan_train.models.gpt.args import GPTArgs
 
@@ -44,3 +50,64 @@ def settings_of(args: GPTArgs) -> dict[str, Any]:
     """What decides the logits, in one spelling."""
     settings = {name: getattr(args, name) for name in args.__dataclass_fields__}
     return settings | {"ffn_dim": args.ffn_dim or 4 * args.dim}
+
+
+def config_of(args: GPTArgs) -> dict[str, Any]:
+    """The fields of ``config.json`` that describe the model."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": args.vocab_size,
+        "n_embd": args.dim,
+        "n_layer": args.num_layers,
+        "n_head": args.num_heads,
+        "n_positions": args.max_seq_len,
+        "n_inner": args.ffn_dim or 4 * args.dim,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": args.norm_eps,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": args.tied_embeddings,
+        # transformers has dropout by default in training
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _pairs(prefix: str) -> tuple[Pair, ...]:
+    block = f"{prefix}h.{{i}}"
+    pairs = [
+        Pair("tok_embeddings.weight", f"{prefix}wte.weight"),
+        Pair("pos_embeddings.weight", f"{prefix}wpe.weight"),
+        *(Pair(f"norm.{kind}", f"{prefix}ln_f.{kind}") for kind in ("weight", "bias")),
+    ]
+    for kind in ("weight", "bias"):
+        matrix = kind == "weight"
+        pairs += [
+            Pair(f"layers.{{i}}.attention_norm.{kind}", f"{block}.ln_1.{kind}"),
+            Pair(f"layers.{{i}}.ffn_norm.{kind}", f"{block}.ln_2.{kind}"),
+            Pair(f"layers.{{i}}.attention.wo.{kind}", f"{block}.attn.c_proj.{kind}", transposed=matrix),
+            Pair(f"layers.{{i}}.feed_forward.w1.{kind}", f"{block}.mlp.c_fc.{kind}", transposed=matrix),
+            Pair(f"layers.{{i}}.feed_forward.w2.{kind}", f"{block}.mlp.c_proj.{kind}", transposed=matrix),
+        ]
+        pairs += [
+            Pair(
+                f"layers.{{i}}.attention.w{x}.{kind}", f"{block}.attn.c_attn.{kind}",
+                part=(number, 3, int(matrix)), transposed=matrix,
+            )
+            for number, x in enumerate("qkv")
+        ]  # fmt: skip
+    return tuple(pairs)
+
+
+GPT_HF = HuggingFace(
+    # the files of OpenAI's GPT-2 have no prefix; what transformers writes has one, and so has our export
+    key_map=KeyMap(
+        "gpt",
+        (*_pairs("transformer."), *_pairs(""), Pair("lm_head.weight", "lm_head.weight")),
+        (r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)",),  # masks in old files
+    ),
+    config_of=config_of,
+    args_from=args_from_hf,
+    settings_of=settings_of,
+)

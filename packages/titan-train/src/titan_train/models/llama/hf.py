@@ -7,7 +7,7 @@ from titan_ckpt import KeyMap
 
 from titan_train.models.common.hf import HuggingFace, rope_fields
 from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED
+from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
 from titan_train.models.llama.args import LlamaArgs
 
 
@@ -90,7 +90,7 @@ def config_of(args: LlamaArgs) -> dict[str, Any]:
 
 
 LLAMA_HF = HuggingFace(
-    key_map=KeyMap("llama", (*DECODER, *ATTENTION, *DENSE), IGNORED),
+    key_map=KeyMap("llama", (*DECODER, *ATTENTION, *DENSE), IGNORED, NATIVE_ONLY),
     config_of=config_of,
     args_from=args_from_hf,
     settings_of=settings_of,

@@ -7,7 +7,7 @@ from titan_ckpt import KeyMap, Pair
 
 from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
 from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, EXPERTS, IGNORED
+from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, EXPERTS, IGNORED, NATIVE_ONLY
 from titan_train.models.qwen3.args import Qwen3Args
 
 _ONLY_WITH_EXPERTS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "scores", "normalize_weights")
@@ -112,7 +112,7 @@ _HEAD_NORMS = tuple(
 )
 
 QWEN3_HF = HuggingFace(
-    key_map=KeyMap("qwen3", (*DECODER, *ATTENTION, *_HEAD_NORMS, *DENSE, *EXPERTS), IGNORED),
+    key_map=KeyMap("qwen3", (*DECODER, *ATTENTION, *_HEAD_NORMS, *DENSE, *EXPERTS), IGNORED, NATIVE_ONLY),
     config_of=config_of,
     args_from=args_from_hf,
     settings_of=settings_of,

@@ -1,6 +1,6 @@
-"""The key maps of Llama, Qwen 3 and DeepSeek."""
+"""Key maps of Llama, Qwen 3 and DeepSeek, as a package of model families has them."""
 
-from titan_ckpt.interop.key_map import KeyMap, Pair
+from titan_ckpt import KeyMap, Pair
 
 _ROTARY_TABLES = (r".*rotary_emb\.inv_freq",)
 
