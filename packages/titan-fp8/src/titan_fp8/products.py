@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8 import ops
+from titan_fp8.ops.direct import run_op
 from titan_fp8.recipe import Recipe, Scaling
 
 Layouts = Literal["rows", "both"]
@@ -77,20 +78,22 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
     rows, columns = x.shape
     x = x.contiguous()
     if scaling.gran == "block128":
-        return QTensor(rows, columns, *ops.cast_weight_block(x, scaling.dtype, scaling.pow2))
+        return QTensor(rows, columns, *run_op(ops.cast_weight_block, x, scaling.dtype, scaling.pow2))
     if scaling.gran == "tensor":
         if layouts == "rows":
-            return QTensor(rows, columns, *ops.cast_tensor(x, scaling.dtype, scaling.pow2, amax))
-        data, data_t, scale = ops.cast_tensor_dual(x, scaling.dtype, scaling.pow2, amax)
+            return QTensor(rows, columns, *run_op(ops.cast_tensor, x, scaling.dtype, scaling.pow2, amax))
+        data, data_t, scale = run_op(ops.cast_tensor_dual, x, scaling.dtype, scaling.pow2, amax)
         return QTensor(rows, columns, data, scale, data_t, scale)
     if scaling.gran == "mx32":
-        parts = ops.cast_mx(x, scaling.dtype) if layouts == "rows" else ops.cast_mx_dual(x, scaling.dtype)
+        parts = (
+            run_op(ops.cast_mx, x, scaling.dtype) if layouts == "rows" else run_op(ops.cast_mx_dual, x, scaling.dtype)
+        )
         return QTensor(rows, columns, *parts)
     if scaling.gran == "row":
         op = ops.cast_row if layouts == "rows" else ops.cast_row_dual
     else:
         op = ops.cast_block if layouts == "rows" else ops.cast_block_dual
-    return QTensor(rows, columns, *op(x, scaling.dtype, scaling.pow2))
+    return QTensor(rows, columns, *run_op(op, x, scaling.dtype, scaling.pow2))
 
 
 def cast_input(
@@ -200,7 +203,9 @@ def scaled_mm(
         raise ValueError(
             f"scaled_mm contracts columns, and a has {a.columns} of them, b {b.columns}; transpose one, or check shapes."
         )
-    out = ops.scaled_mm(a.data, a.scale, b.data, b.scale, scaling_a.gran, scaling_b.gran, out_dtype, fast_accum, bias)
+    out = run_op(
+        ops.scaled_mm, a.data, a.scale, b.data, b.scale, scaling_a.gran, scaling_b.gran, out_dtype, fast_accum, bias
+    )
     if out.shape[0] != a.rows or out.shape[1] != b.rows:
         out = out[: a.rows, : b.rows].clone()  # a view could not be changed in place, as a linear layer's output can
     return out
@@ -213,6 +218,6 @@ def group_amax(x: Tensor, scaling: Scaling, group: dist.ProcessGroup | None) -> 
     """
     if group is None or scaling.gran != "tensor":
         return None
-    amax = ops.amax(x)
+    amax = run_op(ops.amax, x)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax

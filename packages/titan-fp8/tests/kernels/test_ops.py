@@ -1,10 +1,12 @@
 """Every custom op: opcheck, its fake's shapes, what it refuses, and the transposed layouts."""
 
 import pytest
+import titan_fp8
 import torch
 from titan_fp8 import ops
 from titan_fp8.dispatch import backends, implementation
 from titan_fp8.reference import dequantize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -215,3 +217,36 @@ def test_backends_reports_the_choice_and_the_reason_for_every_op():
     named = {report.op.split("[")[0] for report in reports}
     assert named == set(ops.__all__)
     assert implementation("cast_block", torch.device("cpu")).__module__ == "titan_fp8.reference.cast"
+
+
+def _ops_dispatched(fn):
+    with torch.profiler.profile() as seen:
+        fn()
+    return sum(event.name.startswith("titan_fp8::") for event in seen.events())
+
+
+def test_eager_layers_skip_the_dispatcher_and_give_the_same_bits():
+    """A custom op costs more host time than the kernels of a layer take; see benchmarks/host_time.py."""
+    x, w = _matrix(64, 128).requires_grad_(), _matrix(96, 128, seed=1).requires_grad_()
+    results = {}
+
+    def run(name):
+        results[name] = torch.autograd.grad(titan_fp8.linear(x, w).square().sum(), (x, w))
+
+    assert _ops_dispatched(lambda: run("direct")) == 0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        assert _ops_dispatched(lambda: run("watched")) > 0
+    for got, want in zip(results["direct"], results["watched"], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_differentiating_twice_is_refused():
+    x, w = _matrix(16, 16).requires_grad_(), _matrix(16, 16, seed=1).requires_grad_()
+    (dx,) = torch.autograd.grad(titan_fp8.linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        dx.sum().backward()

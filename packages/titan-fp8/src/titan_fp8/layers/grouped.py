@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from titan_fp8 import ops
 from titan_fp8.layers.functional import output_dtype
+from titan_fp8.ops.direct import run_op
 from titan_fp8.recipe import Recipe
 from titan_fp8.reference import round_up
 
@@ -177,16 +178,16 @@ def cast_experts(w: Tensor, recipe: Recipe, *, contract_rows: bool) -> tuple[Ten
     stored = w.mT if is_transpose else w.contiguous()
     as_stored = contract_rows == is_transpose
     if recipe.w.gran == "block128":
-        q, scale, qt, scale_t = ops.cast_weight_block(stored, dtype, pow2)
+        q, scale, qt, scale_t = run_op(ops.cast_weight_block, stored, dtype, pow2)
         return (q, scale) if as_stored else (qt, scale_t)
     matrices = stored if as_stored else stored.mT
     num_experts, rows, columns = matrices.shape
     padded = F.pad(matrices, (0, -columns % 128, 0, -rows % 128)).contiguous()
     flat = padded.view(-1, padded.shape[2])
     if recipe.w.gran == "tensor":
-        q, scale = ops.cast_tensor(flat, dtype, pow2)
+        q, scale = run_op(ops.cast_tensor, flat, dtype, pow2)
         return q.view(padded.shape), scale
-    q, scale = ops.cast_row(flat, dtype, pow2) if recipe.w.gran == "row" else ops.cast_mx(flat, dtype)
+    q, scale = run_op(ops.cast_row, flat, dtype, pow2) if recipe.w.gran == "row" else run_op(ops.cast_mx, flat, dtype)
     return q.view(padded.shape), scale.view(num_experts, padded.shape[1], -1)
 
 
@@ -194,7 +195,7 @@ def _cast_rows(
     x: Tensor, offs: Tensor, recipe: Recipe, *, of_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     scaling = recipe.g if of_grad else recipe.x
-    return ops.cast_grouped(x.contiguous(), offs, scaling.dtype, scaling.pow2, scaling.gran)
+    return run_op(ops.cast_grouped, x.contiguous(), offs, scaling.dtype, scaling.pow2, scaling.gran)
 
 
 def _product(
@@ -207,7 +208,7 @@ def _product(
     out_dtype: torch.dtype,
     columns: int,
 ) -> Tensor:
-    out = ops.grouped_scaled_mm(q, scale, wq, w_scale, offs, recipe.x.gran, recipe.w.gran, out_dtype)
+    out = run_op(ops.grouped_scaled_mm, q, scale, wq, w_scale, offs, recipe.x.gran, recipe.w.gran, out_dtype)
     return out if out.shape[1] == columns else out[:, :columns].clone()
 
 
@@ -223,7 +224,7 @@ def _weight_gradient(
 ) -> Tensor:
     # The grouped cast lays out the transposed scales of all recipes but MX as blocks of 128 tokens.
     scaling = "mx32" if recipe.x.gran == "mx32" else "block1x128"
-    dw = ops.grouped_scaled_mm_wgrad(xt, x_scale_t, gt, g_scale_t, offs_padded, scaling, dtype)
+    dw = run_op(ops.grouped_scaled_mm_wgrad, xt, x_scale_t, gt, g_scale_t, offs_padded, scaling, dtype)
     return dw if tuple(dw.shape[1:]) == sizes else dw[:, : sizes[0], : sizes[1]].contiguous()
 
 

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from titan_fp8.dispatch import implementation
 from titan_fp8.ops.checks import check_float8, check_input
+from titan_fp8.ops.direct import custom_op
 from titan_fp8.reference import round_up
 
 E4M3 = torch.float8_e4m3fn
 
 
-@torch.library.custom_op("titan_fp8::amax", mutates_args=())
+@custom_op("titan_fp8::amax")
 def amax(x: Tensor, backend: str = "auto") -> Tensor:
     """The largest finite magnitude of ``x`` (any shape), float32 ``[]``; 0 where there is none."""
     return implementation("amax", x.device, backend)(x)
@@ -21,7 +22,7 @@ def _(x: Tensor, backend: str = "auto") -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_fp8::cast_tensor", mutates_args=())
+@custom_op("titan_fp8::cast_tensor")
 def cast_tensor(
     x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def _(
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_fp8::cast_tensor_dual", mutates_args=())
+@custom_op("titan_fp8::cast_tensor_dual")
 def cast_tensor_dual(
     x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +62,7 @@ def _(
     )
 
 
-@torch.library.custom_op("titan_fp8::cast_row", mutates_args=())
+@custom_op("titan_fp8::cast_row")
 def cast_row(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """One scale per row: ``x[M, K]`` → ``q[Mp, Kp], scale[Mp, 1]``."""
     _check(x, dtype)
@@ -75,7 +76,7 @@ def _(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "a
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty(rows, 1, dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_fp8::cast_row_dual", mutates_args=())
+@custom_op("titan_fp8::cast_row_dual")
 def cast_row_dual(
     x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,7 +99,7 @@ def _(
     )
 
 
-@torch.library.custom_op("titan_fp8::cast_block", mutates_args=())
+@custom_op("titan_fp8::cast_block")
 def cast_block(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """1×128 blocks: ``x[M, K]`` → ``q[Mp, Kp], scale[Mp, Kp/128]`` with strides ``(1, Mp)``."""
     _check(x, dtype)
@@ -111,7 +112,7 @@ def _(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "a
     return empty_block_dual(x, dtype, dual=False)[:2]
 
 
-@torch.library.custom_op("titan_fp8::cast_block_dual", mutates_args=())
+@custom_op("titan_fp8::cast_block_dual")
 def cast_block_dual(
     x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +129,7 @@ def _(
     return empty_block_dual(x, dtype)
 
 
-@torch.library.custom_op("titan_fp8::cast_mx", mutates_args=())
+@custom_op("titan_fp8::cast_mx")
 def cast_mx(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """1×32 blocks: ``x[M, K]`` → ``q[Mp, Kp]``, e8m0 ``scale[Mp, Kp/32]`` (row-major)."""
     _check(x, dtype)
@@ -141,7 +142,7 @@ def _(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tens
     return _empty_mx_dual(x, dtype)[:2]
 
 
-@torch.library.custom_op("titan_fp8::cast_mx_dual", mutates_args=())
+@custom_op("titan_fp8::cast_mx_dual")
 def cast_mx_dual(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1×32 blocks both ways: ``q, scale[Mp, Kp/32], qt[Kp, Mp], scale_t[Kp, Mp/32]``, scales e8m0."""
     _check(x, dtype)

@@ -6,11 +6,12 @@ from torch import Tensor
 from titan_fp8.dispatch import implementation
 from titan_fp8.ops.casts import empty_block_dual
 from titan_fp8.ops.checks import check_float8, check_input, check_same_shape, check_vector
+from titan_fp8.ops.direct import custom_op
 
 E4M3 = torch.float8_e4m3fn
 
 
-@torch.library.custom_op("titan_fp8::rmsnorm_cast_block", mutates_args=())
+@custom_op("titan_fp8::rmsnorm_cast_block")
 def rmsnorm_cast_block(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -27,7 +28,7 @@ def _(
     return *empty_block_dual(x, dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_fp8::rmsnorm_backward", mutates_args=())
+@custom_op("titan_fp8::rmsnorm_backward")
 def rmsnorm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, backend: str = "aut
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_fp8::swiglu_cast_block", mutates_args=())
+@custom_op("titan_fp8::swiglu_cast_block")
 def swiglu_cast_block(
     gate: Tensor, up: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,7 +60,7 @@ def _(
     return empty_block_dual(gate, dtype)
 
 
-@torch.library.custom_op("titan_fp8::swiglu_backward_cast_block", mutates_args=())
+@custom_op("titan_fp8::swiglu_backward_cast_block")
 def swiglu_backward_cast_block(
     grad: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

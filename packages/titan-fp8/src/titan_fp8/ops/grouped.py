@@ -5,13 +5,14 @@ from torch import Tensor
 
 from titan_fp8.dispatch import implementation
 from titan_fp8.ops.checks import check_float8, check_input, check_offsets
+from titan_fp8.ops.direct import custom_op
 from titan_fp8.reference import padded_tokens, round_up
 
 E4M3 = torch.float8_e4m3fn
 GROUPED_SCALINGS = ("tensor", "row", "block1x128", "mx32")
 
 
-@torch.library.custom_op("titan_fp8::cast_grouped", mutates_args=())
+@custom_op("titan_fp8::cast_grouped")
 def cast_grouped(
     x: Tensor,
     offs: Tensor,

@@ -5,11 +5,12 @@ from torch import Tensor
 
 from titan_fp8.dispatch import implementation
 from titan_fp8.ops.checks import check_offsets, check_operand, check_product, check_vector
+from titan_fp8.ops.direct import custom_op
 
 BF16 = torch.bfloat16
 
 
-@torch.library.custom_op("titan_fp8::scaled_mm", mutates_args=())
+@custom_op("titan_fp8::scaled_mm")
 def scaled_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -62,7 +63,7 @@ def _(
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_fp8::grouped_scaled_mm", mutates_args=())
+@custom_op("titan_fp8::grouped_scaled_mm")
 def grouped_scaled_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -110,7 +111,7 @@ def _(
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_fp8::grouped_scaled_mm_wgrad", mutates_args=())
+@custom_op("titan_fp8::grouped_scaled_mm_wgrad")
 def grouped_scaled_mm_wgrad(
     a: Tensor,
     scale_a: Tensor,

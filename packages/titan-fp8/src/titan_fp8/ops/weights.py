@@ -5,12 +5,13 @@ from torch import Tensor
 
 from titan_fp8.dispatch import implementation
 from titan_fp8.ops.checks import check_float8, check_input
+from titan_fp8.ops.direct import custom_op
 from titan_fp8.reference import round_up
 
 E4M3 = torch.float8_e4m3fn
 
 
-@torch.library.custom_op("titan_fp8::cast_weight_block", mutates_args=())
+@custom_op("titan_fp8::cast_weight_block")
 def cast_weight_block(
     w: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,7 +28,7 @@ def _(
     return empty_weight_block(w, dtype)
 
 
-@torch.library.custom_op("titan_fp8::cast_weights_block", mutates_args=())
+@custom_op("titan_fp8::cast_weights_block")
 def cast_weights_block(
     weights: list[Tensor], dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
 ) -> list[Tensor]:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_fp8 import ops
+from titan_fp8.ops.direct import run_op
 from titan_fp8.recipe import Scaling
 from titan_fp8.reference import encode_decode_scales, finite_amax, round_up
 from titan_fp8.weights.cache import changed_message, checksum
@@ -213,7 +214,7 @@ class ShardedWeight(torch.Tensor):
     def local_amax(self, shape: tuple[int, int], num_ranks: int, rank: int) -> Tensor:
         """The largest magnitudes in this shard, float32: ``[]``, or for each block of the whole weight."""
         if self.scaling.gran == "tensor":
-            return ops.amax(self.tensor)
+            return run_op(ops.amax, self.tensor)
         framed, first_block, _ = self._framed(shape[0], num_ranks, rank)
         blocks = self.tensor.new_zeros(-(-shape[0] // 128), -(-shape[1] // 128), dtype=torch.float32)
         if framed.shape[0]:
@@ -237,15 +238,15 @@ class ShardedWeight(torch.Tensor):
         scale: Tensor | None = None
         extra: tuple[Tensor, ...] = ()
         if self.scaling.gran == "tensor":
-            data, scale = ops.cast_tensor(self.tensor, dtype, pow2, amax)
+            data, scale = run_op(ops.cast_tensor, self.tensor, dtype, pow2, amax)
         elif amax is None:
-            data, block_scale, _, _ = ops.cast_weight_block(self.tensor, dtype, pow2)
+            data, block_scale, _, _ = run_op(ops.cast_weight_block, self.tensor, dtype, pow2)
             block_scale = block_scale[:, : -(-shape[1] // 128)].contiguous()
             # alone, the scales need no all-gather, and their shape may differ from the shard's
             extra, scale = ((block_scale,), None) if num_ranks > 1 else ((), block_scale)
         else:
             framed, _, offset = self._framed(shape[0], num_ranks, rank, amax)
-            data = ops.cast_weight_block(framed, dtype, pow2)[0][offset:]
+            data = run_op(ops.cast_weight_block, framed, dtype, pow2)[0][offset:]
             scale = encode_decode_scales(amax, dtype, pow2)[1]
         codes = data.view(torch.uint8)[:rows, : shape[1]]
         missing = -(-shape[0] // num_ranks) - rows
