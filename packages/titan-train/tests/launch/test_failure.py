@@ -1,5 +1,7 @@
+import json
 import time
 
+import pytest
 from titan_train.launch.rank.failure import (
     clear_failures,
     describe_exit,
@@ -39,3 +41,31 @@ def test_another_error_keeps_its_traceback(tmp_path):
 def test_an_exit_without_a_word_names_the_signal():
     assert "rank 1 of 2 was ended by SIGKILL" in describe_exit(1, 2, -9)
     assert "exited with code 7" in describe_exit(0, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "trained", "mistake"),
+    [
+        (ValueError("lr=-1 must be > 0"), False, True),
+        (ValueError("a torn file, read in mid-run"), True, False),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), False, False),
+        (json.JSONDecodeError("Expecting value", "", 0), False, False),
+        (KeyError("x"), False, False),
+    ],
+)
+def test_only_a_value_error_before_the_first_step_is_the_users_mistake(tmp_path, error, trained, mistake):
+    assert write_failure(tmp_path, 0, error, trained=trained).users_mistake is mistake
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"rank": 1}', "\x00"])
+def test_a_damaged_failure_file_says_nothing(tmp_path, content):
+    write_failure(tmp_path, 1, ValueError("real"))
+    (tmp_path / "failures" / "rank-0.json").write_text(content)
+    found = first_failure(tmp_path)
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_a_failure_that_cannot_be_written_is_still_returned(tmp_path):
+    (tmp_path / "failures").write_text("a file in the way")
+    assert write_failure(tmp_path, 1, ValueError("real")).message == "real"

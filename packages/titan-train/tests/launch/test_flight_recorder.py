@@ -85,3 +85,13 @@ def time_out_after_tightening(folder):
 def test_a_tightened_time_out_holds_from_the_next_collective(tmp_path):
     run_ranks(time_out_after_tightening, 2, tmp_path, allow_death=True)
     assert float((tmp_path / "seconds").read_text()) < 10  # 60 s before
+
+
+def test_damaged_dumps_never_raise(tmp_path):
+    good = json.dumps([{"process_group": ["0", "x"], "collective_seq_id": 1, "profiling_name": "a", "input_sizes": []}])
+    for content in ("", "{", "[1]", '[{"process_group": []}]', '{"a": 1}', "null"):
+        (tmp_path / "rank-0.json").write_text(good)
+        (tmp_path / "rank-1.json").write_text(content)
+        assert read_dumps(tmp_path, 2).text
+    (tmp_path / "rank-1.json").write_text(good.replace("1,", "2,", 1))
+    assert read_dumps(tmp_path, 2).text  # the stacks are missing

@@ -6,14 +6,14 @@ import time
 
 import pytest
 from titan_train.launch.launchers import local
-from titan_train.launch.supervise import supervisor
+from titan_train.launch.supervise import attempt
 
 
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
         ("kill rank=1 step=7", "rank 1 of 2 was ended by SIGKILL"),
-        ("sigterm rank=1 step=7", "a rank was told to stop from outside (SIGTERM); step 7 is saved"),
+        ("sigterm rank=1 step=7", "a rank received SIGTERM from outside; step 7 is saved"),
         ("raise rank=0 step=7", "rank 0 of 2 failed: InjectedFault"),
         ("disk-full step=7", "File too large"),
         ("corrupt-checkpoint step=10; kill rank=0 step=10", "rank 0 of 2 was ended by SIGKILL"),
@@ -72,7 +72,7 @@ def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, 
             done = metrics.exists() and '"kind":"step","step":8,' in metrics.read_text()
             return time.time() + 3600 * done
 
-    monkeypatch.setattr(supervisor, "_GROW_S", 0.1)
+    monkeypatch.setattr(attempt, "_GROW_S", 0.1)
     monkeypatch.setattr(local, "time", Clock)
     four = ("--launch.nproc", "4", "--train.steps", "24")
     code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", "lose rank=3 step=6 seconds=60")
@@ -95,7 +95,7 @@ def test_restarts_that_are_used_up_end_the_run_with_the_cause(job):
     assert code == 1
     assert "error: rank 1 of 2 was ended by SIGKILL" in told
     assert "The last finished checkpoint is step 8: run the same command to continue from it." in told
-    assert "Not started again: launch.max_restarts=1 restarts within 3600 s are used up." in told
+    assert "Not restarted: launch.max_restarts=1 restarts within 3600 s are used up." in told
 
 
 def test_without_an_intact_checkpoint_the_run_ends_rather_than_begin_again(job):
@@ -103,6 +103,16 @@ def test_without_an_intact_checkpoint_the_run_ends_rather_than_begin_again(job):
     assert code == 1
     assert "step-00000004" in told
     assert "does not match its digest" in told
+
+
+def test_the_record_of_a_restart_has_the_step_that_the_ranks_resumed_at(job):
+    faults = (
+        "corrupt-checkpoint step=10 rank=0; kill rank=1 step=10"  # the newest, step 8, is damaged: they resume at 4
+    )
+    code, told = job.supervise("passed-over", "--launch.faults", faults)
+    assert code == 0, told
+    assert [attempt["from_step"] for attempt in job.attempts("passed-over")] == [0, 4]
+    assert "nanobind" not in told
 
 
 def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):

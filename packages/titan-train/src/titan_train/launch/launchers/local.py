@@ -4,6 +4,7 @@ Ranks meet through a file, so no port is opened. A place (a GPU, or a CPU rank's
 row, or that a `lose` fault took, stays out of use for a while in elastic mode.
 """
 
+import contextlib
 import json
 import os
 import tempfile
@@ -54,8 +55,8 @@ class LocalJob:
         self._attempt = attempt
         self._used = places.usable()[: attempt.world_size]
         size, text = attempt.world_size, dump_config(attempt.config)
-        self._meeting = tempfile.TemporaryDirectory(prefix="titan-train-")
-        store = str(Path(self._meeting.name, "store"))
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="titan-train-")
+        store = str(Path(self._rendezvous.name, "store"))
         jobs = [
             RankJob(text, str(attempt.run_dir), "", attempt.number, RankInfo(rank, place, size, size, device, store))
             for rank, place in enumerate(self._used)
@@ -85,7 +86,7 @@ class LocalJob:
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
         self._ranks.end()
-        self._meeting.cleanup()
+        self._rendezvous.cleanup()
 
 
 class _Places:
@@ -115,7 +116,8 @@ def _asked_for(attempt: Attempt, rank: int) -> float:
     for fault in parse_faults(attempt.config.launch.faults):
         file = struck_file(attempt.run_dir, fault)
         if fault.kind == "lose" and fault.rank == rank and file.exists():
-            struck = float(json.loads(file.read_text(encoding="utf-8"))["time"])
-            if time.time() - struck < fault.seconds:
-                return fault.seconds
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                struck = float(json.loads(file.read_text(encoding="utf-8"))["time"])
+                if time.time() - struck < fault.seconds:
+                    return fault.seconds
     return 0.0

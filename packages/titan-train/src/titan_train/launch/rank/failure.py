@@ -5,6 +5,7 @@ whoever reports shows the earliest one only, with its rank. A mistake of the use
 message; anything else with its traceback.
 """
 
+import contextlib
 import json
 import signal
 import time
@@ -13,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_train.files import write_atomic
+
+# ValueErrors that a damaged file causes, not a setting
+_DAMAGE = (UnicodeError, json.JSONDecodeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +40,35 @@ def clear_failures(run_dir: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def write_failure(run_dir: Path, rank: int, error: BaseException) -> Failure:
-    """Record ``error`` as the failure of ``rank``. The file appears whole or not at all."""
+def write_failure(run_dir: Path, rank: int, error: BaseException, *, trained: bool = False) -> Failure:
+    """Record ``error`` as the failure of ``rank``. The file appears whole or not at all.
+
+    Args:
+        run_dir: The run's folder; where it cannot be written, the launcher sees the exit code only.
+        rank: Which rank failed.
+        error: What it failed with.
+        trained: Whether the rank had begun a step. From then on the user's input has been validated, so a
+            ValueError is a defect or damage, not a mistake of the user's.
+    """
     failure = Failure(
         rank=rank,
         time_s=time.time(),
         kind=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
-        users_mistake=isinstance(error, ValueError),
+        users_mistake=not trained and isinstance(error, ValueError) and not isinstance(error, _DAMAGE),
     )
-    write_atomic(_folder(run_dir) / f"rank-{rank}.json", json.dumps(asdict(failure)))
+    with contextlib.suppress(OSError):
+        write_atomic(_folder(run_dir) / f"rank-{rank}.json", json.dumps(asdict(failure)))
     return failure
 
 
 def first_failure(run_dir: Path) -> Failure | None:
     """The earliest recorded failure, which is the cause of the others."""
-    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in _folder(run_dir).glob("rank-*.json")]
+    found: list[Failure] = []
+    for file in _folder(run_dir).glob("rank-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a damaged file says nothing
+            found.append(Failure(**json.loads(file.read_text(encoding="utf-8"))))
     return min(found, key=lambda f: f.time_s) if found else None
 
 

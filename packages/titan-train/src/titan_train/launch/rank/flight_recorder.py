@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,21 @@ class Reading:
 
 
 def read_dumps(folder: Path, world_size: int) -> Reading:
-    """Compare the ranks' dumps."""
-    dumps = {
-        rank: json.loads(file.read_text(encoding="utf-8"))
-        for rank in range(world_size)
-        if (file := folder / f"rank-{rank}.json").exists()
-    }
+    """Compare the ranks' dumps. Damaged ones count as missing."""
+    dumps: dict[int, list[dict[str, Any]]] = {}
+    for rank in range(world_size):
+        with contextlib.suppress(OSError, ValueError):
+            dumps[rank] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     silent = tuple(rank for rank in range(world_size) if rank not in dumps)
     if silent:
         return Reading(silent, f"{_ranks(silent)} did not answer: stopped, or stuck below Python")
+    try:
+        return _compare(folder, dumps)
+    except (KeyError, IndexError, TypeError, ValueError, OSError):
+        return Reading((), "the dumps of the ranks cannot be compared")
+
+
+def _compare(folder: Path, dumps: Mapping[int, list[dict[str, Any]]]) -> Reading:
     last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # by group, then rank: its newest collective
     for rank, entries in dumps.items():
         for entry in entries:

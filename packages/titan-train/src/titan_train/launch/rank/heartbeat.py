@@ -1,4 +1,4 @@
-"""What a rank is doing right now, in 64 bytes that its launcher can read at any time.
+"""What a rank is doing right now, in 72 bytes that its launcher can read at any time.
 
 Problem: a rank that hangs cannot say so, and asking over the network needs the network that may be what hangs.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-_LAYOUT = struct.Struct("<qqqqdddd")  # count, pid, phase, step, since, step_s, alone_s, count again
+_LAYOUT = struct.Struct("<qqqqqdddd")  # count, pid, phase, step, from_step, since, step_s, alone_s, count again
 
 
 class Phase(IntEnum):
@@ -45,6 +45,8 @@ class Beat:
     """Median seconds of its last steps; 0 before the first of this attempt."""
     alone_s: float
     """Of those, the seconds spent between steps, before the rank met the others: reading data, logging, a slow host."""
+    from_step: int = -1
+    """The step that it resumed from; -1 while it has not restored."""
 
 
 class Heartbeat:
@@ -57,12 +59,14 @@ class Heartbeat:
         self._map = mmap.mmap(descriptor, _LAYOUT.size)
         os.close(descriptor)
         self._count = 0
+        self.from_step = -1
+        """The step that the rank resumed from, once it is known; part of every reading."""
 
     def write(self, phase: Phase, step: int, *, step_s: float = 0.0, alone_s: float = 0.0) -> None:
         """Store a reading, timed now. A reader sees all of it or nothing."""
         self._count += 1
         self._map[:] = _LAYOUT.pack(
-            self._count, os.getpid(), phase, step, time.monotonic(), step_s, alone_s, float(self._count)
+            self._count, os.getpid(), phase, step, self.from_step, time.monotonic(), step_s, alone_s, float(self._count)
         )
 
 
@@ -77,7 +81,7 @@ def read_beat(path: Path) -> Beat | None:
         return None
     if len(raw) != _LAYOUT.size:
         return None
-    count, pid, phase, step, since, step_s, alone_s, again = _LAYOUT.unpack(raw)
+    count, pid, phase, step, from_step, since, step_s, alone_s, again = _LAYOUT.unpack(raw)
     if count == 0 or count != again:
         return None
-    return Beat(pid, Phase(phase), step, max(0.0, time.monotonic() - since), step_s, alone_s)
+    return Beat(pid, Phase(phase), step, max(0.0, time.monotonic() - since), step_s, alone_s, from_step)

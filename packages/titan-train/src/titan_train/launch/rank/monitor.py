@@ -43,6 +43,8 @@ class RankMonitor(StepMonitor):
         """Note that a step begins, and let faults strike."""
         self._ready.set()
         self._step = step - 1
+        if self._heartbeat.from_step < 0:
+            self._heartbeat.from_step = step - 1
         self._write(Phase.TRAIN if self._together else Phase.STARTING)  # the first step may compile
         self._injector.before_step(step, parts, _median(self._together))
         now = time.monotonic()

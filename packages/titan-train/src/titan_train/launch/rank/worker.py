@@ -90,8 +90,8 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into an order
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the trainer takes it over
     code = 1
+    ready = threading.Event()  # set at the first step
     try:
-        ready = threading.Event()
         obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank), ready)
         config = parse_config(tomllib.loads(job.config_toml))
 
@@ -103,7 +103,7 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         monitor.ended(step, config.train.steps)
         code = 0
     except BaseException as err:  # whatever it is, the launcher tells it
-        write_failure(run_dir, rank, err)
+        write_failure(run_dir, rank, err, trained=ready.is_set())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""What a person or a batch system asks of a run by signals."""
+
+import contextlib
+import signal
+from collections.abc import Generator
+
+
+class Requests:
+    """SIGTERM and Ctrl-C: save and stop. A second Ctrl-C: end at once. SIGUSR1: save and go on."""
+
+    def __init__(self) -> None:
+        self.stops = 0
+        """Requests to stop so far."""
+        self._interrupts = 0
+        self._save = False
+
+    @property
+    def end_now(self) -> bool:
+        """Whether Ctrl-C was pressed twice."""
+        return self._interrupts > 1
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Listen to the signals inside the block."""
+
+        def stop(number: int, _frame: object) -> None:
+            self.stops += 1
+            self._interrupts += number == signal.SIGINT
+
+        def save(_number: int, _frame: object) -> None:
+            self._save = True
+
+        handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: save}
+        saved = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in saved.items():
+                signal.signal(number, handler)
