@@ -43,11 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter
     )
-    try:
-        return command.main(parser, rest)
-    except ValueError as err:  # what the user gave cannot work; the message says what would
-        print(f"error: {err}", file=sys.stderr)
-        return 2
+    from titan_train.cli.boundary import exit_code
+
+    return exit_code(lambda: command.main(parser, rest))
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

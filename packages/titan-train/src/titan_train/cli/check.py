@@ -17,6 +17,7 @@ from titan_train.config import Config, load_config
 from titan_train.launch.rank.info import count_gpus
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.run import plan_run
+from titan_train.plan.trial import fit_warmup
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.usage = "titan-train check CONFIG [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     arguments, _ = parser.parse_known_args(words[:1])
-    config = load_config(arguments.config, words[1:])
+    config, note = fit_warmup(load_config(arguments.config, words[1:]))
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
     world_size = (
@@ -50,16 +51,20 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     print(layout.explain())
     print()
     print(_batch_line(config, batch))
+    if note:
+        print(f"note     {note}")
 
     import titan_fsdp as fsdp
 
     from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model, count_parameters, flops_per_token
+    from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
 
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    check_schedule(config.schedule, config.train.steps)
     check_model(config, layout, batch, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)

@@ -26,6 +26,7 @@ from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks
 from titan_train.observe import RunInfo, check_trackers
 from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
+from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
 
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
@@ -37,6 +38,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     arguments, overrides = parser.parse_known_args(words[:1]) if words else parser.parse_known_args([])
     config = load_config(arguments.config, [written_out(word) for word in (*overrides, *words[1:])])
+    config, note = fit_warmup(config)
+    if note:
+        print(f"note     {note}")
     return _be_a_torchrun_worker(config) if under_torchrun() else _run_here(config)
 
 
@@ -60,16 +64,21 @@ def _run_here(config: Config) -> int:
         _print_next(run_dir)
         return 0
 
-    with Lease(run_dir) as lease:
-        try:
-            return _supervise(config, run_dir, lease, world_size, per_node)
-        finally:
-            discard(run_dir)
+    launcher = _launcher(config, per_node)
+    try:
+        launcher.validate(config, world_size)
+        with Lease(run_dir) as lease:
+            try:
+                return _supervise(config, run_dir, lease, launcher, world_size, per_node)
+            finally:
+                discard(run_dir)
+    except BaseException:
+        launcher.close()
+        raise
 
 
-def _supervise(config: Config, run_dir: Path, lease: Lease, world_size: int, per_node: int) -> int:
+def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, world_size: int, per_node: int) -> int:
     """Run all attempts, then report."""
-    launcher = _launcher(config, per_node)  # imports torch in the background while the inputs are prepared
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     print(
         f"run      {run_dir}  ({world_size} {launcher.device} rank{'s' if world_size > 1 else ''}{where})", flush=True
@@ -84,14 +93,10 @@ def _supervise(config: Config, run_dir: Path, lease: Lease, world_size: int, per
         lease.attempt(attempt.number)
         infos.append(_stage(config, run_dir, launcher.device, attempt.world_size))
 
-    try:
-        prepare_inputs(config)
-        for change in changes(config, run_dir):
-            print(f"changed  {change}")
-        supervisor = Supervisor(launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record)
-    except BaseException:
-        launcher.close()
-        raise
+    prepare_inputs(config)
+    for change in changes(config, run_dir):
+        print(f"changed  {change}")
+    supervisor = Supervisor(launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record)
     try:
         code = supervisor.run()
     except ValueError as err:  # the ranks could not be placed
@@ -193,6 +198,11 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
 def _check_layout(config: Config, world_size: int) -> Layout:
     """What can be wrong with the number of ranks or the extras, before any rank starts."""
     layout = plan_run(config, world_size).layout
+    if config.launch.elastic and config.launch.min_ranks > world_size:
+        raise ValueError(
+            f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
+            f"choice is {world_size}."
+        )
     check_trackers(config.metrics)
     return layout
 

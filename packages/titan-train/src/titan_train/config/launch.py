@@ -118,12 +118,16 @@ class LaunchConfig:
             raise ValueError(f"launch.port={self.port} is not a port; 0 takes a free one.")
         if self.launcher == "local" and self.nnodes > 1:
             return  # `check` describes any number of machines; `run` says what starts them
-        if self.launcher == "torchrun" and self.nnodes > 1 and not self.endpoint.rpartition(":")[2].isdigit():
+        if self.launcher == "torchrun" and self.nnodes > 1 and not _is_port(self.endpoint.rpartition(":")[2]):
             raise ValueError(
                 f"launch.endpoint={self.endpoint!r}: {self.nnodes} machines need a place to meet. Give host:port of "
-                "machine 0, the same on every machine, such as 'node0:29500'."
+                "machine 0, the same on every machine, with a port below 65536, such as 'node0:29500'."
             )
         if self.faults:
             from titan_train.config.faults import parse_faults
 
             parse_faults(self.faults)
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) < 65536

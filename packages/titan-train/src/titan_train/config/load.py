@@ -6,6 +6,7 @@ errors everywhere. Nothing here imports torch.
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -47,7 +48,7 @@ def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
     Raises:
         ConfigError: Names every unknown key and every value that cannot work.
     """
-    problems = list(_unknown_keys(tree, Config, ""))
+    problems = [*_unknown_keys(tree, Config, ""), *_impossible_numbers(tree, "")]
     if problems:
         raise ConfigError(source, problems)
     try:
@@ -133,6 +134,20 @@ def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:
             items = enumerate(value) if isinstance(value, list) else [(None, value)]
             for i, item in items:
                 yield from _unknown_keys(item, inner, here if i is None else f"{here}.{i}")
+
+
+def _impossible_numbers(tree: Any, path: str) -> typing.Iterator[str]:
+    """Problems for numbers that no setting can use: NaN, infinity, integers that do not fit into 64 bits."""
+    if isinstance(tree, dict):
+        for key, value in typing.cast("dict[str, Any]", tree).items():
+            yield from _impossible_numbers(value, f"{path}.{key}" if path else key)
+    elif isinstance(tree, (list, tuple)):
+        for i, value in enumerate(typing.cast("Sequence[Any]", tree)):
+            yield from _impossible_numbers(value, f"{path}.{i}")
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        yield f"{path} = {tree}: must be a finite number."
+    elif isinstance(tree, int) and not -(2**63) <= tree < 2**63:
+        yield f"{path} = {tree:.3g}: must fit into 64 bits."
 
 
 def _dataclasses_in(hint: Any) -> list[type]:

@@ -34,8 +34,12 @@ class RunConfig:
     """Use only deterministic kernels (slower on GPUs; CPU runs are deterministic anyway)."""
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"run.name={self.name!r} must be a plain folder name, such as 'llama3-small'.")
+        plain = self.name.isprintable() and "/" not in self.name and not self.name.startswith(".")
+        if not plain or not 0 < len(self.name.encode()) <= 200:
+            shown = self.name if len(self.name) <= 60 else self.name[:57] + "..."
+            raise ValueError(
+                f"run.name={shown!r} must be a plain folder name of at most 200 bytes, such as 'llama3-small'."
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed={self.seed} must be in [0, 2**63); use 0.")
 

@@ -98,6 +98,14 @@ class Launcher(Protocol):
         """Ranks that could run now."""
         ...
 
+    def validate(self, config: Config, world_size: int) -> None:
+        """Refuse what the model cannot do on this many ranks, before any of them starts.
+
+        Raises:
+            ValueError: The configuration cannot work.
+        """
+        ...
+
     def start(self, attempt: Attempt) -> RunningJob:
         """Start all ranks of an attempt.
 

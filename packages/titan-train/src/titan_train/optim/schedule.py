@@ -103,6 +103,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, to
     return Scheduler(optimizer, config, total_steps)
 
 
+def check_schedule(config: ScheduleConfig, total_steps: int) -> None:
+    """Refuse a schedule that does not fit into the run.
+
+    Raises:
+        ValueError: Warm-up and decay do not fit into the run.
+    """
+    _resolve(config, total_steps)
+
+
 def _resolve(config: ScheduleConfig, total_steps: int) -> dict[str, Any]:
     """The keyword arguments of `lr_factor` that a configuration means."""
     if total_steps < 1:

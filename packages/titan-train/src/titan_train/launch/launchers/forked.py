@@ -21,9 +21,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.config import Config, dump_config
 from titan_train.launch.job import Board, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.orders import Order
+from titan_train.launch.validate import validate_in_child
 
 
 class ForkServer:
@@ -52,6 +54,23 @@ class ForkServer:
             )
             process.start()
         return process
+
+    def validate(self, config: Config, world_size: int) -> None:
+        """Validate a configuration in a process that has torch.
+
+        Raises:
+            ValueError: It cannot work on this many ranks.
+        """
+        receiver, sender = self._context.Pipe(duplex=False)
+        with _hidden_main():
+            process = self._context.Process(target=validate_in_child, args=(dump_config(config), world_size, sender))
+            process.start()
+        sender.close()
+        with receiver, contextlib.suppress(EOFError, OSError):  # it was killed: the ranks will say why
+            problem = receiver.recv()
+            process.join()
+            if problem:
+                raise ValueError(problem)
 
 
 class ForkedRanks:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan_train.config import dump_config
+from titan_train.config import Config, dump_config
 from titan_train.config.faults import parse_faults, struck_file
 from titan_train.launch.job import Attempt, RankExit, RankJob
 from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
@@ -38,6 +38,10 @@ class LocalLauncher:
     def capacity(self) -> int:
         """Places in use or free to use."""
         return len(self._places.usable())
+
+    def validate(self, config: Config, world_size: int) -> None:
+        """See `titan_train.launch.job.Launcher`."""
+        self._server.validate(config, world_size)
 
     def start(self, attempt: Attempt) -> "LocalJob":
         """Start all ranks of an attempt."""

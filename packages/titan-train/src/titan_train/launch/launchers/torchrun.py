@@ -21,12 +21,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan_train.config import LaunchConfig, dump_config
+from titan_train.config import Config, LaunchConfig, dump_config
 from titan_train.launch.job import Attempt, Board, RankExit, RankJob
 from titan_train.launch.launchers.follow import Leader
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order
+from titan_train.launch.validate import validate
 
 _POLL_S = 0.05
 _REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
@@ -54,6 +55,10 @@ class TorchrunLauncher:
     def capacity(self) -> int:
         """Torchrun is not asked: every machine of the job is taken to be there."""
         return self._per_node * self._launch.nnodes
+
+    def validate(self, config: Config, world_size: int) -> None:
+        """See `titan_train.launch.job.Launcher`. In this process, which then imports torch."""
+        validate(config, world_size)
 
     def start(self, attempt: Attempt) -> "TorchrunJob":
         """Start all ranks of an attempt on this machine.

@@ -20,13 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan_train.config import LaunchConfig
+from titan_train.config import Config, LaunchConfig
 from titan_train.launch.job import Attempt
 from titan_train.launch.launchers.ray.agent import NodeAgent
 from titan_train.launch.launchers.ray.cluster import connect, first_line
 from titan_train.launch.launchers.ray.job import RayAgent, RayJob
 from titan_train.launch.launchers.ray.nodes import RayNodes
 from titan_train.launch.rank.info import DeviceType
+from titan_train.launch.validate import validate
 
 _START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
 _FORWARDED = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
@@ -60,6 +61,10 @@ class RayLauncher:
         held = self._living()
         more = self._nodes.spares([agent.node_id for agent in held], self._launch.nnodes - len(held))
         return (len(held) + more) * self._per_node
+
+    def validate(self, config: Config, world_size: int) -> None:
+        """See `titan_train.launch.job.Launcher`. In this process, which then imports torch."""
+        validate(config, world_size)
 
     def start(self, attempt: Attempt) -> RayJob:
         """Start all ranks of an attempt on as many nodes as it needs."""

@@ -1,0 +1,44 @@
+"""What `titan-train check` refuses, refused by `titan-train run` too, before the run's folder exists.
+
+The model is built on the meta device, which needs torch. The command line does not import torch, so this runs in a
+process forked from the server that has.
+"""
+
+import tomllib
+from multiprocessing.connection import Connection
+
+from titan_train.config import Config, parse_config
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Build the model without memory and refuse what it cannot do on this many ranks.
+
+    Raises:
+        ValueError: The model's arguments, the layout or the schedule cannot work.
+    """
+    from titan_train.inputs import vocab_size_without_training
+    from titan_train.models import build_model
+    from titan_train.optim.schedule import check_schedule
+    from titan_train.parallel.check import check_model
+    from titan_train.plan.run import plan_run
+
+    plan = plan_run(config, world_size)
+    check_schedule(config.schedule, config.train.steps)
+    model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    check_model(config, plan.layout, plan.batch, model)
+
+
+def validate_in_child(config_toml: str, world_size: int, sender: Connection) -> None:
+    """Send the message of what is refused, or an empty one.
+
+    Any other error is left to the ranks, which report it with its traceback.
+    """
+    problem = ""
+    try:
+        validate(parse_config(tomllib.loads(config_toml)), world_size)
+    except ValueError as err:
+        problem = str(err)
+    except BaseException:
+        problem = ""
+    sender.send(problem)
+    sender.close()

@@ -1,0 +1,88 @@
+import subprocess
+import sys
+
+import pytest
+from titan_train.cli import main
+from titan_train.cli.boundary import exit_code
+
+
+class PanicException(BaseException):
+    """Named as the panic of a Rust extension."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ValueError("lr=-1 must be > 0"), 2, "lr=-1 must be > 0"),
+        (OSError(13, "Permission denied", "runs/a"), 1, "runs/a: Permission denied"),
+        (OSError(36, "File name too long", "x" * 5000), 1, "File name too long"),
+        (RecursionError("maximum recursion depth exceeded"), 2, "nested too deeply"),
+        (OverflowError("int too large to convert"), 2, "too large"),
+        (MemoryError(), 1, "not enough memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory: you tried"), 1, "not enough memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PanicException("called `Result::unwrap()` on an `Err` value"), 2, "a library failed"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_system_throws_is_one_line_and_an_exit_code(error, code, words, capsys):
+    def command():
+        raise error
+
+    assert exit_code(command) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert len(err) < 300
+
+
+def test_a_defect_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        exit_code(lambda: {}["x"])
+    with pytest.raises(RuntimeError, match="of somebody else"):
+        exit_code(lambda: exec(compile("raise RuntimeError('of somebody else')", "/lib/other.py", "exec")))
+
+
+DEEP = "a = " + "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "code"),
+    [
+        (["run", "bad.toml"], DEEP, 2),
+        (["check", "bad.toml"], "[optimizer]\nlr = nan", 2),
+        (["check", "bad.toml"], "[optimizer]\nlr = inf", 2),
+        (["check", "bad.toml"], "[train]\nsteps = 100000000000000000000000000", 2),
+        (["check", "bad.toml"], "[model]\nargs = {dim = 1000000000000}", 2),
+        (["check", "debug", "--train.max-grad-norm", "nan"], "", 2),
+        (["check", "debug", "--train.steps", "100000000000000000000000000"], "", 2),
+        (["run", "debug", "--launch.elastic", "--launch.min-ranks", "9", "--launch.nproc", "2"], "", 2),
+        (["run", "debug", "--run.dir", "bad.toml"], "", 1),
+        (["run", "debug", "--run.name", "n" * 300], "", 2),
+        (["slurm", "debug", "--launch.nproc", "1", "--port", "99999", "--launcher", "torchrun", "--launch.nnodes", "2"], "", 2),
+        (["slurm", "debug", "--launch.nproc", "1", "--out", "."], "", 1),
+        (["run", "debug", "--model.args", "num_heads", "3", "dim", "192"], "", 2),
+        (["report", "bad.toml"], "", 2),
+        (["generate", "bad.toml", "--prompt", "x"], "", 2),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_error_without_a_traceback(words, text, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text(text)
+    try:
+        got = main(words)
+    except SystemExit as end:  # the command line's own parser
+        got = end.code
+    assert got == code
+    err = capsys.readouterr().err
+    assert "error" in err.lower() or "╭" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = "import sys; from titan_train.cli import main; sys.exit(main(['list']))"
+    command = f"{sys.executable} -c {code!r} | true"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False).stderr == ""
