@@ -14,6 +14,7 @@ _COMMANDS = {
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",
     "generate": "sample text from a run's last checkpoint",
+    "export": "write a run's model as a Hugging Face folder, compared with the run",
     "report": "write a run's one-page HTML report",
     "list": "show the shipped configurations and models",
     "doctor": "show versions, devices and backends; what is missing and how to get it",

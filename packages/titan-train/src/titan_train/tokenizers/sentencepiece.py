@@ -87,6 +87,16 @@ class SentencePieceTokenizer:
             {MODEL_NAME: self._model},
         )
 
+    @property
+    def adds_space(self) -> bool:
+        """Whether the model puts a space before every text, as Llama 2's does."""
+        return self._dummy_prefix
+
+    @property
+    def model(self) -> bytes:
+        """Content of the `.model` file."""
+        return self._model
+
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 

@@ -126,6 +126,21 @@ class TiktokenTokenizer:
         description = {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint}
         return save_tokenizer(folder, description | self._options, {MODEL_NAME: self._ranks_file})
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by name."""
+        return dict(self._special_ids)
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression that splits text before merging."""
+        pattern = str(self._options["pattern"])
+        return PATTERNS.get(pattern, pattern)
+
+    def ranks(self) -> dict[bytes, int]:
+        """The mergeable ranks."""
+        return {token: rank for rank, token in self._bytes.items()}
+
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
         if given and given not in self._special_ids:
             raise ValueError(

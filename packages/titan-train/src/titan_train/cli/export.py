@@ -1,0 +1,44 @@
+"""Export a run's model, complete and proven.
+
+`titan-train export runs/quickstart --to hf --out model` writes a folder that transformers, vLLM and SGLang load without
+code of ours: weights, configuration, tokenizer and model card. The folder is loaded with transformers (extra `hf`) and
+compared with the run's model; it is written only if they agree.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
+    parser.add_argument("--to", choices=["hf"], default="hf", help="format; hf is a Hugging Face folder (default)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make; must not exist")
+    parser.add_argument("--step", type=int, default=None, help="checkpoint to export (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default="bf16", help="dtype of the weights (default: bf16)"
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a weight file (default: 5)"
+    )
+    parser.add_argument("--no-gate", action="store_true", help="do not compare the folder with the run's model")
+    arguments = parser.parse_args(words)
+    if arguments.max_shard_gb <= 0:
+        raise ValueError(f"--max-shard-gb={arguments.max_shard_gb} must be positive. The default is 5.")
+
+    from titan_train.export.gate import as_table
+    from titan_train.export.hf_folder import export_run
+
+    checks = export_run(
+        arguments.run_dir,
+        arguments.out,
+        step=arguments.step,
+        dtype=arguments.dtype,
+        max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+        gate=not arguments.no_gate,
+    )
+    if checks:
+        print(as_table(checks))
+    print(f"exported {arguments.run_dir} to {arguments.out}")
+    return 0

@@ -1,0 +1,146 @@
+"""Our tokenizers as ``tokenizer.json``, the format of Hugging Face's tokenizers library.
+
+Byte-level vocabularies (bytes, tiktoken) write each byte as a printable character, as GPT-2 does. tiktoken keeps ranks
+only, and the format asks for merges: a token's merge is the last one that byte-pair encoding makes of it with the tokens
+of smaller rank. SentencePiece BPE models become merges ordered by the pieces' scores. Unigram models are not written: the
+two libraries break ties of scores differently.
+
+Known differences: a special token's name inside a text is ordinary text here, and the special token there. A U+2581 in a
+text is three bytes here, and a space there (SentencePiece).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titan_train.tokenizers import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece, read_pieces
+
+_SPACE = "\u2581"
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> str | None:
+    """The text of ``tokenizer.json``; None for a tokenizer that the format cannot express."""
+    if isinstance(tokenizer, ByteTokenizer):
+        vocab = {_CHARACTERS[byte]: byte for byte in range(256)}
+        special = {"<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id, "<pad>": tokenizer.pad_id}
+        return _file(_bpe(vocab, []), special, pre_tokenizer=_byte_level(), decoder=_byte_level())
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return _tiktoken(tokenizer)
+    if isinstance(tokenizer, SentencePieceTokenizer) and not tokenizer.adds_space:
+        return _sentencepiece(tokenizer)
+    return None
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and ``pad_token`` of the vocabulary, by their names in ``tokenizer.json``."""
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    if isinstance(tokenizer, TiktokenTokenizer):
+        names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        names = {number: piece.text for number, piece in enumerate(read_pieces(tokenizer.model).pieces)}
+    else:
+        names = {256: "<bos>", 257: "<eos>", 258: "<pad>"}
+    return {key: names[token_id] for key, token_id in ids.items() if token_id is not None}
+
+
+def _tiktoken(tokenizer: TiktokenTokenizer) -> str:
+    ranks = tokenizer.ranks()
+    vocab = {_written(token): rank for token, rank in ranks.items()}
+    merges = [
+        [_written(part) for part in _last_merge(ranks, token, rank)]
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        if len(token) > 1
+    ]
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    model = _bpe(vocab, [pair for pair in merges if len(pair) == 2]) | {"ignore_merges": True}
+    sequence = {"type": "Sequence", "pretokenizers": [split, _byte_level()]}
+    return _file(model, tokenizer.special_ids, pre_tokenizer=sequence, decoder=_byte_level())
+
+
+def _last_merge(ranks: Mapping[bytes, int], token: bytes, rank: int) -> list[bytes]:
+    """The two parts that byte-pair encoding joins last to make ``token``, with the tokens of smaller rank."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [(ranks.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1)]
+        best, at = min(pairs)
+        if best >= rank:
+            break  # no path of smaller tokens leads here: encoding finds it whole, as ignore_merges says
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _sentencepiece(tokenizer: SentencePieceTokenizer) -> str | None:
+    read = read_pieces(tokenizer.model)
+    pieces = read.pieces
+    unknown = next(number for number, piece in enumerate(pieces) if piece.kind == UNKNOWN)
+    if read.kind != "bpe":
+        return None  # the library of Hugging Face breaks ties of unigram scores in another way
+    fallback = {"unk_token": pieces[unknown].text, "byte_fallback": True, "fuse_unk": True}
+    model = _bpe({piece.text: number for number, piece in enumerate(pieces)}, _merges(pieces)) | fallback
+    special = {piece.text: number for number, piece in enumerate(pieces) if piece.kind in (UNKNOWN, CONTROL)}
+    plain = {piece.text: number for number, piece in enumerate(pieces) if piece.kind == USER_DEFINED}
+    space_in = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    space_out = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [space_out, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return _file(model, special, plain, normalizer=space_in, decoder=decoder)
+
+
+def _merges(pieces: Sequence[Piece]) -> list[list[str]]:
+    """Every way to join two pieces into a learned one: the best score first, as the library joins them."""
+    ids = {piece.text: number for number, piece in enumerate(pieces)}
+    found: list[tuple[float, int, int, list[str]]] = []
+    for piece in pieces:
+        if piece.kind == NORMAL:
+            cuts = ((piece.text[:at], piece.text[at:]) for at in range(1, len(piece.text)))
+            found += [(-piece.score, ids[a], ids[b], [a, b]) for a, b in cuts if a in ids and b in ids]
+    return [pair for *_, pair in sorted(found)]
+
+
+def _bpe(vocab: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": dict(vocab), "merges": merges,
+    }  # fmt: skip
+
+
+def _byte_level() -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def _file(
+    model: Mapping[str, Any],
+    special: Mapping[str, int],
+    plain: Mapping[str, int] | None = None,
+    *,
+    normalizer: Any = None,
+    pre_tokenizer: Any = None,
+    decoder: Any = None,
+) -> str:
+    added = [
+        {
+            "id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": name in special,
+        }
+        for name, number in sorted({**special, **(plain or {})}.items(), key=lambda item: item[1])
+    ]  # fmt: skip
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": dict(model),
+    }  # fmt: skip
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _byte_characters() -> list[str]:
+    """A printable character for each byte, as GPT-2 has them: itself where it is printable, else one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256))
+    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
+
+
+_CHARACTERS = _byte_characters()
+
+
+def _written(token: bytes) -> str:
+    return "".join(_CHARACTERS[byte] for byte in token)

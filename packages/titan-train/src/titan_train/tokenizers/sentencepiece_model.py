@@ -1,0 +1,73 @@
+"""Read the pieces of a SentencePiece ``.model`` file: the few fields of its protocol buffer that an export needs.
+
+The file is a ``ModelProto``: field 1 holds the pieces (1 text, 2 score, 3 type), field 2 the trainer's settings (3 the kind
+of model). The library reads these files but does not say which pieces a user defined.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_UNIGRAM, _BPE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One entry of the vocabulary."""
+
+    text: str
+    score: float
+    kind: int
+    """NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A model's vocabulary."""
+
+    pieces: tuple[Piece, ...]
+    kind: str
+    """unigram, bpe, or other."""
+
+
+def read_pieces(model: bytes) -> Pieces:
+    """The vocabulary of a model that the library has loaded."""
+    pieces: list[Piece] = []
+    kind = _UNIGRAM
+    for field, value in _fields(model):
+        if field == 1 and isinstance(value, bytes):
+            parts = dict(_fields(value))
+            score = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))[0]  # type: ignore[arg-type]
+            pieces.append(Piece(bytes(parts[1]).decode(), score, int(parts.get(3, NORMAL))))  # type: ignore[arg-type]
+        elif field == 2 and isinstance(value, bytes):
+            kind = int(dict(_fields(value)).get(3, _UNIGRAM))  # type: ignore[arg-type]
+    return Pieces(tuple(pieces), {_UNIGRAM: "unigram", _BPE: "bpe"}.get(kind, "other"))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of every field: an integer, or the bytes of a string, message or fixed-size number."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if size is None:
+            size, at = _varint(data, at)
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,143 @@
+"""A run's exported folder is read by transformers without code of ours, and the gate refuses one that computes otherwise."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from titan_train.cli import main
+from titan_train.config import parse_config
+from titan_train.export import hf_folder
+from titan_train.export.hf_folder import export_run
+from titan_train.generation import load_run
+from titan_train.inputs import prepare_inputs
+from titan_train.models.llama import LLAMA_FAMILY
+from titan_train.models.registry import families
+from titan_train.train import Trainer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+MODELS = {
+    "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16, "tied_embeddings": True},
+    "gpt_debug": {},
+    "qwen3_debug": {"rope_theta": 5000.0},
+    "qwen3_moe_debug": {},
+    "deepseek_debug": {"rope_factor": 4.0, "rope_original_seq_len": 16},
+}
+CLASSES = {
+    "llama3_debug": "LlamaForCausalLM", "gpt_debug": "GPT2LMHeadModel", "qwen3_debug": "Qwen3ForCausalLM",
+    "qwen3_moe_debug": "Qwen3MoeForCausalLM", "deepseek_debug": "DeepseekV3ForCausalLM",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "text.txt").write_text("".join(f"def f{i % 9}(x):\n    return x + {i}\n" for i in range(900)))
+    return folder
+
+
+def trained(folder: Path, name: str, **args: object) -> Path:
+    """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
+    tree = {
+        "run": {"dir": str(folder / "runs"), "name": name},
+        "model": {"name": name, "seq_len": 64, "args": args},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "cache_dir": str(folder / "cache"),
+            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+        },
+        "train": {"steps": 6, "global_batch": 4},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 0},
+        "launch": {"device": "cpu"},
+        "metrics": {"progress": "off", "report": False},
+    }
+    config = parse_config(tree)
+    run_dir = folder / "runs" / name
+    if not run_dir.exists():
+        prepare_inputs(config, quiet=True)
+        with Trainer(config) as trainer:
+            trainer.fit()
+    return run_dir
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
+    run_dir = trained(folder, name, **MODELS[name])
+    checks = export_run(run_dir, tmp_path / "model", dtype="fp32", max_shard_bytes=100_000)
+    assert [check.name for check in checks] == [
+        "largest difference of a logit", "same most likely token", "48 greedy tokens", "token ids"
+    ]  # fmt: skip
+    files = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "README.md",
+    } <= files
+    assert len([file for file in files if file.endswith(".safetensors")]) > 1
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["architectures"] == [CLASSES[name]]
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    tied = config["tie_word_embeddings"]
+    assert ("lm_head.weight" in index["weight_map"]) == (not tied)
+
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, output_loading_info=True
+    )
+    assert type(model).__name__ == CLASSES[name]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ours = load_run(run_dir, device="cpu").model
+    tokens = torch.randint(259, (2, 50))
+    with torch.no_grad():
+        want, got = ours(tokens), model(tokens).logits
+    # the sums are ordered differently: a few float32 roundings of the largest logit, as the gate's bound says
+    assert (want - got).abs().max() <= 1e-5 * want.abs().max()
+    assert want.std() > 0.1
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_arguments_survive_config_json(name: str) -> None:
+    family = families()[name]
+    hf = family.load_hf()
+    for args in family.configs.values():
+        config = json.loads(json.dumps(hf.config_of(args))) | {"max_position_embeddings": 4096}
+        assert hf.settings_of(hf.args_from(config)) == hf.settings_of(args)
+
+
+def test_a_folder_that_computes_something_else_is_not_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = trained(folder, "llama3_debug", **MODELS["llama3_debug"])
+    hf = LLAMA_FAMILY.load_hf()
+
+    def without_scaling(args: object) -> dict[str, object]:
+        return hf.config_of(args) | {
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        }
+
+    wrong = dataclasses.replace(hf, config_of=without_scaling)
+    monkeypatch.setattr(hf_folder, "family_of", lambda model: LLAMA_FAMILY)
+    monkeypatch.setattr("titan_train.models.llama.hf.LLAMA_HF", wrong)
+    with pytest.raises(ValueError, match="does not compute what the run's model computes"):
+        export_run(run_dir, tmp_path / "model", dtype="fp32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_the_table_and_refuses_an_existing_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = trained(folder, "gpt_debug")
+    assert main(["export", str(run_dir), "--to", "hf", "--out", str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert "| token ids | 17 of 17 texts equal | all | passed |" in out
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert "17 of 17 texts equal" in (tmp_path / "model" / "README.md").read_text()
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "model")]) == 2
+    assert "exists. Export to a new folder" in capsys.readouterr().err
