@@ -23,7 +23,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(64, 100, bias=False)
 
 
-def names(report: titan_fp8.Report) -> list[str]:
+def names(report: titan_fp8.ConversionReport) -> list[str]:
     return [layer.fqn for layer in report.converted]
 
 
@@ -63,9 +63,9 @@ def test_the_report_names_every_layer_and_why_it_was_skipped() -> None:
     assert names(report) == ["layers.0.wq", "layers.0.wk"]
     assert report.skipped == {
         "router": "named by skip pattern 'router'",
-        "layers.1.wq": "refused by module_filter_fn",
-        "layers.1.wk": "refused by module_filter_fn",
-        "lm_head": "shares its weight with another module, which needs it in high precision",
+        "layers.1.wq": "rejected by module_filter_fn",
+        "layers.1.wk": "rejected by module_filter_fn",
+        "lm_head": "shares its weight with another module that needs it in high precision",
     }
     text = report.explain()
     assert "blockwise: 2 of 6 linear layers converted" in text
@@ -76,7 +76,7 @@ def test_the_report_names_every_layer_and_why_it_was_skipped() -> None:
 
 def test_a_pattern_that_matches_nothing_raises_and_changes_nothing() -> None:
     model = Model()
-    with pytest.raises(ValueError, match=r"'lm_haed' matches no linear layer.*Near it: lm_head"):
+    with pytest.raises(ValueError, match=r"'lm_haed' matches no linear layer.*Did you mean lm_head"):
         titan_fp8.convert_to_float8(model, skip=("router", "lm_haed"), min_speedup=0)
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
     titan_fp8.convert_to_float8(model, skip=("lm_haed",), strict_filters=False, min_speedup=0)

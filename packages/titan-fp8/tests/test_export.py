@@ -129,5 +129,5 @@ def test_sharded_weights_are_gathered_and_written_once(tmp_path: Path) -> None:
 def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no float8 layer"):
         titan_fp8.export_hf_fp8(Model(), tmp_path)
-    with pytest.raises(ValueError, match="both get the name 'x'"):
+    with pytest.raises(ValueError, match="both renamed to 'x'"):
         titan_fp8.export_hf_fp8(build(), tmp_path, rename=lambda _: "x")

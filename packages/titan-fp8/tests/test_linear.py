@@ -276,11 +276,11 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         titan_fp8.linear(x, w)
     with pytest.raises(ValueError, match=r"it must be \[16\]"):
         titan_fp8.linear(x, w.t(), torch.zeros(8))
-    with pytest.raises(ValueError, match="takes floating"):
+    with pytest.raises(ValueError, match="takes a floating-point"):
         titan_fp8.linear(x.int(), w.t())
     with pytest.raises(ValueError, match="unknown; choose one of tensorwise"):
         titan_fp8.linear(x, w.t(), None, "delayed")
     with pytest.raises(ValueError, match="a cast takes a matrix"):
         titan_fp8.cast(torch.randn(2, 2, 2), titan_fp8.Scaling("row"))
-    with pytest.raises(ValueError, match="one scale a tensor"):
+    with pytest.raises(ValueError, match="one scale per tensor"):
         titan_fp8.cast(x, titan_fp8.Scaling("row"), amax=torch.ones(()))

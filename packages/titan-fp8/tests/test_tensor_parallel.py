@@ -237,7 +237,7 @@ def assert_sqnr(got: torch.Tensor, want: torch.Tensor, floor_db: float) -> None:
 
 def wrong_styles() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    with pytest.raises(ValueError, match="convert_to_float8 the model before"):
+    with pytest.raises(ValueError, match="call convert_to_float8 before"):
         parallelize_module(nn.Linear(8, 8), mesh, titan_fp8.Float8ColwiseParallel())
     with pytest.raises(ValueError, match="bias"):
         parallelize_module(titan_fp8.Float8Linear(8, 8), mesh, titan_fp8.Float8RowwiseParallel())

@@ -118,7 +118,7 @@ def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source]
     float8 = {f"{clean_fqn(n)}.weight".lstrip(".") for n, m in model.named_modules() if isinstance(m, Float8Linear)}
     if not float8:
         raise ValueError(
-            "the model has no float8 layer, so nothing would be written in float8; convert_to_float8 it first."
+            "the model has no float8 layer, so nothing would be written in float8; call convert_to_float8 first."
         )
     sources: list[_Source] = []
     names: dict[str, str] = {}
@@ -126,7 +126,7 @@ def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source]
         fqn = clean_fqn(raw_name)
         name = rename(fqn)
         if name in names:
-            raise ValueError(f"{fqn} and {names[name]} both get the name {name!r}; make rename one-to-one.")
+            raise ValueError(f"{fqn} and {names[name]} are both renamed to {name!r}; make rename one-to-one.")
         names[name] = fqn
         tensor = plain_weight(value)
         shape = tuple(tensor.shape)
@@ -139,7 +139,7 @@ def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source]
         elif tensor.dtype in _SAFETENSORS_DTYPES:
             entries = (_Entry(name, tensor.dtype, shape),)
         else:
-            raise ValueError(f"{fqn} is {tensor.dtype}, which safetensors cannot hold; convert it or leave it out.")
+            raise ValueError(f"{fqn} is {tensor.dtype}, which safetensors cannot hold; convert it to another dtype.")
         sources.append(_Source(tensor, entries))
     skipped = [
         rename(f"{clean_fqn(n)}.weight").removesuffix(".weight")

@@ -28,7 +28,7 @@ class ConstantWeights:
                     loss(model(x)).backward()
             optimizer.step()
 
-    What is kept inside: the casts of whole weights, 2 bytes a value, and of weights that FSDP2 gathered in high precision as
+    What is kept inside: the casts of whole weights, 2 bytes per value, and of weights that FSDP2 gathered in high precision as
     long as they are unsharded; of weights that FSDP2 gathers in float8, the codes of this rank's shard, and the scales
     that span ranks. Those scales are found on entry, in one all-reduce for each process group that has such weights, so
     every rank of the group must enter together.

@@ -62,19 +62,21 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
         scaling: Granularity, format, and whether scales are powers of two.
         layouts: ``"both"`` for products that sum over columns and over rows, ``"rows"`` for the former alone. 128x128
             blocks always have both: the transpose holds the same codes.
-        amax: For one scale a tensor: the largest magnitude, float32 ``[]``, if it is known (or must be larger: where
+        amax: For one scale per tensor: the largest magnitude, float32 ``[]``, if it is known (or must be larger: where
             ``x`` is one part of a tensor cut over ranks).
 
     Returns:
         Codes and decode scales. Padded to multiples of 16 (tensor, row) or 128 (blocks), with zeros.
 
     Raises:
-        ValueError: If ``x`` is no matrix, or ``amax`` is given for scales that are not one a tensor.
+        ValueError: If ``x`` is not a matrix, or ``amax`` is given for scales that are not one per tensor.
     """
     if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, and a cast takes a matrix; use x.reshape(-1, x.shape[-1]).")
+        raise ValueError(f"x has shape {tuple(x.shape)}, but a cast takes a matrix; use x.reshape(-1, x.shape[-1]).")
     if amax is not None and scaling.gran != "tensor":
-        raise ValueError(f"amax is for one scale a tensor, and gran={scaling.gran!r} has many; leave it out.")
+        raise ValueError(
+            f"amax is only used with one scale per tensor, but gran={scaling.gran!r} has many; leave it out."
+        )
     rows, columns = x.shape
     x = x.contiguous()
     if scaling.gran == "block128":
@@ -105,7 +107,7 @@ def cast_input(
         x: The input.
         recipe: The recipe.
         for_weight_grad: False where no weight gradient will be computed.
-        amax_group: Ranks that hold the other parts of ``x``, for one scale a tensor: the amax is their largest.
+        amax_group: Ranks that hold the other parts of ``x``, for one scale per tensor: the amax is their largest.
     """
     if recipe.wgrad == "hp":
         rows = cast(x, recipe.x, layouts="rows")
@@ -201,7 +203,8 @@ def scaled_mm(
         raise ValueError("scaled_mm got a QTensor without the layout for sums over columns; cast with layouts='both'.")
     if a.columns != b.columns:
         raise ValueError(
-            f"scaled_mm contracts columns, and a has {a.columns} of them, b {b.columns}; transpose one, or check shapes."
+            f"scaled_mm contracts columns, but a has {a.columns} columns and b has {b.columns}; transpose one, or check the "
+            "shapes."
         )
     out = run_op(
         ops.scaled_mm, a.data, a.scale, b.data, b.scale, scaling_a.gran, scaling_b.gran, out_dtype, fast_accum, bias
@@ -212,7 +215,7 @@ def scaled_mm(
 
 
 def group_amax(x: Tensor, scaling: Scaling, group: dist.ProcessGroup | None) -> Tensor | None:
-    """The largest magnitude over all ranks of ``group`` for one scale a tensor; None where none is needed.
+    """The largest magnitude over all ranks of ``group`` for one scale per tensor; None where none is needed.
 
     One all-reduce (MAX) of one float, on every rank alike.
     """

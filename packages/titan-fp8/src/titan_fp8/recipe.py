@@ -13,7 +13,7 @@ tensor is cast along rows for one product and along columns for another, and a r
 recipe          x            w            g            note
 =============== ============ ============ ============ =======================================================
 tensorwise      tensor e4m3  tensor e4m3  tensor e5m2  one scale each; the same codes serve rows and columns
-rowwise         row e4m3     row e4m3     row e4m3     one scale a row, another a column
+rowwise         row e4m3     row e4m3     row e4m3     one scale per row, another per column
 rowwise_gw_hp   row e4m3     row e4m3     row e4m3     weight gradient in high precision: no column casts of x, g
 blockwise       1x128 e4m3   128x128 e4m3 1x128 e4m3   DeepSeek-V3 (arXiv:2412.19437, section 3.3); Hopper's best
 mxfp8           1x32 e4m3    1x32 e4m3    1x32 e4m3    OCP microscaling (arXiv:2310.10537); e8m0 scales
@@ -45,10 +45,10 @@ class Scaling:
 
     def __post_init__(self) -> None:
         if self.gran not in _GRANULARITIES:
-            raise ValueError(f"gran={self.gran!r} is no granularity; choose one of {', '.join(_GRANULARITIES)}.")
+            raise ValueError(f"gran={self.gran!r} is not a granularity; choose one of {', '.join(_GRANULARITIES)}.")
         if self.dtype not in _DTYPES:
             raise ValueError(
-                f"dtype={self.dtype} is no float8 format matrix products take; choose torch.float8_e4m3fn or "
+                f"dtype={self.dtype} is not a float8 format of matrix products; choose torch.float8_e4m3fn or "
                 "torch.float8_e5m2."
             )
         if self.gran == "mx32" and not self.pow2:
@@ -77,12 +77,12 @@ class Recipe:
         grans = (self.x.gran, self.w.gran, self.g.gran)
         if grans not in _COMBINATIONS:
             raise ValueError(
-                f"recipe {self.name!r} scales (x, w, g) by {grans}, which no matrix product takes; choose one of "
+                f"recipe {self.name!r} scales (x, w, g) by {grans}, which no matrix product supports; choose one of "
                 f"{', '.join(str(c) for c in _COMBINATIONS)}."
             )
         if self.x.dtype == self.w.dtype == torch.float8_e5m2 or self.g.dtype == self.x.dtype == torch.float8_e5m2:
             raise ValueError(
-                f"recipe {self.name!r} multiplies e5m2 by e5m2, which no GPU does; use e4m3 for x and w, e5m2 at most for g."
+                f"recipe {self.name!r} multiplies e5m2 by e5m2, which no GPU supports; use e4m3 for x and w. Only g may be e5m2."
             )
         if self.g.dtype == self.w.dtype == torch.float8_e5m2:
             raise ValueError(f"recipe {self.name!r} multiplies e5m2 by e5m2 in the input gradient; use e4m3 for w.")

@@ -80,7 +80,7 @@ def convert_to_float8(
         elif (reason := _unfit(layer, uses[id(layer.weight)])) is not None:
             skipped[fqn] = reason
         elif module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            skipped[fqn] = "refused by module_filter_fn"
+            skipped[fqn] = "rejected by module_filter_fn"
         elif speedup < min_speedup:
             skipped[fqn] = (
                 f"[{layer.out_features}, {layer.in_features}] is predicted {speedup:.2f}x as fast as bfloat16 with "
@@ -102,7 +102,7 @@ def _unfit(layer: nn.Linear, uses: int) -> str | None:
     if type(layer.weight) is not nn.Parameter:
         return f"its weight is a {type(layer.weight).__name__}: convert before tensor parallelism and FSDP2"
     if uses > 1:
-        return "shares its weight with another module, which needs it in high precision"
+        return "shares its weight with another module that needs it in high precision"
     if layer.weight.dtype not in _WEIGHT_DTYPES:
         return f"its weight is {layer.weight.dtype}, not bfloat16, float16 or float32"
     if min(layer.in_features, layer.out_features) == 0:
@@ -110,13 +110,11 @@ def _unfit(layer: nn.Linear, uses: int) -> str | None:
     return None
 
 
-_ALL_GATHER_IMPOSSIBLE = (
-    "its backward takes the weight with column scales, which span the ranks: float8 would be sent twice, for no gain."
-)
+_ALL_GATHER_IMPOSSIBLE = "its backward needs column scales, which span ranks, so the weight would be sent twice in float8 and nothing gained."
 
 
 def _all_gather_note(recipe: Recipe, gather: bool) -> str:
     if gather:
-        amax = "one amax collective a step" if recipe.w.gran == "tensor" else "no amax collective for aligned shards"
+        amax = "one amax collective per step" if recipe.w.gran == "tensor" else "no amax collective for aligned shards"
         return f"float8 once apply_float8_all_gather has been called ({amax})"
-    return "high precision: " + ("asked for" if recipe.fsdp_all_gather else _ALL_GATHER_IMPOSSIBLE)
+    return "high precision: " + ("as requested" if recipe.fsdp_all_gather else _ALL_GATHER_IMPOSSIBLE)

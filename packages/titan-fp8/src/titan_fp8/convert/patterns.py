@@ -35,9 +35,11 @@ def check_patterns(patterns: Sequence[str], fqns: Iterable[str]) -> None:
             continue
         parts = sorted({part for name in names for part in name.split(".")})
         near = difflib.get_close_matches(pattern.split(".")[-1], parts, n=3, cutoff=0.4)
-        hint = f"Near it: {', '.join(near)}." if near else f"Linear layers here: {', '.join(names[:8]) or 'none'}."
+        hint = (
+            f"Did you mean {' or '.join(near)}?" if near else f"Its linear layers are {', '.join(names[:8]) or 'none'}."
+        )
         raise ValueError(
-            f"skip pattern {pattern!r} matches no linear layer of the model, so it protects nothing. {hint} "
+            f"skip pattern {pattern!r} matches no linear layer of the model. {hint} "
             "Correct it, drop it, or pass strict_filters=False."
         )
 

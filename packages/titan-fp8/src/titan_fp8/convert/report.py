@@ -31,7 +31,7 @@ class ConversionReport:
     """How FSDP2 will gather the converted weights, and why."""
 
     def explain(self) -> str:
-        """The whole report as text, one layer a line."""
+        """The whole report as text, one layer per line."""
         total = len(self.converted) + len(self.skipped)
         lines = [f"{self.recipe}: {len(self.converted)} of {total} linear layers converted to float8"]
         lines += [

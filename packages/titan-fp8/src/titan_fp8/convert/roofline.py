@@ -4,7 +4,7 @@ Products grow with ``M·K·N``, casts with ``M·K + K·N + M·N``: a layer below
 bfloat16, however good the kernels are. The model here is that and no more: three products at the machine's measured
 rate, each cast at the bytes its fused kernel moves, and a fixed cost for every launch.
 
-It predicts a ratio good enough to leave out layers that would lose; it is no substitute for a benchmark.
+It predicts a ratio good enough to leave out layers that would lose; it does not replace a benchmark.
 """
 
 from dataclasses import dataclass

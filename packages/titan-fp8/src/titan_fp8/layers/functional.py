@@ -39,7 +39,7 @@ def linear(
         recipe: A recipe or its name.
         cache: While it is open, keeps the weight's cast over forwards and backwards. Not used under ``torch.compile``,
             where the cast is part of the graph.
-        amax_group: The ranks that hold the other parts of ``x``, ``w`` or the output's gradient, with one scale a
+        amax_group: The ranks that hold the other parts of ``x``, ``w`` or the output's gradient, with one scale per
             tensor: every amax becomes the largest over the group, so that the result is that of the whole tensors.
             Each cast then costs an all-reduce of one float. Finer scales ignore it.
 
@@ -67,13 +67,13 @@ def linears(
     Args:
         x: ``[..., K]``.
         weights: Each ``[N_i, K]``.
-        biases: One a weight, or None for none at all.
+        biases: One per weight; None where no layer has a bias.
         recipe: A recipe or its name.
-        caches: One a weight; see `linear`.
+        caches: One per weight; see `linear`.
         amax_group: See `linear`.
 
     Returns:
-        One output a weight, ``[..., N_i]``; the same bits as `linear` of each. The input's gradient is their sum.
+        One output per weight, ``[..., N_i]``; the same bits as `linear` of each. The input's gradient is their sum.
 
     Raises:
         ValueError: If the shapes do not fit.
@@ -284,9 +284,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
 def check_shapes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
     """Refuse operands that do not fit, before anything is computed or sent."""
     if x.dim() < 1 or not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype} of shape {tuple(x.shape)}; a linear layer takes floating [..., K].")
+        raise ValueError(
+            f"x is {x.dtype} with shape {tuple(x.shape)}; a linear layer takes a floating-point tensor [..., K]."
+        )
     if len(biases) != len(weights):
-        raise ValueError(f"{len(weights)} weights came with {len(biases)} biases; give one each, None for none.")
+        raise ValueError(
+            f"got {len(weights)} weights and {len(biases)} biases; pass one bias per weight, None where there is none."
+        )
     for w, bias in zip(weights, biases, strict=True):
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(

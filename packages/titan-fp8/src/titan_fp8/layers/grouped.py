@@ -252,6 +252,6 @@ def check_grouped(x: Tensor, w: Tensor, offs: Tensor) -> None:
         )
     if offs.shape != w.shape[:1] or offs.dtype != torch.int32:
         raise ValueError(
-            f"offs is {offs.dtype} {tuple(offs.shape)}; it is the end of each expert's rows, int32 [{w.shape[0]}]: "
+            f"offs is {offs.dtype} {tuple(offs.shape)}; expected int32 [{w.shape[0]}], the end of each expert's rows: "
             "counts.cumsum(0, dtype=torch.int32)."
         )

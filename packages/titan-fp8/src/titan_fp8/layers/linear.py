@@ -29,7 +29,7 @@ class Float8Linear(nn.Linear):
     fsdp_all_gather: bool
     """Whether `apply_float8_all_gather` takes this layer."""
     cache_weight: bool
-    """Whether `titan_fp8.ConstantWeights` keeps this weight's cast: 2 bytes a value."""
+    """Whether `titan_fp8.ConstantWeights` keeps this weight's cast: 2 bytes per value."""
     weight_cache: WeightCache
     """What `titan_fp8.ConstantWeights` opens. Pass it on where this layer's weight goes to `titan_fp8.linears`."""
     shard_cache: ShardCache
@@ -61,7 +61,7 @@ class Float8Linear(nn.Linear):
         """
         if type(layer) is not nn.Linear:
             raise ValueError(
-                f"layer is a {type(layer).__name__}, whose own forward would be lost; give a torch.nn.Linear, or build on "
+                f"layer is a {type(layer).__name__}, whose own forward would be lost; pass a torch.nn.Linear, or build on "
                 "titan_fp8.linear."
             )
         chosen = Recipe.get(recipe)

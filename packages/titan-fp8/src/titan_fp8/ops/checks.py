@@ -26,7 +26,9 @@ def check_input(x: Tensor, name: str, dims: tuple[int, ...] = (2,)) -> None:
 def check_float8(dtype: torch.dtype) -> None:
     """One of the two formats the tensor cores multiply."""
     if dtype not in FLOAT8:
-        raise ValueError(f"dtype={dtype} is no float8 training format. Use torch.float8_e4m3fn or torch.float8_e5m2.")
+        raise ValueError(
+            f"dtype={dtype} is not a float8 training format. Use torch.float8_e4m3fn or torch.float8_e5m2."
+        )
 
 
 def check_same_shape(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
@@ -48,7 +50,7 @@ def check_offsets(offs: Tensor) -> None:
     """Group ends, on the device."""
     if offs.dim() != 1 or offs.dtype != torch.int32 or offs.shape[0] == 0:
         raise ValueError(
-            f"offs is {offs.dtype} {tuple(offs.shape)}, expected int32 [num_groups]: the end of each group, "
+            f"offs is {offs.dtype} {tuple(offs.shape)}, expected int32 [num_groups], the end of each group: "
             "for example counts.cumsum(0, dtype=torch.int32)."
         )
 

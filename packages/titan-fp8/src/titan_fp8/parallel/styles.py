@@ -57,8 +57,8 @@ class Float8RowwiseParallel(ParallelStyle):
         layer, group = _cut(module, device_mesh, 1), device_mesh.get_group()
         if cast("Tensor | None", layer.bias) is not None:
             raise ValueError(
-                f"{layer} has a bias, which every rank would hold and add once a rank; use bias=False for layers that "
-                "are cut by columns, as Llama and DeepSeek do."
+                f"{layer} has a bias, which every rank would add, so that the sum over ranks counts it several times; use "
+                "bias=False for layers that are cut by columns, as Llama and DeepSeek do."
             )
 
         def forward(input: Tensor) -> Tensor:
@@ -92,13 +92,13 @@ class PrepareFloat8Input(ParallelStyle):
 def _cut(module: nn.Module, mesh: DeviceMesh, dim: int) -> Float8Linear:
     if not isinstance(module, Float8Linear):
         raise ValueError(
-            f"this style cuts Float8Linear layers, and got a {type(module).__name__}: convert_to_float8 the model before "
+            f"this style shards Float8Linear layers, but got a {type(module).__name__}: call convert_to_float8 before "
             "parallelize_module, or use torch's own style for a layer that stays in high precision."
         )
     size = module.weight.shape[dim]
     if size % mesh.size():
         raise ValueError(
-            f"weight {tuple(module.weight.shape)} cannot be cut evenly along {dim} over {mesh.size()} ranks."
+            f"weight {tuple(module.weight.shape)} cannot be split evenly along dimension {dim} over {mesh.size()} ranks."
         )
     weight = distribute_tensor(module.weight.detach(), mesh, [Shard(dim)])
     module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)

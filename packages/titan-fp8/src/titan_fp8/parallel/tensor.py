@@ -9,11 +9,11 @@ reduce-scatter. What is gathered is then cast to float8 anyway, so cast first an
 
 Sums are not sent in float8: a reduce-scatter adds, and eight bits do not add.
 
-Scales: one a tensor needs an all-reduce (MAX) of one float, so that all ranks' codes mean the same; 1x128 blocks travel
+Scales: one per tensor needs an all-reduce (MAX) of one float, so that all ranks' codes mean the same; 1x128 blocks travel
 with their rows. Kept for backward: this rank's codes alone, an n-th of the gathered input's; backward gathers them once
 more, in the layout the weight gradient takes. A weight's own scale is its shard's: no rank needs another's.
 
-Shapes: n ranks, s tokens a rank, S = n * s; parts are ``[..., s, K]``, wholes ``[..., S, K]``.
+Shapes: n ranks, s tokens per rank, S = n * s; parts are ``[..., s, K]``, wholes ``[..., S, K]``.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,8 @@ def linear_reduce_scatter(
     """
     if x.shape[-2] % group.size():
         raise ValueError(
-            f"x has {x.shape[-2]} tokens, which {group.size()} ranks cannot share evenly; pad the sequence to a multiple."
+            f"x has {x.shape[-2]} tokens, which cannot be split evenly over {group.size()} ranks; pad the sequence to a "
+            f"multiple of {group.size()}."
         )
     chosen = _communicable(recipe, x.shape[-2] // group.size())
     check_shapes(x, [w], [None])
@@ -92,7 +93,7 @@ def all_gather_float8(part: Tensor, scaling: Scaling, *, group: dist.ProcessGrou
 
     Args:
         part: ``[..., s, K]``.
-        scaling: One scale a tensor (shared by all ranks), a row, or 1x128 or 1x32 values.
+        scaling: One scale per tensor (shared by all ranks), per row, or per 1x128 or 1x32 values.
         group: The ranks.
 
     Returns:

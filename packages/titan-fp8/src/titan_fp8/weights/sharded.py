@@ -115,7 +115,7 @@ class ShardedWeight(torch.Tensor):
 
     Args:
         tensor: The values, any shape while FSDP2 cuts them up, ``[n, K]`` when it gathers.
-        scaling: One scale a tensor, or 128x128 blocks.
+        scaling: One scale per tensor, or 128x128 blocks.
     """
 
     tensor: Tensor

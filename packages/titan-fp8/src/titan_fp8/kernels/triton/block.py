@@ -2,7 +2,7 @@
 
 A program owns a 128×128 tile. Its row maxima scale the 1×128 blocks of ``x``, its column maxima those of the transpose,
 so the transposed copy that the weight gradient contracts costs no second read: 2 bytes in, 1 + 1 out, and 8/128 of
-scales, 4.06 bytes an element against 6.06 for two casts.
+scales, 4.06 bytes per element against 6.06 for two casts.
 """
 # Triton kernels are not Python: their arguments and launches have no types.
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false

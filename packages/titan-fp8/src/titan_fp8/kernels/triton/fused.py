@@ -2,7 +2,7 @@
 
 The prologue computes a 128×128 tile in float32, rounds it once to the input's dtype (what an unfused layer would have
 stored), and hands it to the same tile cast as `cast_block_dual`. RMSNorm needs each row's norm first, one more read of
-``x``: 6.06 bytes an element against 8.06 for norm and cast; SwiGLU: 6.06 against 8.06 (forward) and 10.1 against 14.1
+``x``: 6.06 bytes per element against 8.06 for norm and cast; SwiGLU: 6.06 against 8.06 (forward) and 10.1 against 14.1
 (backward).
 """
 # Triton kernels are not Python: their arguments and launches have no types.

@@ -1,6 +1,6 @@
 """Row scaling in one layout: a program keeps its row in registers between the maximum and the cast, one read.
 
-3.03 bytes an element. Rows too long for the registers (over 16384) are read twice, the second time from the cache.
+3.03 bytes per element. Rows too long for the registers (over 16384) are read twice, the second time from the cache.
 """
 # Triton kernels are not Python: their arguments and launches have no types.
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false

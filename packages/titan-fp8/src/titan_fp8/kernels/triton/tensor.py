@@ -2,7 +2,7 @@
 
 Two launches. The first reads ``x`` and leaves amaxes in memory: one for the tensor, or one per row and per column,
 combined by atomic maxima on the bits (positive floats order like integers, so the result does not depend on the order).
-The second reads ``x`` again and writes both layouts. 2 + 2 + 1 + 1 bytes an element; 4 when the amax is given.
+The second reads ``x`` again and writes both layouts. 2 + 2 + 1 + 1 bytes per element; 4 when the amax is given.
 """
 # Triton kernels are not Python: their arguments and launches have no types.
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false

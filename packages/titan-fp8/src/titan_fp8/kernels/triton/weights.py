@@ -2,7 +2,7 @@
 
 For many, a table on the device holds each matrix's addresses and sizes and its first tile's number; a program finds its matrix by
 counting the first tiles at or below its own. The scale is shared by both layouts, so the transpose is a permutation of
-bytes: 2 + 1 + 1 bytes an element. Experts of one ``[E, N, K]`` parameter are E matrices.
+bytes: 2 + 1 + 1 bytes per element. Experts of one ``[E, N, K]`` parameter are E matrices.
 """
 # Triton kernels are not Python: their arguments and launches have no types.
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
