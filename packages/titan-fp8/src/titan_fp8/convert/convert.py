@@ -110,7 +110,9 @@ def _unfit(layer: nn.Linear, uses: int) -> str | None:
     return None
 
 
-_ALL_GATHER_IMPOSSIBLE = "its backward needs column scales, which span ranks, so the weight would be sent twice in float8 and nothing gained."
+_ALL_GATHER_IMPOSSIBLE = (
+    "its backward needs column scales, which span ranks, so the weight would be sent twice in float8 with no gain."
+)
 
 
 def _all_gather_note(recipe: Recipe, gather: bool) -> str:
