@@ -4,14 +4,8 @@ import pytest
 import torch
 from titan_cp import attention_mask, plan
 from titan_cp.planning.costs import work_matrix
-from titan_cp.planning.layouts import (
-    LAYOUTS,
-    attended_pairs,
-    document_pieces,
-    layout_multiple,
-    plan_ranges,
-    split_ranges,
-)
+from titan_cp.planning.layouts import LAYOUTS, layout_multiple, plan_ranges
+from titan_cp.planning.ranges import attended_pairs, document_pieces, split_ranges
 from titan_cp.planning.tiles import plan_tiles
 
 

@@ -58,10 +58,14 @@ def test_auto_layout_is_the_balanced_one(options, layout):
     assert p.imbalance <= 1.05
 
 
-def test_a_window_shortens_the_ring_and_its_bytes():
+def test_a_window_sends_only_the_rows_it_reaches():
     whole, windowed = make(method="ring", layout="contiguous"), make(method="ring", layout="contiguous", window=64)
     assert (whole.hops, windowed.hops) == (7, 1)
-    assert windowed.costs.forward_bytes * 7 == whole.costs.forward_bytes
+    assert (whole.direct, windowed.direct) == (False, True)
+    row = 8 * 2 * 128 * 2
+    assert whole.costs.forward_bytes == 7 * 1024 * row
+    assert windowed.costs.forward_bytes == 63 * row
+    assert windowed.for_rank(7).costs.forward_bytes == 0, "no rank comes after the last"
 
 
 def test_ring_bytes_follow_the_published_formula():

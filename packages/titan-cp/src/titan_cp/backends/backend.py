@@ -38,6 +38,8 @@ class Backend(ABC):
 
     name: str
     summary: str
+    narrow_values: bool = False
+    """Whether its kernels take values with fewer channels than keys. Others are given a local copy with zeros."""
 
     @abstractmethod
     def why_not(self, request: Request) -> str | None:
@@ -57,10 +59,10 @@ class Backend(ABC):
         Args:
             q: Queries, shape ``[B, Hq, Tq, D]``.
             k: Keys, shape ``[B, Hk, Tk, D]``.
-            v: Values, shape ``[B, Hk, Tk, D]``.
+            v: Values, shape ``[B, Hk, Tk, E]``; ``E = D`` unless `narrow_values`.
             tiles: What to compute; rows that no tile covers keep their values.
             scale: Factor on the scores.
-            out: Running output, shape ``[B, Hq, Tq, D]``, float32 or float64.
+            out: Running output, shape ``[B, Hq, Tq, E]``, float32 or float64.
             lse: Running log-sum-exp, shape ``[B, Hq, Tq]``, same dtype.
         """
 

@@ -11,15 +11,16 @@ Cost: (N-1) hops' worth of keys, as the ring, in one collective a head group; se
 Source: the head-pipelined all-gather of Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_cp.backends.backend import Backend, Grads, Saved
-from titan_cp.methods.ring import new_accumulators
+from titan_cp.backends.backend import Backend, Saved
+from titan_cp.methods.ring import block_gradients, new_accumulators, widen_saved
+from titan_cp.methods.rows import KeyValues, pack_rows, widen
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
 from titan_cp.planning.tokens import range_index
@@ -53,11 +54,12 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Tensor:
         plan, backend, scale = setup.plan, setup.backend, setup.scale
-        out, lse = new_accumulators(q)
+        out, lse = new_accumulators(q, v, backend)
         tiles = plan.sequence_tiles()
         for q_heads, _, kv in _gathered_heads(q, k, v, setup):
-            backend.forward(q[:, q_heads], kv[0], kv[1], tiles, scale, out[:, q_heads], lse[:, q_heads])
-        out = out.to(q.dtype)
+            wide_v = widen(kv.v, backend, q.shape[-1])
+            backend.forward(q[:, q_heads], kv.k, wide_v, tiles, scale, out[:, q_heads], lse[:, q_heads])
+        out = out[..., : v.shape[-1]].to(q.dtype)
         ctx.setup = setup
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -65,24 +67,24 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         setup: GatherSetup = ctx.setup
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out = grad_outputs[0]
-        wide = accumulator_dtype(q.dtype)
-        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        grad_kv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device)
+        saved = Saved(grad_outputs[0], *ctx.saved_tensors)
+        q, k, v = saved.q, saved.k, saved.v
+        grad_q = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        widened = widen_saved(saved, setup.backend)
         tiles = setup.plan.sequence_tiles()
         pending: Callable[[], None] | None = None
         for q_heads, kv_heads, kv in _gathered_heads(q, k, v, setup):
-            full_grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-            block = Saved(grad_out[:, q_heads], q[:, q_heads], kv[0], kv[1], out[:, q_heads], lse[:, q_heads])
-            grads = Grads(grad_q[:, q_heads], full_grad[0], full_grad[1])
-            setup.backend.backward(block, tiles, setup.scale, grads)
+            block = Saved(
+                widened.grad_out[:, q_heads], q[:, q_heads], k, v, widened.out[:, q_heads], widened.lse[:, q_heads]
+            )
+            full = block_gradients(block, kv, setup.backend, tiles, setup.scale, grad_q[:, q_heads])
             if pending is not None:
                 pending()
-            pending = _scatter(full_grad, grad_kv[:, :, kv_heads], setup.plan, setup.group)
+            pending = _scatter(full, (grad_k[:, kv_heads], grad_v[:, kv_heads]), setup.plan, setup.group)
         assert pending is not None, "there is at least one KV head"
         pending()
-        return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None
+        return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -91,30 +93,29 @@ class _GatherSequence(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.group = plan, group
-        kv = _start_gather(torch.stack([k, v]), plan, group)()
-        return kv[0], kv[1]
+        kv = _start_gather(pack_rows(k, v), plan, group)()
+        return kv.k, kv.v
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        grad = torch.stack(grad_outputs)
-        local = list(grad.shape)
-        local[3] //= ctx.plan.size
-        out = grad.new_empty(local)
-        _scatter(grad.to(accumulator_dtype(grad.dtype)), out, ctx.plan, ctx.group)()
-        return out[0], out[1], None, None
+        grads = [grad.to(accumulator_dtype(grad.dtype)) for grad in grad_outputs]
+        local = tuple(
+            grad.new_empty((*grad.shape[:2], grad.shape[2] // ctx.plan.size, grad.shape[3])) for grad in grad_outputs
+        )
+        _scatter(KeyValues(grads[0], grads[0], grads[1]), (local[0], local[1]), ctx.plan, ctx.group)()
+        return local[0], local[1], None, None
 
 
-def _gathered_heads(q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Any:
+def _gathered_heads(q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Iterator[tuple[slice, slice, KeyValues]]:
     """Yield ``(query heads, KV heads, gathered KV)`` a group of heads at a time, the next group already in flight."""
     groups = q.shape[1] // k.shape[1]
-    kv = torch.stack([k, v])
-    starts = range(0, k.shape[1], setup.heads_per_step)
 
-    def start(first: int) -> Callable[[], Tensor]:
-        return _start_gather(kv[:, :, first : first + setup.heads_per_step], setup.plan, setup.group)
+    def start(first: int) -> Callable[[], KeyValues]:
+        heads = slice(first, first + setup.heads_per_step)
+        return _start_gather(pack_rows(k[:, heads], v[:, heads]), setup.plan, setup.group)
 
     ready = start(0)
-    for first in starts:
+    for first in range(0, k.shape[1], setup.heads_per_step):
         gathered = ready()
         following = first + setup.heads_per_step
         if following < k.shape[1]:
@@ -123,38 +124,49 @@ def _gathered_heads(q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Any:
         yield slice(first * groups, last * groups), slice(first, last), gathered
 
 
-def _start_gather(kv: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Begin gathering ``[2, B, H, T, D]``; the returned function waits and gives ``[2, B, H, S, D]`` in order."""
-    kv = kv.contiguous()
+def _start_gather(kv: KeyValues, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Callable[[], KeyValues]:
+    """Begin gathering ``[B, H, T, D]``; the returned function waits and gives ``[B, H, S, D]`` in order."""
     if group is None:
         return lambda: kv
-    # gloo wants the ranks along an existing first dim; splitting it off is a view.
-    parts = kv.new_empty((group.size() * kv.shape[0], *kv.shape[1:]))
-    work = dist.all_gather_into_tensor(parts, kv, group=group, async_op=True)
+    parts = kv.buffer.new_empty(group.size() * kv.buffer.numel())
+    work = dist.all_gather_into_tensor(parts, kv.buffer, group=group, async_op=True)
 
-    def finish() -> Tensor:
+    def finish() -> KeyValues:
         assert work is not None, "an asynchronous collective returns its work"
         work.wait()
-        by_rank = parts.unflatten(0, (-1, 2)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        return by_rank.index_select(3, _rank_order(plan).argsort().to(kv.device))
+        index = _rank_order(plan).argsort().to(kv.buffer.device)
+        by_rank = parts.view(group.size(), -1).split([kv.k.numel(), kv.v.numel()], dim=1)
+        k, v = (
+            part.unflatten(1, x.shape).permute(1, 2, 0, 3, 4).flatten(2, 3).index_select(2, index)
+            for part, x in zip(by_rank, (kv.k, kv.v), strict=True)
+        )
+        return KeyValues(k, k, v)
 
     return finish
 
 
-def _scatter(full: Tensor, into: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Begin summing ``[2, B, H, S, D]`` over ranks; the returned function waits and writes this rank's tokens."""
+def _scatter(
+    full: KeyValues, into: tuple[Tensor, Tensor], plan: AttentionPlan, group: dist.ProcessGroup | None
+) -> Callable[[], None]:
+    """Begin summing ``[B, H, S, D]`` over ranks; the returned function waits and writes this rank's tokens."""
     if group is None:
-        into.copy_(full)
+        for target, grad in zip(into, (full.k, full.v), strict=True):
+            target.copy_(grad)
         return lambda: None
-    by_rank = full.index_select(3, _rank_order(plan).to(full.device))
-    parts = by_rank.unflatten(3, (group.size(), -1)).permute(3, 0, 1, 2, 4, 5).contiguous()
-    mine = parts.new_empty(parts.shape[1:])
-    work = dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group, async_op=True)
+    index = _rank_order(plan).to(full.k.device)
+    by_rank = [
+        grad.index_select(2, index).unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).flatten(1)
+        for grad in (full.k, full.v)
+    ]
+    parts = torch.cat(by_rank, dim=1)
+    mine = parts.new_empty(parts.shape[1])
+    work = dist.reduce_scatter_tensor(mine, parts.flatten(), group=group, async_op=True)
 
     def finish() -> None:
         assert work is not None, "an asynchronous collective returns its work"
         work.wait()
-        into.copy_(mine)
+        for target, part in zip(into, mine.split([target.numel() for target in into]), strict=True):
+            target.copy_(part.view(target.shape))
 
     return finish
 

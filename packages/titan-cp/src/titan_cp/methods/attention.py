@@ -13,6 +13,7 @@ from torch import Tensor
 from titan_cp.backends import Backend, Request, select
 from titan_cp.methods.allgather import GatherSetup, allgather_apply, gather_sequence
 from titan_cp.methods.compiling import graph_break
+from titan_cp.methods.direct import direct_apply
 from titan_cp.methods.ring import RingSetup, ring_apply
 from titan_cp.methods.ulysses import heads_for_sequence, sequence_for_heads
 from titan_cp.planning.groups import check_group
@@ -40,7 +41,7 @@ def attention(
     Args:
         q: This rank's queries, shape ``[B, Hq, T, D]``.
         k: This rank's keys, shape ``[B, Hk, T, D]``.
-        v: This rank's values, shape ``[B, Hk, T, D]``.
+        v: This rank's values, shape ``[B, Hk, T, E]``; ``E`` is at most ``D``, and never padded on its way.
         plan: The plan of this sequence length or packing.
         group: The context-parallel group, for every method but USP; None if the plan is for one rank.
         ring_group: USP's ring group.
@@ -85,21 +86,22 @@ def ring_attention(
     Args:
         q: This rank's queries, shape ``[B, Hq, T, D]``.
         k: This rank's keys, shape ``[B, Hk, T, D]``; they travel with ``Hk`` heads, never repeated.
-        v: This rank's values, shape ``[B, Hk, T, D]``.
+        v: This rank's values, shape ``[B, Hk, T, E]``, ``E <= D``.
         plan: A plan with ``method="ring"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
 
     Returns:
-        The attention of this rank's queries with the keys of all ranks, shape and dtype of ``q``. Differentiable once.
+        The attention of this rank's queries with the keys of all ranks, ``[B, Hq, T, E]`` in the dtype of ``q``.
+        Differentiable once.
 
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
     chosen = _check("ring", q, k, v, plan, backend)
     check_group(group, plan.size, plan.rank, "group")
-    return ring_apply(q, k, v, RingSetup(plan, group, chosen, _scale(scale, q)))
+    return _ring_or_direct(q, k, v, RingSetup(plan, group, chosen, _scale(scale, q)))
 
 
 @graph_break
@@ -120,7 +122,7 @@ def allgather_attention(
     Args:
         q: This rank's queries, shape ``[B, Hq, T, D]``.
         k: This rank's keys, shape ``[B, Hk, T, D]``.
-        v: This rank's values, shape ``[B, Hk, T, D]``.
+        v: This rank's values, shape ``[B, Hk, T, E]``, ``E <= D``.
         plan: A plan with ``method="allgather"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
@@ -131,7 +133,7 @@ def allgather_attention(
             token ``plan.global_index()[i]``; FlexAttention masks go through `localize_mask`.
 
     Returns:
-        The attention of this rank's queries, shape and dtype of ``q``. Differentiable once.
+        The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable once.
 
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
@@ -165,7 +167,7 @@ def ulysses_attention(
     Args:
         q: This rank's queries, shape ``[B, Hq, T, D]``; ``plan.size`` divides ``Hq``.
         k: This rank's keys, shape ``[B, Hk, T, D]``.
-        v: This rank's values, shape ``[B, Hk, T, D]``.
+        v: This rank's values, shape ``[B, Hk, T, E]``, ``E <= D``.
         plan: A plan with ``method="ulysses"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
@@ -174,7 +176,7 @@ def ulysses_attention(
             with ``Hq/N`` query heads and the whole sequence in order. FlexAttention fits.
 
     Returns:
-        The attention of this rank's queries, shape and dtype of ``q``. Differentiable as far as ``attn_fn`` is.
+        The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable as far as ``attn_fn`` is.
 
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
@@ -209,7 +211,7 @@ def usp_attention(
     Args:
         q: This rank's queries, shape ``[B, Hq, T, D]``; the Ulysses degree divides ``Hq``.
         k: This rank's keys, shape ``[B, Hk, T, D]``.
-        v: This rank's values, shape ``[B, Hk, T, D]``.
+        v: This rank's values, shape ``[B, Hk, T, E]``, ``E <= D``.
         plan: A plan with ``method="usp"``.
         ring_group: The ranks with this rank's Ulysses number; None if the ring degree is 1.
         ulysses_group: The ranks with this rank's ring number; None if the Ulysses degree is 1.
@@ -217,7 +219,7 @@ def usp_attention(
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
 
     Returns:
-        The attention of this rank's queries, shape and dtype of ``q``. Differentiable once.
+        The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable once.
 
     Raises:
         ValueError: If tensors, groups or backend do not fit the plan, before any communication.
@@ -229,8 +231,12 @@ def usp_attention(
     check_group(ring_group, plan.ring_degree, plan.ring_rank, "ring_group")
     check_group(ulysses_group, plan.ulysses_degree, plan.rank % plan.ulysses_degree, "ulysses_group")
     local_q, local_k, local_v = sequence_for_heads(q, k, v, plan, ulysses_group)
-    out = ring_apply(local_q, local_k, local_v, RingSetup(plan, ring_group, chosen, _scale(scale, q)))
+    out = _ring_or_direct(local_q, local_k, local_v, RingSetup(plan, ring_group, chosen, _scale(scale, q)))
     return heads_for_sequence(out, plan, ulysses_group)
+
+
+def _ring_or_direct(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+    return direct_apply(q, k, v, setup) if setup.plan.direct else ring_apply(q, k, v, setup)
 
 
 def _check(method: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, backend: str | Backend) -> Backend:
@@ -240,7 +246,7 @@ def _check(method: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, ba
             "attention(), which follows the plan."
         )
     for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads), ("v", v, plan.num_kv_heads)):
-        want = (q.shape[0], heads, plan.local_len, q.shape[-1])
+        want = (q.shape[0], heads, plan.local_len, x.shape[-1] if name == "v" else q.shape[-1])
         if x.ndim != 4 or tuple(x.shape) != want:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but the plan wants [batch, heads, local tokens, channels] = "
@@ -252,6 +258,11 @@ def _check(method: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, ba
                 f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}: they must agree. "
                 "Cast before attention."
             )
+    if v.shape[-1] > q.shape[-1]:
+        raise ValueError(
+            f"v has {v.shape[-1]} channels and q has {q.shape[-1]}: values may be narrower than queries and keys, not "
+            "wider. Split the values' channels over two calls."
+        )
     request = Request(q.device, q.dtype, q.shape[-1], len(plan.cu_seqlens) > 2, plan.window is not None)
     return select(backend, request)
 
@@ -262,9 +273,10 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 def _call_local(attn_fn: AttentionFn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = attn_fn(q, k, v)
-    if out.shape != q.shape:
+    if out.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(
-            f"attn_fn returned shape {tuple(out.shape)} for queries {tuple(q.shape)}. It must return [B, Hq, Tq, D]; a "
+            f"attn_fn returned shape {tuple(out.shape)} for queries {tuple(q.shape)} and values {tuple(v.shape)}. It must "
+            "return [B, Hq, Tq, E] with the values' channels; a "
             "kernel that returns (out, lse) or [B, T, H, D] needs a small wrapper."
         )
     return out

@@ -18,11 +18,13 @@ So in the backward, too, both transfers run behind the next block's compute. Out
 Cost: see `titan_cp.planning.costs`. Where a sliding window reaches fewer ranks, the keys stop there and dK, dV go straight
 home.
 
-Limits: the ring needs every rank at every step. Keys travel to ranks that have no tile for them, too.
+Limits: the ring needs every rank at every step. Keys travel to ranks that have no tile for them, too; where that is
+most of them, `titan_cp.methods.direct` sends only the rest.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_cp.backends.backend import Backend, Grads, Saved
+from titan_cp.methods.rows import KeyValues, empty_rows, pack_rows, widen, zero_rows
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
+from titan_cp.planning.tiles import Tile
 
 _KV_TAG, _GRAD_TAG = 0, 1
 """Keys and their gradients are in flight between the same two ranks at once; gloo tells them apart by tag."""
@@ -68,53 +72,75 @@ class _Ring(torch.autograd.Function):
 
 def _ring_forward(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> tuple[Tensor, Tensor]:
     plan, group, backend, scale = setup
-    out, lse = new_accumulators(q)
-    kv = torch.stack([k, v])
-    spare = torch.empty_like(kv) if plan.hops else kv
+    out, lse = new_accumulators(q, v, backend)
+    kv = pack_rows(k, v)
+    spare = empty_rows(k, v, k.shape[2]) if plan.hops else kv
     for step in range(plan.hops + 1):
-        transfer = _send_on(kv, spare, group, 1, _KV_TAG) if step < plan.hops else []
+        transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
         holder = (plan.ring_rank - step) % plan.ring_degree
-        backend.forward(q, kv[0], kv[1], plan.tiles(holder), scale, out, lse)
-        _wait(transfer)
+        backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), plan.tiles(holder), scale, out, lse)
+        wait_all(transfer)
         kv, spare = spare, kv
-    return out.to(q.dtype), lse
+    return out[..., : v.shape[-1]].to(q.dtype), lse
 
 
 def _ring_backward(saved: Saved, setup: RingSetup) -> tuple[Tensor, Tensor, Tensor]:
     plan, group, backend, scale = setup
     wide = accumulator_dtype(saved.q.dtype)
     grad_q = torch.zeros(saved.q.shape, dtype=wide, device=saved.q.device)
-    kv = torch.stack([saved.k, saved.v])
-    spare = torch.empty_like(kv) if plan.hops else kv
+    rows = saved.k.shape[2]
+    kv = pack_rows(saved.k, saved.v)
+    spare = empty_rows(saved.k, saved.v, rows) if plan.hops else kv
+    widened = widen_saved(saved, backend)
     # The gradient of the block at hand: ours is added to what the ranks before us have sent.
-    arriving: Tensor | None = None
+    arriving: KeyValues | None = None
     grad_transfer: list[dist.Work] = []
-    grad_kv = torch.empty(0)
+    grad_kv = kv
     for step in range(plan.hops + 1):
-        transfer = _send_on(kv, spare, group, 1, _KV_TAG) if step < plan.hops else []
+        transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
         holder = (plan.ring_rank - step) % plan.ring_degree
-        block_grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-        block = saved._replace(k=kv[0], v=kv[1])
-        backend.backward(block, plan.tiles(holder), scale, Grads(grad_q, block_grad[0], block_grad[1]))
+        block_grad = block_gradients(widened, kv, backend, plan.tiles(holder), scale, grad_q)
         # Also ends the sending of the previous block's gradient, whose buffer is free from here on.
-        _wait(grad_transfer)
-        grad_kv = block_grad if arriving is None else block_grad.add_(arriving)
+        wait_all(grad_transfer)
+        if arriving is not None:
+            block_grad.buffer.add_(arriving.buffer)
+        grad_kv = block_grad
         if plan.hops:
             # The last one goes home, however far that is; after a full round home is the next rank.
             distance = 1 if step < plan.hops else -plan.hops
-            arriving = torch.empty_like(grad_kv)
-            grad_transfer = _send_on(grad_kv, arriving, group, distance, _GRAD_TAG)
-        _wait(transfer)
+            arriving = empty_rows(saved.k, saved.v, rows, wide)
+            grad_transfer = _send_on(grad_kv.buffer, arriving.buffer, group, distance, _GRAD_TAG)
+        wait_all(transfer)
         kv, spare = spare, kv
-    _wait(grad_transfer)
+    wait_all(grad_transfer)
     home = grad_kv if arriving is None else arriving
-    return grad_q.to(saved.q.dtype), home[0].to(saved.k.dtype), home[1].to(saved.v.dtype)
+    return grad_q.to(saved.q.dtype), home.k.to(saved.k.dtype), home.v.to(saved.v.dtype)
 
 
-def new_accumulators(q: Tensor) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of attention to no keys yet: zeros and -inf."""
+def widen_saved(saved: Saved, backend: Backend) -> Saved:
+    """What the backward of every block shares, as wide as the backend's kernels need it."""
+    width = saved.q.shape[-1]
+    return saved._replace(grad_out=widen(saved.grad_out, backend, width), out=widen(saved.out, backend, width))
+
+
+def block_gradients(
+    saved: Saved, kv: KeyValues, backend: Backend, tiles: Sequence[Tile], scale: float, grad_q: Tensor
+) -> KeyValues:
+    """The gradients of the keys and values of one block; those of the queries are added to ``grad_q``."""
+    grads = zero_rows(kv.k, kv.v, kv.k.shape[2], grad_q.dtype)
+    v = widen(kv.v, backend, saved.q.shape[-1])
+    grad_v = grads.v if v.shape == kv.v.shape else torch.zeros(v.shape, dtype=grad_q.dtype, device=v.device)
+    backend.backward(saved._replace(k=kv.k, v=v), tiles, scale, Grads(grad_q, grads.k, grad_v))
+    if grad_v is not grads.v:
+        grads.v.copy_(grad_v[..., : kv.v.shape[-1]])
+    return grads
+
+
+def new_accumulators(q: Tensor, v: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of attention to no keys yet: zeros and -inf; ``out`` as wide as the backend's kernels make it."""
     wide = accumulator_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    channels = v.shape[-1] if backend.narrow_values else q.shape[-1]
+    out = torch.zeros((*q.shape[:-1], channels), dtype=wide, device=q.device)
     return out, torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
 
 
@@ -133,6 +159,7 @@ def _send_on(
     )
 
 
-def _wait(works: list[dist.Work]) -> None:
+def wait_all(works: list[dist.Work]) -> None:
+    """Wait for every transfer."""
     for work in works:
         work.wait()

@@ -6,7 +6,7 @@ Idea: one all-to-all turns "all heads, ``S/u`` tokens" into "``Hq/u`` heads, all
 together; any local attention function runs; one more all-to-all brings the output back. KV heads fewer than ranks (or
 not a multiple) are repeated to the least common multiple; their gradients are summed in float32.
 
-Cost: (2 Hq + 2 Hk') (S/u) D b (u-1)/u bytes each way; see `titan_cp.planning.costs`.
+Cost: (Hq + Hk') (S/u) (D + E) b (u-1)/u bytes each way (E channels of a value); see `titan_cp.planning.costs`.
 
 Limits: ``u`` must divide the query heads. Nothing overlaps: the all-to-all must end before attention begins.
 
@@ -69,33 +69,35 @@ class _Collect(torch.autograd.Function):
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending, in one all-to-all."""
-    size = group.size()
-    counts = [t.shape[1] // size for t in tensors]
-    by_rank = torch.cat([t.unflatten(1, (size, -1)) for t in tensors], dim=2).transpose(0, 1).contiguous()
-    received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=group)
-    # [u, B, h, T, D]: the first dim is now the token's rank.
-    joined = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending, in one all-to-all; each may have its own D."""
+    by_rank = [t.unflatten(1, (group.size(), -1)).transpose(0, 1) for t in tensors]
     order = _rank_order(plan)
-    if order is not None:
-        joined = joined.index_select(2, order.argsort().to(joined.device))
-    return tuple(part.contiguous() for part in joined.split(counts, dim=1))
+    index = None if order is None else order.argsort().to(tensors[0].device)
+    # [u, B, h, T, D]: the first dim is now the token's rank.
+    joined = (t.permute(1, 2, 0, 3, 4).flatten(2, 3) for t in _exchange(by_rank, group))
+    return tuple(t if index is None else t.index_select(2, index) for t in joined)
 
 
 def _to_heads(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """The inverse of `_to_sequence`."""
-    size = group.size()
-    counts = [t.shape[1] for t in tensors]
-    joined = torch.cat(tensors, dim=1)
     order = _rank_order(plan)
     if order is not None:
-        joined = joined.index_select(2, order.to(joined.device))
-    by_rank = joined.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=group)
+        index = order.to(tensors[0].device)
+        tensors = tuple(t.index_select(2, index) for t in tensors)
+    by_rank = [t.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4) for t in tensors]
     # [u, B, h, T, D]: the first dim is now the head's rank.
-    return tuple(part.transpose(0, 1).flatten(1, 2) for part in received.split(counts, dim=2))
+    return tuple(t.transpose(0, 1).flatten(1, 2) for t in _exchange(by_rank, group))
+
+
+def _exchange(by_rank: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """All-to-all over the first dim of several tensors in one message."""
+    sizes = [t[0].numel() for t in by_rank]
+    sent = by_rank[0].new_empty((group.size(), sum(sizes)))
+    for into, t in zip(sent.split(sizes, dim=1), by_rank, strict=True):
+        into.unflatten(1, t.shape[1:]).copy_(t)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return [part.unflatten(1, t.shape[1:]) for part, t in zip(received.split(sizes, dim=1), by_rank, strict=True)]
 
 
 def _sum_repeats(grad: Tensor, kv_heads: int) -> Tensor:

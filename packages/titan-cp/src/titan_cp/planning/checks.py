@@ -16,7 +16,7 @@ def check_arguments(
     rank: int,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    head_dims: tuple[int, int],
     window: int | None,
     block_size: int,
     method: str,
@@ -29,7 +29,7 @@ def check_arguments(
         ValueError: On the first argument that cannot work.
     """
     for name, value in (("size", size), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
-                        ("head_dim", head_dim), ("block_size", block_size)):  # fmt: skip
+                        ("head_dim", head_dims[0]), ("value_dim", head_dims[1]), ("block_size", block_size)):  # fmt: skip
         if value < 1:
             raise ValueError(f"{name}={value} is not a positive number. Use 1 or more.")
     if not 0 <= rank < size:
@@ -38,6 +38,11 @@ def check_arguments(
         raise ValueError(
             f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}: query heads could not share KV heads "
             f"equally. Use one of {divisors(num_heads)}."
+        )
+    if head_dims[1] > head_dims[0]:
+        raise ValueError(
+            f"value_dim={head_dims[1]} is wider than head_dim={head_dims[0]}. Values may be narrower than queries and keys, "
+            "not wider."
         )
     if window is not None and window < 1:
         raise ValueError(

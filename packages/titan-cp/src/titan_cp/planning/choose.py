@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from titan_cp.planning.checks import divisors
 from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes, work_matrix
+from titan_cp.planning.documents import deal_documents, work_of
+from titan_cp.planning.exchange import rows_needed
 from titan_cp.planning.layouts import layout_multiple, plan_ranges
 
 BALANCED = 1.05
@@ -75,6 +77,10 @@ def choose_layout(
     if not causal and not packed and window is None:
         return "contiguous", "auto: without a causal mask every token costs the same"
     usual = "per_document" if packed else "zigzag"
+    if packed and window is None:
+        dealt = _documents_if_better(cu_seqlens, ring_degree, causal=causal)
+        if dealt is not None:
+            return "documents", dealt
     reasons = {
         "contiguous": "the window keeps it balanced, with the fewest ring hops",
         "per_document": "costs start again at each document, so each is split head and tail",
@@ -99,6 +105,25 @@ def choose_layout(
     return best, f"auto: the least unbalanced with this window and length ({tried})"
 
 
+def _documents_if_better(cu_seqlens: Sequence[int], ring_degree: int, *, causal: bool) -> str | None:
+    """Why whole documents are better dealt out than split, None if they are not: balanced, and half the keys stay."""
+    bounds = tuple(cu_seqlens)
+    if bounds[-1] % ring_degree:
+        bounds = (*bounds, -(-bounds[-1] // ring_degree) * ring_degree)
+    ranges = deal_documents(bounds, ring_degree, causal, None)
+    work = work_of(ranges, bounds, causal=causal, window=None)
+    imbalance = float(work.max() * ring_degree / work.sum())
+    if imbalance > BALANCED:
+        return None
+    needed = rows_needed(ranges, bounds, causal=causal, window=None).sum(axis=1)
+    share = float(needed.max()) / (bounds[-1] * (ring_degree - 1) / ring_degree)
+    if share > 0.5:
+        return None
+    return (
+        f"auto: short documents stay whole, so a rank needs {share:.1%} of the others' keys (imbalance {imbalance:.3f})"
+    )
+
+
 def _bytes(method: str, shape: AttentionShape, ulysses_degree: int, ring_degree: int) -> int:
     """Bytes forward + backward of a length that divides evenly, with the full number of hops."""
     even = AttentionShape(
@@ -106,6 +131,7 @@ def _bytes(method: str, shape: AttentionShape, ulysses_degree: int, ring_degree:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
         dtype=shape.dtype,
     )
     return total_bytes(

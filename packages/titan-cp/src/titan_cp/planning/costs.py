@@ -1,17 +1,19 @@
 """What each method costs: bytes sent, bytes kept, and query-key pairs computed. Closed forms, no ranks needed.
 
 Per rank, one attention layer, one batch row. ``N`` ranks = ``u`` Ulysses × ``r`` ring, ``S`` tokens, ``Hq`` query
-heads, ``Hk`` KV heads, ``D`` channels, ``b`` bytes an element, ``a`` bytes an accumulator (4; 8 for float64), ``h``
-ring hops (``r - 1`` unless the window reaches fewer ranks)::
+heads, ``Hk`` KV heads, ``D`` channels of a query or key, ``E`` of a value, ``b`` bytes an element, ``a`` bytes an
+accumulator (4; 8 for float64), ``h`` ring hops (``r - 1`` unless the window reaches fewer ranks)::
 
-    ring        forward  h · KV                       KV = 2 (S/N) Hk D b
-                backward h · KV + (h + 1) · dKV       dKV = 2 (S/N) Hk D a   (it also travels home)
+    ring        forward  h · KV                       KV = (S/N) Hk (D + E) b
+                backward h · KV + (h + 1) · dKV       dKV = (S/N) Hk (D + E) a   (it also travels home)
+    ... direct  forward  the rows that others see, Hk (D + E) b each; backward those again, and Hk (D + E) a for each row
+                received (packed documents and windows, see `titan_cp.planning.exchange`)
     all-gather  forward  (N - 1) · KV
                 backward (N - 1) · (KV + dKV)
-    Ulysses     each way (2 Hq + 2 Hk') (S/N) D b (u - 1)/u,  Hk' = lcm(Hk, u): KV heads repeated where needed
+    Ulysses     each way (Hq + Hk') (S/N) (D + E) b (u - 1)/u,  Hk' = lcm(Hk, u): KV heads repeated where needed
     USP         Ulysses over u, then the ring over r with Hk'/u heads and S/r tokens
 
-    saved for the backward   (S/N) ((2 Hq + 2 Hk) D b + Hq a), with Hk' for Hk under Ulysses: flat in N for S/N fixed
+    saved for the backward   (S/N) ((Hq + Hk) (D + E) b + Hq a), with Hk' for Hk under Ulysses: flat in N for S/N fixed
 
 Source: byte counts as derived for ring attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509) and USP
 (arXiv 2405.07719), with float32 dKV.
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_cp.planning.layouts import Ranges, document_pieces
+from titan_cp.planning.ranges import Ranges, document_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,18 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRows:
+    """Rows of keys that one rank sends and receives where they go straight to the ranks that see them."""
+
+    sent: int
+    received: int
+    largest_round: int
+    """Received at the same time."""
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,9 +79,15 @@ def kv_heads_for(num_kv_heads: int, ulysses_degree: int) -> int:
 
 
 def plan_costs(
-    method: str, shape: AttentionShape, *, ulysses_degree: int, ring_degree: int, hops: int
+    method: str,
+    shape: AttentionShape,
+    *,
+    ulysses_degree: int,
+    ring_degree: int,
+    hops: int = 0,
+    direct: DirectRows | None = None,
 ) -> AttentionCosts:
-    """The closed forms of the module's docstring, for one rank."""
+    """The closed forms of the module's docstring, for one rank; ``direct`` where keys do not go round the ring."""
     size = ulysses_degree * ring_degree
     element, wide_element = (
         torch.empty((), dtype=d).element_size() for d in (shape.dtype, accumulator_dtype(shape.dtype))
@@ -76,26 +95,30 @@ def plan_costs(
     kv_heads = kv_heads_for(shape.num_kv_heads, ulysses_degree)
     tokens = shape.seq_len // size
     # What a rank computes on has the same size before and after the all-to-all.
-    q, kv = (tokens * heads * shape.head_dim * element for heads in (shape.num_heads, 2 * kv_heads))
-    wide_q, wide_kv = (x // element * wide_element for x in (q, kv))
+    q, out = (tokens * shape.num_heads * dim * element for dim in (shape.head_dim, shape.value_dim))
+    row = kv_heads * (shape.head_dim + shape.value_dim) * element
+    kv, wide = tokens * row, wide_element // element
     lse = tokens * shape.num_heads * wide_element
-    exchanged = (2 * q + kv) * (ulysses_degree - 1) // ulysses_degree
+    exchanged = (q + out + kv) * (ulysses_degree - 1) // ulysses_degree
+    buffers = _Buffers(q, out, kv, q * wide, out * wide, kv * wide, lse)
     if method == "allgather":
-        forward, backward = (size - 1) * kv, (size - 1) * (kv + wide_kv)
+        forward, backward = (size - 1) * kv, (size - 1) * kv * (1 + wide)
+        transient = buffers.allgather(size, kv_heads)
+    elif direct is not None:
+        row //= ulysses_degree  # the all-to-all has shared the heads out
+        forward = exchanged + direct.sent * row
+        backward = exchanged + (direct.sent + direct.received * wide) * row
+        transient = buffers.direct(direct.largest_round * row, wide)
     else:
         forward = exchanged + hops * kv
-        backward = exchanged + hops * kv + (hops + 1) * wide_kv * (hops > 0)
-    buffers = _Buffers(q, kv, wide_q, wide_kv, lse)
-    if method == "allgather":
-        transient = buffers.allgather(size, kv_heads)
-    else:
+        backward = exchanged + hops * kv + (hops + 1) * kv * wide * (hops > 0)
         transient = buffers.ring(hops)
     if ulysses_degree > 1:
         transient = buffers.around_ulysses(transient, repeated=kv_heads > shape.num_kv_heads)
     return AttentionCosts(
         forward_bytes=forward,
         backward_bytes=backward,
-        saved_bytes=2 * q + kv + lse,
+        saved_bytes=q + out + kv + lse,
         forward_buffer_bytes=transient[0],
         backward_buffer_bytes=transient[1],
     )
@@ -109,31 +132,39 @@ class _Buffers:
     """
 
     q: int
+    out: int
     kv: int
     """Keys and values together."""
     wide_q: int
     """Queries' size in the accumulators' dtype."""
+    wide_out: int
     wide_kv: int
     lse: int
 
     @property
     def cast(self) -> int:
         """A block's output in the accumulators' dtype, where that is another than the queries'."""
-        return self.wide_q if self.wide_q != self.q else 0
+        return self.wide_out if self.wide_out != self.out else 0
 
     def ring(self, hops: int) -> tuple[int, int]:
         """Two KV buffers; in the backward three dKV: computed, arriving, and leaving."""
         turns = 2 if hops else 1
-        forward = self.wide_q + self.lse + self.q + self.cast + turns * self.kv
+        forward = self.wide_out + self.lse + self.out + self.cast + turns * self.kv
         backward = self.wide_q + turns * self.kv + (3 if hops else 1) * self.wide_kv + self.q + self.kv
+        return forward, backward
+
+    def direct(self, received: int, wide: int) -> tuple[int, int]:
+        """The rows of one round twice (arriving, in order), its gradients twice, and the rank's own gradients."""
+        forward = self.wide_out + self.lse + self.out + self.cast + 2 * received
+        backward = self.wide_q + self.wide_kv + (2 + 2 * wide) * received + self.q + self.kv
         return forward, backward
 
     def allgather(self, size: int, kv_heads: int) -> tuple[int, int]:
         """Per KV head: in use, in flight, and being put in order; gradients: computed, reordered, in flight."""
         head, wide_head = size * self.kv // kv_heads, size * self.wide_kv // kv_heads
-        block = (self.q + self.cast) // kv_heads
+        block = (self.out + self.cast) // kv_heads
         gathered = min(kv_heads + 2, 5) * head  # the pipeline is short when heads are few
-        forward = self.wide_q + self.lse + self.kv + block + gathered
+        forward = self.wide_out + self.lse + self.kv + block + gathered
         backward = self.wide_q + 2 * self.kv + gathered + 3 * wide_head + block
         return forward, backward
 
@@ -156,7 +187,7 @@ def crossover_size(shape: AttentionShape, limit: int = 4096) -> int | None:
         # The ratio does not depend on the length; one that every size divides keeps the arithmetic exact.
         even = AttentionShape(
             seq_len=size, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-            dtype=shape.dtype,
+            value_dim=shape.value_dim, dtype=shape.dtype,
         )  # fmt: skip
         ring = plan_costs("ring", even, ulysses_degree=1, ring_degree=size, hops=size - 1)
         ulysses = plan_costs("ulysses", even, ulysses_degree=size, ring_degree=1, hops=0)

@@ -31,10 +31,7 @@ def explain_plan(plan: PlanNumbers) -> str:
         f"work        {least} to {most} pair-heads a rank, imbalance {plan.imbalance:.3f}",
     ]
     if plan.method in ("ring", "usp") and plan.ring_degree > 1:
-        lines.append(
-            f"ring        {plan.hops} of {plan.ring_degree - 1} hops needed; imbalance if ranks wait at each step "
-            f"{plan.step_imbalance:.3f}"
-        )
+        lines.append(f"ring        {_ring_line(plan)}")
     lines.append(
         f"crossover   Ulysses sends less than the full ring from {crossover} ranks on"
         if crossover
@@ -42,6 +39,20 @@ def explain_plan(plan: PlanNumbers) -> str:
     )
     lines.append("            (bytes are per rank, one layer, one batch row)")
     return "\n".join(lines)
+
+
+def _ring_line(plan: PlanNumbers) -> str:
+    if plan.direct:
+        others = plan.pad_to - plan.ring_len
+        most, mean = max(plan.sent_rows), sum(plan.sent_rows) / plan.ring_degree
+        return (
+            f"keys go straight to the ranks that see them, in {len(plan.rounds)} rounds: {mean / others:.2%} of the others' "
+            f"on average, {most / others:.2%} from the busiest rank"
+        )
+    return (
+        f"{plan.hops} of {plan.ring_degree - 1} hops needed; imbalance if ranks wait at each step "
+        f"{plan.step_imbalance:.3f}"
+    )
 
 
 def _size(count: int) -> str:

@@ -12,6 +12,8 @@ step of ring attention be described by a few rectangles and staircases (see `tit
   document; **not** for packed ones, whose costs start again at each boundary.
 - ``per_document``: the head-and-tail pairing inside each document, chunks as uneven as the lengths demand; leftover
   tokens go to the ranks that hold the fewest. No document needs padding, one token long or a million.
+- ``documents``: short documents whole on one rank, long ones split over as many ranks as their work takes; balanced like
+  ``per_document``, and few keys travel (see `titan_cp.planning.documents`).
 - ``block``: blocks of ``block_size`` tokens, heaviest first, each to the lightest rank that has room.
 
 Limits: all rows of a batch share one set of documents.
@@ -20,19 +22,24 @@ Source: head-and-tail pairing as in Megatron-LM and in "Striped Attention" (arXi
 scheduling (Graham, 1969) for blocks.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-Ranges = tuple[tuple[int, int], ...]
-"""Sorted, disjoint, non-empty half-open token ranges over the packed sequence."""
+from titan_cp.planning.documents import deal_documents
+from titan_cp.planning.ranges import Ranges, attended_pairs, document_pieces, join_ranges
 
-LAYOUTS = ("contiguous", "zigzag", "per_document", "block")
+LAYOUTS = ("contiguous", "zigzag", "per_document", "documents", "block")
 
 
 def layout_multiple(layout: str, size: int, block_size: int) -> int:
     """The number that a sequence length must be a multiple of, for ``size`` ranks to hold equal token counts."""
-    return {"contiguous": size, "zigzag": 2 * size, "per_document": size, "block": block_size * size}[layout]
+    return {
+        "contiguous": size,
+        "zigzag": 2 * size,
+        "per_document": size,
+        "documents": size,
+        "block": block_size * size,
+    }[layout]
 
 
 def plan_ranges(
@@ -59,57 +66,11 @@ def plan_ranges(
         part = seq_len // (2 * size)
         chunks = [(c * part, (c + 1) * part) for c in range(2 * size)]
         return tuple(join_ranges([chunks[r], chunks[2 * size - 1 - r]]) for r in range(size))
+    if layout == "documents":
+        return deal_documents(tuple(cu_seqlens), size, causal, window)
     if layout == "per_document":
         return _per_document(cu_seqlens, size, causal=causal, window=window)
     return _block(cu_seqlens, size, block_size, causal=causal, window=window)
-
-
-def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Sort ranges, drop empty ones and join those that touch."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if start == stop:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
-
-
-def split_ranges(ranges: Ranges, parts: int) -> tuple[Ranges, ...]:
-    """Cut the token list that ``ranges`` describes into ``parts`` consecutive pieces of equal token count."""
-    each = sum(stop - start for start, stop in ranges) // parts
-    pieces: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
-    filled = 0
-    for start, stop in ranges:
-        while start < stop:
-            piece = filled // each
-            take = min(stop - start, (piece + 1) * each - filled)
-            pieces[piece].append((start, start + take))
-            start += take
-            filled += take
-    return tuple(join_ranges(piece) for piece in pieces)
-
-
-def attended_pairs(start: int, stop: int, length: int, *, causal: bool, window: int | None) -> int:
-    """Query-key pairs computed for the positions ``[start, stop)`` of a document of ``length`` tokens."""
-    if window is None:
-        if not causal:
-            return (stop - start) * length
-        return (stop * (stop + 1) - start * (start + 1)) // 2
-    # Position t sees min(t, w-1) tokens before it, itself, and (not causal) min(length-1-t, w-1) after it.
-    before = _capped_sum(stop, window - 1) - _capped_sum(start, window - 1)
-    if causal:
-        return before + (stop - start)
-    after = _capped_sum(length - start, window - 1) - _capped_sum(length - stop, window - 1)
-    return before + after + (stop - start)
-
-
-def _capped_sum(n: int, cap: int) -> int:
-    """``sum(min(t, cap) for t in range(n))``."""
-    low = min(n, cap)
-    return low * (low - 1) // 2 + max(n - cap, 0) * cap
 
 
 def _per_document(cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None) -> tuple[Ranges, ...]:
@@ -169,17 +130,3 @@ def _block_pairs(block: tuple[int, int], cu_seqlens: Sequence[int], *, causal: b
         attended_pairs(start, stop, length, causal=causal, window=window)
         for _, start, stop, length in document_pieces((block,), cu_seqlens)
     ]
-
-
-def document_pieces(ranges: Ranges, cu_seqlens: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Cut ranges at document boundaries: ``(document, first position, last position + 1, document length)`` each."""
-    pieces: list[tuple[int, int, int, int]] = []
-    for start, stop in ranges:
-        document = bisect_right(cu_seqlens, start) - 1
-        while start < stop:
-            begin, end = cu_seqlens[document], cu_seqlens[document + 1]
-            cut = min(stop, end)
-            pieces.append((document, start - begin, cut - begin, end - begin))
-            start = cut
-            document += 1
-    return pieces

@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from titan_cp.planning.costs import (
     AttentionCosts,
     AttentionShape,
+    DirectRows,
     crossover_size,
     kv_heads_for,
     plan_costs,
     work_matrix,
 )
-from titan_cp.planning.layouts import Ranges, plan_ranges, split_ranges
+from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
+from titan_cp.planning.layouts import plan_ranges
+from titan_cp.planning.ranges import Ranges, split_ranges
 from titan_cp.planning.tiles import Tile, plan_tiles
 
 
@@ -35,7 +38,7 @@ class PlanNumbers:
     method: str
     """``ring``, ``allgather``, ``ulysses`` or ``usp``."""
     layout: str
-    """``contiguous``, ``zigzag``, ``per_document`` or ``block``."""
+    """``contiguous``, ``zigzag``, ``per_document``, ``documents`` or ``block``."""
     ulysses_degree: int
     """Ranks that share the heads; 1 for the ring and all-gather."""
     causal: bool
@@ -47,7 +50,9 @@ class PlanNumbers:
     num_kv_heads: int
     """KV heads."""
     head_dim: int
-    """Channels a head."""
+    """Channels of a query or key head."""
+    value_dim: int
+    """Channels of a value head."""
     dtype: torch.dtype
     """Dtype of the queries."""
     block_size: int
@@ -128,8 +133,55 @@ class PlanNumbers:
         return max(int(i - j) % self.ring_degree for i, j in needed)
 
     @cached_property
+    def rows_needed(self) -> NDArray[np.int64]:
+        """Rows of ring rank ``j``'s keys that ring rank ``i``'s queries see, ``[i, j]``; a rank's own are not counted."""
+        return rows_needed(self.ring_ranges, self.cu_seqlens, causal=self.causal, window=self.window)
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether keys go straight to the ranks that see them, rather than round the ring.
+
+        So where no rank needs more than half of the others' rows. Where most rows are needed everywhere, the ring sends
+        as little, and only between neighbours.
+        """
+        if self.ring_degree == 1 or self.method == "allgather":
+            return False
+        if self.window is None and (self.layout in ("zigzag", "per_document") or len(self.cu_seqlens) == 2):
+            return False  # about three quarters are needed
+        most = int(self.rows_needed.sum(axis=1).max())
+        return 2 * most <= self.pad_to * (self.ring_degree - 1) // self.ring_degree
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """What this rank exchanges where `direct` holds."""
+        return plan_rounds(
+            self.ring_ranges, self.rows_needed, self.ring_rank, self.cu_seqlens, causal=self.causal, window=self.window
+        )
+
+    @cached_property
+    def sent_rows(self) -> tuple[int, ...]:
+        """Rows of keys that each ring rank sends in one forward, values with them; backward sends as many again."""
+        if self.method == "allgather":
+            return (self.ring_len * (self.ring_degree - 1),) * self.ring_degree
+        if self.direct:
+            return tuple(int(rows) for rows in self.rows_needed.sum(axis=0))
+        return (self.ring_len * self.hops,) * self.ring_degree
+
+    @property
+    def ring_len(self) -> int:
+        """Tokens that a ring rank computes on."""
+        return self.pad_to // self.ring_degree
+
+    @cached_property
     def costs(self) -> AttentionCosts:
-        """Bytes sent, saved and buffered, per rank, for one batch row."""
+        """Bytes sent, saved and buffered, per rank, for one batch row; on this rank, where ranks differ."""
+        if self.direct:
+            largest = max((sum(stop - start for start, stop in r.tokens) for r in self.rounds), default=0)
+            received = int(self.rows_needed[self.ring_rank].sum())
+            rows = DirectRows(self.sent_rows[self.ring_rank], received, largest)
+            return plan_costs(
+                self.method, self.shape, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, direct=rows
+            )
         return plan_costs(
             self.method, self.shape, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, hops=self.hops
         )
@@ -142,6 +194,7 @@ class PlanNumbers:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             dtype=self.dtype,
         )
 
@@ -156,6 +209,16 @@ class PlanNumbers:
         if key not in self._tiles:
             self._tiles[key] = plan_tiles(
                 self.ring_ranges[key[0]], self.ring_ranges[k_rank], self.cu_seqlens, causal=self.causal,
+                window=self.window,
+            )  # fmt: skip
+        return self._tiles[key]
+
+    def round_tiles(self, index: int) -> tuple[Tile, ...]:
+        """The tiles of this rank's queries with the keys it receives in round ``index``."""
+        key = (self.ring_rank, -2 - index)
+        if key not in self._tiles:
+            self._tiles[key] = plan_tiles(
+                self.ring_ranges[key[0]], self.rounds[index].tokens, self.cu_seqlens, causal=self.causal,
                 window=self.window,
             )  # fmt: skip
         return self._tiles[key]

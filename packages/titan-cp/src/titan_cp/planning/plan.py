@@ -7,6 +7,7 @@ loader, the rotary positions and the attention.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def plan(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int = 128,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     method: str = "auto",
     layout: str = "auto",
@@ -54,10 +56,12 @@ def plan(
         rank: This rank's number in that group.
         num_heads: Query heads (of this rank's tensors, if tensor parallelism has split them).
         num_kv_heads: KV heads, a divisor of ``num_heads``; None for as many.
-        head_dim: Channels a head; for the byte counts.
+        head_dim: Channels of a query or key head; for the byte counts.
+        value_dim: Channels of a value head, at most ``head_dim``; None for as many. For the byte counts.
         dtype: Dtype of the queries; for the byte counts.
         method: ``ring``, ``allgather``, ``ulysses``, ``usp``, or ``auto``: the fewest bytes forward + backward.
-        layout: ``contiguous``, ``zigzag``, ``per_document``, ``block``, or ``auto``: the balanced one.
+        layout: ``contiguous``, ``zigzag``, ``per_document``, ``documents``, ``block``, or ``auto``: the balanced one that
+            sends least.
         ulysses_degree: Ranks that share the heads under ``usp``; None for the divisor of ``size`` that sends least.
         causal: Whether a token attends only to itself and earlier tokens.
         window: A token attends to tokens less than ``window`` away; None for no limit.
@@ -72,12 +76,29 @@ def plan(
             legal choice.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_arguments(size, rank, num_heads, num_kv_heads, head_dim, window, block_size, method, layout, ulysses_degree)
+    value_dim = head_dim if value_dim is None else value_dim
+    check_arguments(
+        size, rank, num_heads, num_kv_heads, (head_dim, value_dim), window, block_size, method, layout, ulysses_degree
+    )
     documents = check_documents(seq_len, cu_seqlens)
+    return _plan(
+        documents, size, rank, num_heads, num_kv_heads, head_dim, value_dim, dtype, method, layout, ulysses_degree, causal,
+        window, block_size, pad,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    documents: tuple[int, ...], size: int, rank: int, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int,
+    dtype: torch.dtype, method: str, layout: str, ulysses_degree: int | None, causal: bool, window: int | None,
+    block_size: int, pad: bool,
+) -> "AttentionPlan":  # fmt: skip
+    """`plan` of checked arguments. Kept: the plan of a packing that comes again holds its tiles already."""
     wanted = documents[-1]
     shape = AttentionShape(
-        seq_len=wanted, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
-    )
+        seq_len=wanted, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
+        dtype=dtype,
+    )  # fmt: skip
     chosen, method_reason = choose_method(method, shape, size, ulysses_degree)
     ulysses, ring = plan_degrees(chosen, shape, size, ulysses_degree)
     layout, layout_reason = choose_layout(
@@ -101,6 +122,7 @@ def plan(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         dtype=dtype,
         block_size=block_size,
         reasons=(method_reason, layout_reason),

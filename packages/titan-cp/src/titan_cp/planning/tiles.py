@@ -27,7 +27,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from titan_cp.planning.layouts import Ranges, document_pieces
+from titan_cp.planning.ranges import Ranges, document_pieces
 
 
 @dataclass(frozen=True, slots=True)

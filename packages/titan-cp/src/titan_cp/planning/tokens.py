@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_cp.planning.groups import check_group
-from titan_cp.planning.layouts import Ranges, document_pieces
+from titan_cp.planning.ranges import Ranges, document_pieces
 
 
 def range_index(ranges: Ranges, device: torch.device | str) -> Tensor:
