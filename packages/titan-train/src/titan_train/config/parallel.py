@@ -106,8 +106,8 @@ class ContextConfig:
     method: Literal["auto", "ring", "allgather", "ulysses", "usp"] = "auto"
     """auto takes what sends the fewest bytes."""
 
-    layout: Literal["auto", "contiguous", "zigzag", "per_document", "block"] = "auto"
-    """Which tokens a rank holds; auto takes the balanced one."""
+    layout: Literal["auto", "contiguous", "zigzag", "per_document", "documents", "block"] = "auto"
+    """Which tokens each rank holds; auto takes the balanced layout that sends least."""
 
     ulysses_degree: int = 0
     """Ranks that share the heads under usp; 0 takes what sends least."""

@@ -33,18 +33,16 @@ class CachedAttention(nn.Module):
         self.keys: Tensor | None = None
         """``[B, K, T, D]``; unused positions are zero."""
         self.values: Tensor | None = None
-        """Same."""
+        """``[B, K, T, E]``; E is at most D."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Store the new keys and values, then attend; shapes as in `CausalAttention.forward`."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.keys is None or self.values is None:
-            shape = (k.shape[0], k.shape[1], self.length, k.shape[3])
-            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+            self.keys, self.values = (x.new_zeros((*x.shape[:2], self.length, x.shape[3])) for x in (k, v))
         positions = context.positions.expand(k.shape[0], -1)
-        where = positions[:, None, :, None].expand_as(k)
-        self.keys.scatter_(2, where, k)
-        self.values.scatter_(2, where, v)
+        for into, x in ((self.keys, k), (self.values, v)):
+            into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
         visible = torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
         return attend(q, self.keys, self.values, visible).transpose(1, 2)
 

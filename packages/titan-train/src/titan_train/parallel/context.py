@@ -59,6 +59,8 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    """Channels of a value head; None takes ``head_dim``."""
 
     @classmethod
     def of(cls, model: nn.Module, tp: int) -> "Heads":
@@ -73,7 +75,7 @@ class Heads:
                 f"parallel.cp: {type(model).__name__} has no titan_train.models.CausalAttention to replace. Use it in your "
                 "model for the part that takes queries, keys and values, or set parallel.cp=1."
             )
-        return cls(max(1, inner.num_heads // tp), max(1, inner.num_kv_heads // tp), inner.head_dim)
+        return cls(max(1, inner.num_heads // tp), max(1, inner.num_kv_heads // tp), inner.head_dim, inner.value_dim)
 
 
 class ContextParallelism:
@@ -141,7 +143,7 @@ class ContextAttention(nn.Module):
         Args:
             q: ``[B, S, H, D]``.
             k: ``[B, S, K, D]``.
-            v: ``[B, S, K, D]``.
+            v: ``[B, S, K, E]``, E at most D.
             context: With its ``attention_plan``.
         """
         return self._attention(q, k, v, plan=context.attention_plan.plan)
@@ -174,6 +176,7 @@ def plan_rows(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
+        value_dim=heads.value_dim,
         dtype=dtype,
         method=method,
         layout=config.layout,

@@ -49,7 +49,7 @@ class CausalAttention(nn.Module):
             num_heads: H.
             num_kv_heads: K.
             head_dim: D.
-            value_dim: Channels of a value that carry data, where values are padded to D; None takes D.
+            value_dim: E, channels of a value, at most D; None takes D.
         """
         super().__init__()
         self.num_heads = num_heads
@@ -63,11 +63,11 @@ class CausalAttention(nn.Module):
         Args:
             q: Queries ``[B, S, H, D]``.
             k: Keys ``[B, S, K, D]``.
-            v: Values ``[B, S, K, D]``.
+            v: Values ``[B, S, K, E]``.
             context: Of this batch.
 
         Returns:
-            ``[B, S, H, D]``, in the dtype of ``q``.
+            ``[B, S, H, E]``, in the dtype of ``q``.
         """
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return attend(q, k, v, context.mask).transpose(1, 2)
@@ -79,18 +79,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     Args:
         q: ``[B, H, S, D]``.
         k: ``[B, K, T, D]``; K divides H.
-        v: ``[B, K, T, D]``.
+        v: ``[B, K, T, E]``; E is at most D.
         mask: Boolean, broadcastable to ``[B, H, S, T]``, True where a query may look; None is causal with S = T.
 
     Returns:
-        ``[B, H, S, D]``.
+        ``[B, H, S, E]``.
     """
+    channels = v.shape[-1]
+    if channels < q.shape[-1]:  # torch's flash kernels need values as wide as keys
+        v = F.pad(v, (0, q.shape[-1] - channels))
     groups = q.shape[1] // k.shape[1]
     if mask is not None and groups > 1 and q.is_cuda:
         # The CUDA kernel that takes a mask does not group heads; asked to, torch falls back to S x S scores in memory.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         groups = 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+    return out[..., :channels]
 
 
 def document_positions(cu_seqlens: Tensor, seq_len: int) -> Tensor:

@@ -5,14 +5,13 @@ made from a latent too. As a latent cannot be rotated, each head has channels wi
 rotated ones; the rotated key is one for all heads. Rotated channels are paired with their neighbours, as in published
 DeepSeek weights: here they are sorted into halves first, in queries and keys alike, which changes no score.
 
-Value heads are narrower than key heads. They are padded with zeros, because attention kernels, ring attention and the
-key-value cache want equal widths: a fifth more of the attention's products in DeepSeek-V3, but the fast kernels.
+Value heads are narrower than key heads, in context parallelism and in the key-value cache too. Only the attention kernel
+of one device is given a copy padded with zeros: a fifth more of its products in DeepSeek-V3, but the fast kernels.
 
 Shapes: B batch, S sequence, d width, H heads.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
@@ -30,8 +29,6 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.nope_dim, self.rope_dim, self.v_dim = args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim
         self.num_heads = args.num_heads
-        self.padding = args.qk_head_dim - args.v_head_dim
-        """Zero channels added to each value head."""
         self.kv_rank = args.kv_lora_rank
         self.score_scale = yarn_score_scale(args)
         queries = args.num_heads * args.qk_head_dim
@@ -72,8 +69,7 @@ class LatentAttention(nn.Module):
         )
         k_rope = apply_rope(_halves(key_rope.unsqueeze(-2)), *context.rope)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
-        out = self.inner_attention(q, k, F.pad(v, (0, self.padding)), context)
-        return self.wo(out[..., : self.v_dim].flatten(-2))
+        return self.wo(self.inner_attention(q, k, v, context).flatten(-2))
 
 
 def _halves(x: Tensor) -> Tensor:
