@@ -1,7 +1,7 @@
 """Plan a run: search all layouts of a model on a number of devices, show the ten best and why the others lose.
 
 `titan-train plan llama3_70b --gpus 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
-setup as a configuration (plan.toml) and the memory-speed picture (plan.svg). `--explain 1 3` compares two of the list
+setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html). `--explain 1 3` compares two of the list
 term by term. No torch, no ranks.
 """
 
@@ -33,13 +33,14 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--top", type=int, default=10, help="setups to show")
     parser.add_argument("--explain", nargs=2, type=int, metavar=("A", "B"), help="compare two of the list term by term")
-    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml and STEM.svg")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     arguments = parser.parse_args(words)
 
     from titan_train.models.registry import list_models
     from titan_train.planner.search.refuse import refuse_search
     from titan_train.planner.search.search import search
     from titan_train.planner.translate import config_toml
+    from titan_train.planner.view.page import page
     from titan_train.planner.view.svg import front_svg
     from titan_train.planner.view.tables import comparison_text, ranking_text
 
@@ -56,11 +57,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         return 0
     print(ranking_text(ranking))
     if arguments.out:
-        svg = arguments.out.with_suffix(".svg")
+        svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))
-        print(f"\npicture: {svg}")
+        html = Path(f"{arguments.out}.html")
+        html.write_text(page(ranking.best[0].setup, request.shape.name, request.machine.name))
+        print(f"\npicture: {svg}\npage with sliders, set to the first: {html}")
         if request.shape.name in list_models():
-            toml = arguments.out.with_suffix(".toml")
+            toml = Path(f"{arguments.out}.toml")
             nproc = min(request.machine.domain, 8)
             toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc))
             print(f"configuration: {toml}; check it with titan-train check {toml}")

@@ -47,9 +47,9 @@ def _selective(block: Block, dim: int) -> float:
 
 def _everything(block: Block, dim: int, setup: Setup) -> float:
     modules = set(setup.recompute_modules)
-    extra = {"eager": 1.4, "compile": 1.1}.get(setup.stack, 1.0)
+    extra = 1.1 if setup.stack == "compile" else 1.0
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
-    halves = block.norms if block.norms else 2
+    halves = min(block.norms, 2) or 2
     kept = 2.0 * dim * halves  # inputs of the norms
     if "layernorm" not in modules:
         kept += 2.0 * dim * halves * inputs
@@ -61,8 +61,22 @@ def _everything(block: Block, dim: int, setup: Setup) -> float:
     if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules:
         kept += 2.0 * block.ffn.hidden * (block.ffn.matrices - 1 + inputs)
     elif isinstance(block.ffn, ExpertsShape):
-        kept += _experts(block.ffn, dim, inputs, modules)
+        kept += _experts(block.ffn, dim, inputs, modules, returned=not setup.te)
+    if setup.stack == "eager" and block.norms <= 2:
+        kept += _float32_copies(block, dim, halves)
     return extra * kept
+
+
+def _float32_copies(block: Block, dim: int, halves: int) -> float:
+    """What unfused RMSNorm and RoPE keep besides: input and result in float32, rotated queries and keys."""
+    kept = 8.0 * dim * halves
+    a = block.attention
+    if a is not None and not a.latent:
+        rotated = (a.heads + a.kv_heads) * a.head_dim
+        kept += 2.0 * rotated + (8.0 * rotated if a.qk_norm else 0.0)
+    elif a is not None:
+        kept += 2.0 * a.heads * (2 * a.head_dim + a.v_dim)  # queries, keys and values before they are put together
+    return kept
 
 
 def _attention(a: AttentionWidths, dim: int, inputs: float, modules: set[str]) -> float:
@@ -78,11 +92,12 @@ def _attention(a: AttentionWidths, dim: int, inputs: float, modules: set[str]) -
     return out + 2.0 * (a.heads + 2 * a.kv_heads) * a.head_dim
 
 
-def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str]) -> float:
+def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str], *, returned: bool) -> float:
     if "moe" in modules:
         return 2.0 * dim
     width = e.latent_dim or dim
-    routed = 2.0 * width * inputs  # what experts receive; their weights are applied inside
+    # what experts receive, and what comes back where the routing weights are applied after them
+    routed = 2.0 * width * inputs + (2.0 * width if returned else 0.0)
     hidden = 2.0 * e.hidden * (e.matrices - 1) + (0.0 if "moe_act" in modules else 2.0 * e.hidden * inputs)
     shared = 2.0 * e.shared_hidden * (e.matrices - 1 + inputs)
     return e.per_token * (routed + hidden) + shared + 8.0 * e.num_experts
