@@ -11,6 +11,7 @@ _COMMANDS = {
     "check": "validate a configuration; show layout, parameters and memory without training",
     "estimate": "estimate a configuration's speed and memory on a machine, by term",
     "plan": "search layouts of a model on a number of devices; show the best and why",
+    "calibrate": "fit the planner to your own runs",
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",
     "generate": "sample text from a run's last checkpoint",

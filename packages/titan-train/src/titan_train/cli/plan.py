@@ -1,8 +1,8 @@
 """Plan a run: search all layouts of a model on a number of devices, show the ten best and why the others lose.
 
 `titan-train plan llama3_70b --gpus 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
-setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html). `--explain 1 3` compares two of the list
-term by term. No torch, no ranks.
+setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html).
+`--explain 1 3` compares two of the list term by term. No torch, no ranks.
 """
 
 import argparse

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import tomli_w
 
-from titan_train.config import load_config
 from titan_train.planner.calibrate.fit import fit_constants
 from titan_train.planner.calibrate.rows import MeasuredRow
 from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.translate import setup_of_config, shape_of_config
+from titan_train.run_folder import read_config
 
-RUN_CONSTANTS = ("matmul", "pointwise", "local", "step_s")
-"""What short runs can tell apart: rates of products and of streaming, of transfers, and the host's part of a step."""
+RUN_CONSTANTS = ("matmul", "kernel_s", "local", "step_s")
+"""What a few runs can tell apart: the rate of products, the host's time for a kernel and for a step, the link's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +43,38 @@ def read_run(folder: Path, machine: Machine) -> MeasuredRow:
     Raises:
         ValueError: The folder holds no configuration or too few steps.
     """
-    config_file, metrics = folder / "config.toml", folder / "metrics.jsonl"
-    if not config_file.is_file() or not metrics.is_file():
-        raise ValueError(f"{folder} is not a run folder: it needs config.toml and metrics.jsonl.")
+    config = read_config(folder)
+    info_file, metrics = folder / "run.json", folder / "metrics.jsonl"
+    if not metrics.is_file() or not info_file.is_file():
+        raise ValueError(f"{folder} has no metrics.jsonl or run.json: it has not made a step yet.")
     records = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
-    steps = [r for r in records if "step" in r and r.get("step_s")]
+    steps = [float(r["step_time_s"]) for r in records if r.get("kind") == "step"]
     if len(steps) < 4:
         raise ValueError(f"{folder} has {len(steps)} timed steps; calibration needs at least 4.")
-    seconds = statistics.median(float(r["step_s"]) for r in steps[len(steps) // 2 :])
-    config = load_config(str(config_file))
-    ranks = int(next((r["world_size"] for r in records if r.get("world_size")), 0)) or config.parallel.num_ranks
+    seconds = statistics.median(steps[len(steps) // 2 :])
+    info = json.loads(info_file.read_text())
+    ranks = int(info["world_size"])
     setup = setup_of_config(config, ranks)
+    shape = with_parameters(shape_of_config(config), int(info.get("parameters") or 0))
     speed = setup.global_batch * setup.seq_len / ranks / seconds
-    return MeasuredRow(0, str(folder), "run", "", shape_of_config(config), machine, setup, speed, None, seconds)
+    return MeasuredRow(0, str(folder), "run", "", shape, machine, setup, speed, None, seconds)
+
+
+def with_parameters(shape: ModelShape, parameters: int) -> ModelShape:
+    """The shape with the vocabulary that gives ``parameters``: a run's tokenizer sets it. 0 keeps the shape."""
+    if not parameters or parameters == shape.parameters():
+        return shape
+    rest = dataclasses.replace(shape, vocab=0).parameters()
+    return dataclasses.replace(shape, vocab=(parameters - rest) // (shape.dim * (1 if shape.tied else 2)))
+
+
+def held_out(rows: list[MeasuredRow], names: tuple[str, ...] = RUN_CONSTANTS) -> list[float]:
+    """Predicted over measured speed of each run by a fit to the others."""
+    found: list[float] = []
+    for row in rows:
+        others = calibrate([other for other in rows if other is not row], names)
+        found.append(estimate(row.shape, row.machine, row.setup, others.constants).tokens_per_s / row.tokens_per_s)
+    return found
 
 
 def calibrate(rows: list[MeasuredRow], names: tuple[str, ...] = RUN_CONSTANTS) -> Calibration:
