@@ -62,10 +62,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
+    from titan_train.train.warm_start import check_init
 
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
     check_model(config, layout, batch, model)
+    if config.model.init:
+        check_init(config.model.init, model, config.model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(

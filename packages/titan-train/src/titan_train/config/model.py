@@ -23,6 +23,10 @@ class ModelConfig:
     seq_len: int = 512
     """Tokens in one training sequence."""
 
+    init: str = ""
+    """Where the first weights come from: "hf:DIR" reads a Hugging Face folder of the same family, under any layout; empty
+    draws them from the seed. A run that resumes takes its checkpoint's."""
+
     def __post_init__(self) -> None:
         if ":" in self.name:
             if _DOTTED_PATH.fullmatch(self.name) is None:
@@ -35,5 +39,7 @@ class ModelConfig:
                 f"model.name={self.name!r} is not a known model. {did_you_mean(self.name, known)}Known models are "
                 f"{', '.join(known)}. Name your own module as 'package.module:callable'."
             )
+        if self.init and not (self.init.startswith("hf:") and self.init != "hf:"):
+            raise ValueError(f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR', or leave it empty.")
         if self.seq_len < 1:
             raise ValueError(f"model.seq_len={self.seq_len} must be at least 1 token; the nearest valid choice is 1.")

@@ -26,7 +26,7 @@ from titan_mesh import Mesh, build
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs, prepare_inputs
-from titan_train.models import named_parameters
+from titan_train.models import build_model, named_parameters
 from titan_train.observe import (
     StepRecord,
     Throughput,
@@ -47,6 +47,7 @@ from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
+from titan_train.train.warm_start import load_init
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +347,14 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        return self._checkpointer.restore(self._state(), fallback=True)
+        step = self._checkpointer.restore(self._state(), fallback=True)
+        if step == 0 and self.config.model.init:
+            vocab_size = self._inputs.tokenizer.vocab_size
+            whole = build_model(self.config.model, vocab_size=vocab_size, device="meta")
+            load_init(
+                self.config.model.init, self.model.parts, whole=whole, config=self.config.model, shards=self._shards()
+            )
+        return step
 
     def _minutes_due(self, since: float) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""

@@ -1,0 +1,132 @@
+"""Start from published weights: ``model.init = "hf:DIR"``.
+
+The folder's ``config.json`` must describe the model's arguments, one by one, and its tensors must be the model's, name by
+name. Then each rank reads the boxes it holds straight from the files, under any layout: its memory never holds more than
+its own parameters and one slice.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titan_ckpt import KeyMap, LocalShard, import_hf
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
+from torch import nn
+
+from titan_train.models import named_parameters
+from titan_train.models.build import ModelChoice
+from titan_train.models.registry import family_of
+from titan_train.parallel.structure import tied_to_first
+
+_PREFIX = "hf:"
+
+
+def check_init(init: str, whole: nn.Module, config: ModelChoice) -> tuple[Path, KeyMap]:
+    """Whether a folder's weights are those of a model. Reads the headers of the files only.
+
+    Args:
+        init: ``"hf:DIR"``.
+        whole: The whole model, on any device.
+        config: Its configuration, for the messages.
+
+    Returns:
+        The folder and the family's key map.
+
+    Raises:
+        ValueError: The folder is incomplete or damaged, its ``config.json`` describes another model, or tensors are missing
+            or unexpected.
+    """
+    folder = Path(init.removeprefix(_PREFIX)).expanduser()
+    family = family_of(whole)
+    if family is None:
+        raise ValueError(
+            f"model.init={init!r}: {config.name} belongs to no registered family, so its names on Hugging Face are unknown. "
+            "Use a family's model, or remove model.init."
+        )
+    hf = family.load_hf()
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model.init={init!r}: {file} does not exist. Name a complete folder of Hugging Face.")
+    try:
+        published = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ValueError(f"model.init={init!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
+    _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(whole.args))
+    key_map: KeyMap = hf.key_map
+    _check_names(folder, key_map, whole)
+    return folder, key_map
+
+
+def load_init(
+    init: str,
+    parts: Sequence[nn.Module],
+    *,
+    whole: nn.Module,
+    config: ModelChoice,
+    shards: Mapping[str, LocalShard],
+) -> None:
+    """Fill this rank's parts of the model. Local; raises on every rank alike, before anything is changed.
+
+    Args:
+        init: ``"hf:DIR"``.
+        parts: The model or this rank's pipeline stages, sharded in any way, materialized.
+        whole: The whole model, on any device.
+        config: Its configuration, for the messages.
+        shards: Where parameters that tensor or expert parallelism cut lie in the whole ones.
+
+    Raises:
+        ValueError: As `check_init`, or a tensor has another shape.
+    """
+    folder, key_map = check_init(init, whole, config)
+    first_of = tied_to_first(whole)
+    whole_names = {name for name, _ in whole.named_parameters()}
+    for part in parts:
+        held = {name for name, _ in named_parameters(part)}
+        # the last pipeline stage holds a copy of a tied matrix, which the files have under its first name only
+        copies = {name: first for name, first in first_of.items() if name in held and first not in held}
+        names = _with_copies(key_map, copies)
+        complete = held >= whole_names
+        import_hf(folder, part, names=names, strict=complete, shards=shards)
+
+
+def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object]) -> None:
+    differing = {name for name in {**published, **model} if published.get(name) != model.get(name)}
+    if differing:
+        lines = "; ".join(f"{name}={model.get(name)!r} should be {published.get(name)!r}" for name in sorted(differing))
+        raise ValueError(
+            f"model.init={init!r}: its config.json describes another model: {lines}. The weights would give other logits. "
+            "Set these values under [model.args]."
+        )
+
+
+def _check_names(folder: Path, key_map: KeyMap, whole: nn.Module) -> None:
+    """Every parameter must be in the files, and every tensor of the files must be a parameter or buffer."""
+    first_of = tied_to_first(whole)
+    wanted = {name for name, _ in whole.named_parameters()}
+    known = wanted | first_of.keys() | {name for name, _ in whole.named_buffers()}
+    found: set[str] = set()
+    unexpected: list[str] = []
+    for name in SafetensorsReader(folder).views():
+        matches = key_map.match_hf(name) if key_map.maps(name) else []
+        native = {pair.native.format(**letters) for pair, letters in matches} & known
+        found |= native
+        if not native and not key_map.ignores(name):
+            unexpected.append(name)
+    missing = sorted(wanted - {first_of.get(name, name) for name in found})
+    if missing or unexpected:
+        raise ValueError(
+            f"{folder} does not hold this model: {len(missing)} parameters are missing {missing[:4]}, {len(unexpected)} "
+            f"tensors are unexpected {sorted(unexpected)[:4]}. Fetch the complete folder, or check [model.args]."
+        )
+
+
+def _with_copies(key_map: KeyMap, copies: Mapping[str, str]) -> KeyMap:
+    """The key map in which a tied copy has the Hugging Face name of its first."""
+    added = [
+        dataclasses.replace(pair, native=name)
+        for name, first in copies.items()
+        for pair in key_map.pairs
+        if pair.native == first
+    ]
+    return dataclasses.replace(key_map, pairs=(*added, *key_map.pairs)) if added else key_map

@@ -1,0 +1,160 @@
+"""`model.init = "hf:DIR"`: weights come in under any layout and leave bit for bit; a folder that does not fit is refused."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model
+from titan_train.models.registry import family_of
+from titan_train.train.warm_start import check_init
+
+PARALLEL = Path(__file__).parents[1] / "parallel"
+LLAMA = {"num_layers": 4, "num_kv_heads": 4, "rope_factor": 8.0, "rope_original_seq_len": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama3_debug", LLAMA),
+    "llama-tied": ("llama3_debug", LLAMA | {"tied_embeddings": True}),
+    "gpt-tied": ("gpt_debug", {"num_layers": 4}),
+    "gpt": ("gpt_debug", {"num_layers": 4, "tied_embeddings": False}),
+    "qwen3": ("qwen3_debug", {"num_layers": 4}),
+    "qwen3-moe": ("qwen3_moe_debug", {"num_layers": 4}),
+    "deepseek": ("deepseek_debug", {"num_layers": 4}),
+}
+PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+TP = {"parallel": {"tp": 2}}
+CASES = [
+    ("llama", 1, {}),
+    ("llama-tied", 2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    ("llama-tied", 4, {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+    ("gpt-tied", 4, {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+    ("qwen3-moe", 2, {"parallel": {"ep": 2}}),
+    ("deepseek", 4, {"parallel": {"ep": 2, "tp": 2}}),
+    *(
+        pytest.param(name, ranks, layout, marks=pytest.mark.slow)
+        for name in MODELS
+        for ranks, layout in ((1, {}), (2, {}), (2, PP), (2, TP), (4, PP | TP))
+    ),
+]
+
+
+def config(folder: Path, name: str, layout: dict[str, Any], init: str) -> Any:
+    model, args = MODELS[name]
+    sys.path.insert(0, str(PARALLEL))
+    import composition
+
+    sections = {"model": {"name": model, "seq_len": 32, "args": args, "init": init}, "train": {"microbatch": 2}}
+    return parse_config(composition.tree(folder, "warm", sections | layout))
+
+
+def publish(folder: Path, name: str) -> Path:
+    """A folder as Hugging Face would have it, written without our exporter."""
+    model_name, args = MODELS[name]
+    model: Any = build_model(ModelConfig(name=model_name, args=args), vocab_size=259, device="cpu")
+    family = family_of(model)
+    assert family is not None
+    hf = family.load_hf()
+    generator = torch.Generator().manual_seed(1)
+    published: dict[str, torch.Tensor] = {}
+    packed: dict[str, dict[int, torch.Tensor]] = {}
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and model.args.tied_embeddings:
+            continue
+        value = torch.randn(value.shape, generator=generator)
+        pair, letters = hf.key_map.match_native(key)
+        value = value.t() if pair.transposed else value
+        if pair.stacked:
+            published |= {pair.hf.format(**letters, j=j): value[j].clone() for j in range(len(value))}
+        elif pair.part:
+            packed.setdefault(pair.hf.format(**letters), {})[pair.part[0]] = value
+        else:
+            published[pair.hf.format(**letters)] = value.contiguous()
+    for key, parts in packed.items():
+        published[key] = torch.cat([parts[i] for i in range(len(parts))], dim=-1).contiguous()
+    out = folder / "published"
+    out.mkdir()
+    save_file(published, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(hf.config_of(model.args)))
+    return out
+
+
+def start_and_save(folder: Path, name: str, layout: dict[str, Any], init: str) -> float:
+    from titan_train.train import Trainer
+
+    with Trainer(config(folder, name, layout, init), run_dir=folder / "run") as trainer:
+        trainer.save()
+        trainer.fit(until=1)
+        return trainer.losses[0]
+
+
+def prepare(folder: Path) -> None:
+    sys.path.insert(0, str(PARALLEL))
+    import composition
+
+    composition.prepare(folder)
+
+
+@pytest.mark.parametrize(("name", "ranks", "layout"), CASES)
+def test_published_weights_come_in_and_leave_bit_for_bit(
+    name: str, ranks: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    from titan_ckpt import export_hf
+
+    run_ranks(prepare, 1, tmp_path, init=False)
+    source = publish(tmp_path, name)
+    losses = run_ranks(start_and_save, ranks, tmp_path, name, layout, f"hf:{source}", timeout_s=120, init=ranks > 1)
+    assert all(0 < loss < 1000 for loss in losses)
+    model = build_model(ModelConfig(name=MODELS[name][0]), vocab_size=None)
+    family = family_of(model)
+    assert family is not None
+    names = family.load_hf().key_map
+    names = names.leaving_out("lm_head.weight") if "tied" in name else names
+    export_hf(tmp_path / "run" / "checkpoints" / "step-00000000", tmp_path / "back", names=names)
+    want, got = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+def changed(source: Path, folder: Path, **fields: object) -> str:
+    shutil.copytree(source, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return f"hf:{folder}"
+
+
+def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    name, args = MODELS["llama-tied"]
+    choice = ModelConfig(name=name, args=args)
+    model = build_model(choice, vocab_size=259)
+    source = publish(tmp_path, "llama-tied")
+    check_init(f"hf:{source}", model, choice)
+
+    def refused(init: str, *words: str) -> None:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            check_init(init, model, choice)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    refused(changed(source, tmp_path / "a", rms_norm_eps=1e-3), "norm_eps=1e-05 should be 0.001", "[model.args]")
+    refused(changed(source, tmp_path / "b", tie_word_embeddings=False), "tied_embeddings=True should be False")
+    refused(changed(source, tmp_path / "c", mystery=3), "mystery=3 is not a field that this family reads")
+    refused(f"hf:{tmp_path / 'nowhere'}", "config.json does not exist")
+    tensors = load_file(source / "model.safetensors")
+    for folder, content in (
+        ("missing", {k: v for k, v in tensors.items() if k != "model.norm.weight"}),
+        ("extra", tensors | {"model.vision.weight": torch.zeros(1)}),
+    ):
+        changed(source, tmp_path / folder)
+        save_file(content, tmp_path / folder / "model.safetensors", {"format": "pt"})
+    refused(f"hf:{tmp_path / 'missing'}", "1 parameters are missing ['norm.weight']")
+    refused(f"hf:{tmp_path / 'extra'}", "1 tensors are unexpected ['model.vision.weight']")
+    changed(source, tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").write_bytes(b"")
+    refused(f"hf:{tmp_path / 'empty'}", "model.safetensors")
+    with pytest.raises(ValueError, match="Write 'hf:DIR'"):
+        ModelConfig(init="DIR")
