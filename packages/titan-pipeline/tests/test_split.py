@@ -70,5 +70,5 @@ def test_named_cuts_are_checked():
     for starts, message in ((["9"], "are no layers"), (["3", "1"], "not in the order"), ([], "make 1 stages")):
         with pytest.raises(ValueError, match=message):
             split_layers(layers, 3 if len(starts) == 2 else 2, starts=starts)
-    with pytest.raises(ValueError, match="one a layer"):
+    with pytest.raises(ValueError, match="one per layer"):
         split_layers(layers, 2, costs=[1])

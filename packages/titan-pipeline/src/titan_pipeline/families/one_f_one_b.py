@@ -43,17 +43,17 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B with several chunks per rank, microbatches in groups of ``num_ranks`` (Narayanan et al. 2021).
+    """1F1B with several chunks per rank, microbatches in groups of at least ``num_ranks`` (Narayanan et al. 2021).
 
-    Raises:
-        ValueError: If ``num_microbatches`` is no multiple of ``num_ranks``: the groups would not close.
+    Any number of microbatches. Groups of more than ``num_ranks`` hold more activations: the formulas above are those of
+    a multiple of ``num_ranks``.
     """
-    check_groups("interleaved_1f1b", num_ranks, num_microbatches)
     p, v = num_ranks, num_chunks
+    group = max(group_sizes(p, num_microbatches))
     programs: list[Program] = []
     for r in range(p):
         forwards, backwards = grouped_orders(r, p, num_microbatches, v, Kind.B)
-        warm_up = min(2 * (p - 1 - r) + (v - 1) * p, len(forwards)) if v > 1 else min(p - 1 - r, len(forwards))
+        warm_up = min(2 * (p - 1 - r) + (v - 1) * group, len(forwards)) if v > 1 else min(p - 1 - r, len(forwards))
         programs.append(alternate(forwards, backwards, warm_up))
     return schedule_from_programs("interleaved_1f1b", num_microbatches, loop_placement(p, v), programs)
 
@@ -69,12 +69,20 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     return schedule_from_programs("looped_bfs", num_microbatches, loop_placement(num_ranks, num_chunks), programs)
 
 
+def group_sizes(p: int, m: int) -> list[int]:
+    """``m`` microbatches in as many groups of at least ``p`` as there can be, as equal as possible."""
+    count = max(1, m // p)
+    return [m // count + (k < m % count) for k in range(count)]
+
+
 def grouped_orders(rank: int, p: int, m: int, v: int, backward: Kind) -> tuple[Program, Program]:
-    """Forward and backward orders of an interleaved rank: groups of p microbatches, chunk by chunk."""
+    """Forward and backward orders of an interleaved rank: group by group, chunk by chunk."""
     forwards: Program = []
     backwards: Program = []
-    for first in range(0, m, p):
-        group = range(first, min(first + p, m))
+    first = 0
+    for size in group_sizes(p, m):
+        group = range(first, first + size)
+        first += size
         forwards += [(Kind.F, c * p + rank, mb) for c in range(v) for mb in group]
         backwards += [(backward, c * p + rank, mb) for c in reversed(range(v)) for mb in group]
     return forwards, backwards
@@ -86,18 +94,6 @@ def alternate(forwards: Program, backwards: Program, warm_up: int) -> Program:
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         program += [forward, backward]
     return program + backwards[len(forwards) - warm_up :]
-
-
-def check_groups(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Raise unless microbatches come in whole groups of ``num_ranks``."""
-    if num_microbatches % num_ranks:
-        lower = num_microbatches // num_ranks * num_ranks
-        options = [str(n) for n in (lower, lower + num_ranks) if n]
-        raise ValueError(
-            f"{name} runs microbatches in groups of num_ranks={num_ranks}, and num_microbatches={num_microbatches} "
-            f"leaves a part of one. Use {' or '.join(options)} microbatches, or zb_h1, zbv or looped_bfs, which take "
-            "any number."
-        )
 
 
 register_family("gpipe", gpipe, summary="all forwards, then all backwards")

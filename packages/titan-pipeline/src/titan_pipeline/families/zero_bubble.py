@@ -16,7 +16,7 @@ zbv             0 if T_F = T_B = T_W (*)          p
 (*) stage bubble; the makespan adds the time until the last rank starts.
 """
 
-from titan_pipeline.families.one_f_one_b import Program, check_groups, grouped_orders
+from titan_pipeline.families.one_f_one_b import Program, group_sizes, grouped_orders
 from titan_pipeline.families.registry import register_family
 from titan_pipeline.ir.placement import loop_placement, v_placement
 from titan_pipeline.ir.schedule import Kind, Schedule, schedule_from_programs
@@ -61,23 +61,21 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -
     """Interleaved order with ``(v-1)p + p-1-r`` warm-up forwards and delayed weight gradients: p M_B for any v.
 
     With T_F = T_B = T_W its makespan is the lower bound: the best choice when the step ends with a clip.
-
-    Raises:
-        ValueError: If ``num_microbatches`` is no multiple of ``num_ranks``.
+    Any number of microbatches; p M_B is the peak for a multiple of ``num_ranks``, other numbers hold more.
     """
-    check_groups("interleaved_zb", num_ranks, num_microbatches)
     p, v = num_ranks, num_chunks
+    group = max(group_sizes(p, num_microbatches))
     programs: list[Program] = []
     for r in range(p):
         forwards, gradients = grouped_orders(r, p, num_microbatches, v, Kind.I)
-        warm_up = min((v - 1) * p + p - 1 - r, len(forwards))
+        warm_up = min((v - 1) * group + p - 1 - r, len(forwards))
         program = forwards[:warm_up]
         for k, (_, stage, mb) in enumerate(gradients):
             program += forwards[warm_up + k : warm_up + k + 1]
             program.append((Kind.I, stage, mb))
             if k >= r:
                 program.append((Kind.W, *gradients[k - r][1:]))
-        program += [(Kind.W, *g[1:]) for g in gradients[len(gradients) - r :]]
+        program += [(Kind.W, *g[1:]) for g in gradients[max(len(gradients) - r, 0) :]]
         programs.append(program)
     return schedule_from_programs("interleaved_zb", num_microbatches, loop_placement(p, v), programs)
 

@@ -29,7 +29,7 @@ class TorchStage:
         gather: When parameters of an FSDP2 module are gathered: once a ``"step"`` (freed after the last gradient), or
             every ``"microbatch"``, as the module is configured.
         rules: How layers defer their weight gradients, by type, on top of the default ones; see
-            `titan_pipeline.runtime.WeightGradEngine`. Types not covered get their gradients with the input gradient.
+            `titan_pipeline.runtime.WeightGradEngine`. Layers of other types are split operation by operation.
         through_autograd: See `titan_pipeline.runtime.WeightGradEngine`.
         split: False never defers: W actions then find nothing left to do.
 
@@ -79,6 +79,14 @@ class TorchStage:
         has nothing left for its W actions, and a zero-bubble schedule gains nothing there.
         """
         return {} if self._engine is None else dict(self._engine.not_deferred)
+
+    @property
+    def deferred_share(self) -> float:
+        """Share of the weight gradients that wait for W actions, by the elements of weights; 0 without an engine.
+
+        A forecast until the first backward, then what happened.
+        """
+        return 0.0 if self._engine is None else self._engine.deferred_share
 
     def configure(self, splits_backward: bool) -> None:
         """See `Stage.configure`: the engine is attached only while it is needed."""
@@ -131,6 +139,7 @@ class TorchStage:
         else:
             with self._engine.deferring() as queue:
                 _run_backward(pairs)
+            self._engine.check_observed()
             if defer:
                 self._queues[microbatch] = queue
             else:

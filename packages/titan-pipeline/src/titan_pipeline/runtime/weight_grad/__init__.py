@@ -4,6 +4,7 @@
 `engine`       wraps the layers of a stage; explains the idea
 `queue`        the weight gradients that wait
 `rules`        fast rules: linear layers, embeddings, norms
+`generic`      split any other operation on a parameter
 `grouped`      grouped products of a mixture of experts
 `accumulate`   add gradients to parameters, with their hooks
 =============  =====================================================================

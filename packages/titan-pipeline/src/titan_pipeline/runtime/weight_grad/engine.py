@@ -8,8 +8,9 @@ Idea: let the layers that own the big weights cooperate. While a stage runs, aut
 ``nn.Linear`` and ``nn.Embedding``; when the gradient of such a layer's output arrives, a note (parameters, input,
 output gradient) goes into a queue. The I pass is then one ordinary backward that computes input gradients only; the
 graph is freed when it ends, and only the notes stay. The W pass works through the queue and accumulates each parameter
-in one go; tensor hooks and post-accumulate hooks of parameters fire, once. A parameter used by any other operation gets
-its gradient in the I pass: always correct, just not deferred. Norms belong to those by default: their gradient is one
+in one go; tensor hooks and post-accumulate hooks of parameters fire, once. Layers that no rule knows are split operation
+by operation, see `titan_pipeline.runtime.weight_grad.generic`. What neither covers gets its gradient in the I pass:
+always correct, just not deferred. Norms belong to those by default: their gradient is one
 small vector, and keeping their input for later would cost more memory than it saves time. With ``NORM_RULES`` its
 accumulation waits for W too, for those who want a parameter untouched until then.
 
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_pipeline.runtime.weight_grad.generic import SplitMode, contracting_parameters, split_forward
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Rule, WeightGradQueue
 from titan_pipeline.runtime.weight_grad.rules import DEFAULT_RULES
 
@@ -70,17 +72,46 @@ class WeightGradEngine:
         compiled = {id(inner) for outer in module.modules() if _is_compiled(outer) for inner in outer.modules()}
         self.not_deferred: dict[str, str] = {}
         """Parameters whose gradients come with the input gradient, and why."""
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._mode = SplitMode(self)
+        self._sizes = {n: p.numel() for n, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
+        self._expected: dict[str, nn.Parameter] = {}
         for name, layer in module.named_modules():
             rule = table.get(original_type(layer))
-            if id(layer) in compiled:
+            if any(id(inner) in compiled for inner in layer.modules()):
                 self._leave_out(name, layer, "inside a compiled module, whose backward is one piece")
-            elif rule is None:
-                self._leave_out(name, layer, f"no rule for {original_type(layer).__name__}")
-            elif "forward" in layer.__dict__:
-                self._leave_out(name, layer, "the module's forward is already replaced by another library")
+            elif rule is not None and "forward" not in layer.__dict__:
+                self._wrap(layer, self._by_rule(layer, rule))
+            elif contracting_parameters(layer):
+                self._wrap(layer, split_forward(self._mode, layer.forward))
+                prefix = f"{name}." if name else ""
+                self._expected |= {prefix + n: layer.get_parameter(n) for n in contracting_parameters(layer)}
             else:
-                self._wrap(layer, rule)
+                self._leave_out(name, layer, f"no rule for {original_type(layer).__name__}")
+
+    def check_observed(self) -> None:
+        """After a backward: what was thought to wait and did not goes into `not_deferred`."""
+        for name, parameter in self._expected.items():
+            if id(parameter) in self._mode.deferred or parameter.grad is None:
+                continue
+            self.not_deferred[name] = (
+                "its operations cannot be split: a custom autograd function, in place, a tensor subclass, or inside a "
+                "checkpoint"
+            )
+            if id(parameter) in self._mode.cheap:
+                self.not_deferred[name] = "its gradient is cheap: a sum, a scale or the like"
+                self._sizes.pop(name, None)
+        self._expected.clear()
+
+    @property
+    def deferred_share(self) -> float:
+        """Share of the weight gradients that wait for W, by the parameters' elements; vectors count nothing.
+
+        The FLOPs of a product's weight gradient are proportional to the weight's elements.
+        """
+        late = sum(n for name, n in self._sizes.items() if name not in self.not_deferred)
+        total = sum(self._sizes.values())
+        return late / total if total else 1.0
 
     @contextmanager
     def recording(self) -> Generator[None, None, None]:
@@ -114,8 +145,10 @@ class WeightGradEngine:
 
     def detach(self) -> None:
         """Give every layer its own forward back."""
-        for layer in self._wrapped:
+        for layer, before in self._wrapped:
             del layer.__dict__["forward"]
+            if before is not None:
+                layer.forward = before
         self._wrapped.clear()
 
     def _leave_out(self, prefix: str, layer: nn.Module, reason: str) -> None:
@@ -123,7 +156,7 @@ class WeightGradEngine:
             if parameter.requires_grad:
                 self.not_deferred[name] = reason
 
-    def _wrap(self, layer: nn.Module, rule: Rule) -> None:
+    def _by_rule(self, layer: nn.Module, rule: Rule) -> Callable[..., Any]:
         plain = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -131,8 +164,11 @@ class WeightGradEngine:
                 return plain(*args, **kwargs)
             return rule(self, layer, plain, *args, **kwargs)
 
+        return forward
+
+    def _wrap(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        self._wrapped.append((layer, layer.__dict__.get("forward")))
         layer.forward = forward
-        self._wrapped.append(layer)
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:

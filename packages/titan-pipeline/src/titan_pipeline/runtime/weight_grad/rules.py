@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, Rule
+from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, Rule, others_save
 
 
 class LinearHook:
@@ -125,15 +125,6 @@ class _Deferred(torch.autograd.Function):
 
 def _itself(grad: Tensor) -> Tensor:
     return grad
-
-
-def others_save() -> bool:
-    """Whether a saved-tensor hook (a checkpoint, an offload) is active. Undocumented; checked on torch 2.11 and 2.15 by
-    ``test_active_saved_tensor_hooks_are_recognised``. Where it is missing, the answer that is always right is yes.
-    """
-    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    top = getattr(inner._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(False) is not None
 
 
 def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
