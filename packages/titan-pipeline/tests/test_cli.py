@@ -50,7 +50,7 @@ def test_exit_codes_tell_a_faulty_schedule_from_a_faulty_request(tmp_path, capsy
     main(["gen", "gpipe", "-p", "2", "-m", "4", "-o", str(file)])
     assert main(["verify", str(file), "--mem-limit", "3"]) == 1
     assert "[memory]" in capsys.readouterr().err
-    assert main(["gen", "interleaved_1f1b", "-p", "2", "-m", "3"]) == 2
+    assert main(["gen", "dualpipe_v", "-p", "2", "-m", "3"]) == 2
     assert "microbatches in groups" in capsys.readouterr().err
     assert main(["draw", str(file), "-o", str(tmp_path / "a.png")]) == 2
     assert main(["verify", str(tmp_path / "none.json")]) == 2
