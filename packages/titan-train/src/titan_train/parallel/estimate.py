@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import titan_fsdp as fsdp
 import torch
@@ -59,21 +60,48 @@ def estimate_ranks(
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:
-            return [rank.estimate([functools.partial(copy.deepcopy, whole)], under_way=1.0, pipeline_rank=0)]
+            return [_add_up([rank.measure(functools.partial(copy.deepcopy, whole))], 1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
+        blocks = list(whole.get_submodule("layers").children())
+        measured: dict[Any, _Stage] = {}  # stages of equal layers hold equal amounts
+        for stage, here in enumerate(layers):
+            kind = rank.kind(blocks[here.start : here.stop], stage, last)
+            if kind not in measured:
+                measured[kind] = rank.measure(
+                    functools.partial(take_stage, whole, here, first=stage == 0, last=stage == last)
+                )
+        kinds = [rank.kind(blocks[here.start : here.stop], stage, last) for stage, here in enumerate(layers)]
         return [
-            rank.estimate(
-                [
-                    functools.partial(take_stage, whole, layers[s], first=s == 0, last=s == last)
-                    for s in schedule.stages_of(number)
-                ],
-                under_way=peaks[number],
-                pipeline_rank=number,
-            )
+            _add_up([measured[kinds[s]] for s in schedule.stages_of(number)], peaks[number], pipeline_rank=number)
             for number in range(schedule.num_ranks)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one part of the model holds."""
+
+    num_parameters: int
+    held: fsdp.Estimate
+    activations: int
+    """Of one micro-batch."""
+
+
+def _add_up(stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int) -> RankEstimate:
+    """A rank that holds ``stages``, of which ``under_way`` micro-batches are in memory at once."""
+    activations = [int(stage.activations * under_way) for stage in stages]
+    return RankEstimate(
+        pipeline_rank=pipeline_rank,
+        num_parameters=sum(stage.num_parameters for stage in stages),
+        params=sum(stage.held.params for stage in stages),
+        grads=sum(stage.held.grads for stage in stages),
+        optimizer=sum(stage.held.optimizer for stage in stages),
+        gathered=sum(stage.held.gathered for stage in stages),
+        activations=sum(activations),
+        peak=sum(stage.held.peak for stage in stages) + sum(activations),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +115,39 @@ class _Rank:
     whole: nn.Module
     group: dist.ProcessGroup | None
 
-    def estimate(
-        self, stages: Sequence[Callable[[], nn.Module]], *, under_way: float, pipeline_rank: int
-    ) -> RankEstimate:
-        """Bytes of a rank that holds ``stages``, of which ``under_way`` micro-batches are in memory at once."""
+    def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
+        """Equal for two stages that hold the same: their layers are alike, and no setting names a layer."""
+        parallel = self.config.parallel
+        if parallel.tp_plan or parallel.reshard_overrides or parallel.keep_fp32:
+            return stage
+        shapes = (
+            (type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters()))
+            for block in blocks
+        )
+        return stage == 0, stage == last, tuple(shapes)
+
+    def measure(self, make: Callable[[], nn.Module]) -> _Stage:
+        """What the part of the model that ``make`` builds holds."""
         spec, config = self.layout.spec, self.config
         sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
         if self.mode == "ddp":
             sizes = {"replicate": spec.dp_replicate * spec.cp}
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
-        totals = dict.fromkeys(("params", "grads", "optimizer", "gathered", "activations", "peak"), 0)
-        numel = 0
-        for make in stages:
-            running = self._cut(make())  # with all its experts: as many rows meet them, whoever holds them
-            apply_activation_checkpointing(running, blocks_of(running), config.activations)
-            measured = fsdp.plan(running, sizes, fsdp_policy(config, self.mode)).estimate(
-                running, self._inputs(running), loss=_sum, in_place=True
-            )
-            held = self._cut(make())
-            experts = [f"{name}.experts" for name, _ in moe_layers(held)] if spec.ep > 1 else []
-            _cut_experts(held, spec.ep)
-            policy = fsdp_policy(config, self.mode, experts=experts)
-            plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
-            bytes_held = plan.estimate(microbatches=self.batch.accumulation, keep=config.parallel.accumulate)
-            activations = int(measured.activations * under_way)
-            numel += count_parameters(held)
-            for name in ("params", "grads", "optimizer", "gathered"):
-                totals[name] += getattr(bytes_held, name)
-            totals["activations"] += activations
-            totals["peak"] += bytes_held.peak + activations
-        return RankEstimate(pipeline_rank=pipeline_rank, num_parameters=numel, **totals)
+        running = self._cut(make())  # with all its experts: as many rows meet them, whoever holds them
+        apply_activation_checkpointing(running, blocks_of(running), config.activations)
+        measured = fsdp.plan(running, sizes, fsdp_policy(config, self.mode)).estimate(
+            running, self._inputs(running), loss=_sum, in_place=True
+        )
+        held = self._cut(make())
+        experts = [f"{name}.experts" for name, _ in moe_layers(held)] if spec.ep > 1 else []
+        _cut_experts(held, spec.ep)
+        policy = fsdp_policy(config, self.mode, experts=experts)
+        plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
+        return _Stage(
+            num_parameters=count_parameters(held),
+            held=plan.estimate(microbatches=self.batch.accumulation, keep=config.parallel.accumulate),
+            activations=measured.activations,
+        )
 
     def _cut(self, part: nn.Module) -> nn.Module:
         """Tensor parallelism's cut, as the first of its ranks has it."""

@@ -1,5 +1,6 @@
 """Which pipeline schedule a configuration means."""
 
+from functools import cache
 from pathlib import Path
 
 from titan_mesh import Layout
@@ -32,21 +33,27 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
         ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
     """
     if find_family(config.schedule) is not None:
-        chunks = config.stages_per_rank or None
-        schedule = build_schedule(config.schedule, pp, microbatches, num_chunks=chunks)
-    else:
-        path = Path(config.schedule)
-        if not path.is_file():
-            raise ValueError(
-                f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
-                "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
-            )
-        schedule = Schedule.load(path)
+        return _of_family(config.schedule, pp, microbatches, config.stages_per_rank or None)
+    path = Path(config.schedule)
+    if not path.is_file():
+        raise ValueError(
+            f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
+            "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
+        )
+    schedule = Schedule.load(path)
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ValueError(
             f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
             f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
             "train.global_batch or train.microbatch."
         )
+    verify(schedule)
+    return schedule
+
+
+@cache
+def _of_family(name: str, pp: int, microbatches: int, chunks: int | None) -> Schedule:
+    """Building and verifying takes a second at 8 ranks and 128 micro-batches, and a run asks several times."""
+    schedule = build_schedule(name, pp, microbatches, num_chunks=chunks)
     verify(schedule)
     return schedule
