@@ -1,6 +1,8 @@
 import pytest
-from titan_train.config.model import SHIPPED_MODELS
+from titan_train.models.registry import list_models
 from titan_train.nearest import did_you_mean, nearest_divisor, nearest_name
+
+SHIPPED_MODELS = list_models()
 
 
 @pytest.mark.parametrize(

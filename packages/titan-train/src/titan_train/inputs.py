@@ -1,8 +1,8 @@
-"""The text of a run: tokenizer and token shards, prepared once, then opened by every rank.
+"""Tokenizer and token shards of a run: prepared once, then opened by every rank.
 
-Preparing needs neither torch nor a process group. Whoever comes first (the command line, or any rank under torchrun)
-holds a lock on the cache and does the work; the others wait for the lock, find it done, and go on. So no collective's
-time-out runs while a large corpus is tokenized.
+Preparing needs neither torch nor a process group. The first process (the command line, or any rank under torchrun)
+locks the cache and does the work; the others wait for the lock and find the work done. No collective waits, so none
+times out while a large corpus is tokenized.
 """
 
 import contextlib

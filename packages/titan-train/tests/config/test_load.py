@@ -69,7 +69,7 @@ MALFORMED = {
         "[parallel]\ndp_replicate = -1\n",
         ["parallel.dp_replicate", "parallel.dp_shard", "Set one to 1"],
     ),
-    "zero degree": ("[parallel]\ndp_shard = 0\n", ["parallel.dp_shard", "0", "-1 for what is left"]),
+    "zero degree": ("[parallel]\ndp_shard = 0\n", ["parallel.dp_shard", "0", "-1 for the remaining ranks"]),
     "micro-batch that does not divide": (
         "[train]\nglobal_batch = 12\nmicrobatch = 5\n",
         ["train.microbatch", "5", "is 4"],

@@ -33,8 +33,8 @@ from titan_train.tokenizers.tiktoken import PATTERNS
         (DataConfig, {"on_error": "ignore"}, "data.on_error='ignore' is not one of 'raise', 'skip', 'quarantine'"),
         (DataConfig, {"verify": "ful"}, r"mean 'full'\?"),
         (DataConfig, {"max_bad_fraction": 2.0}, r"max_bad_fraction=2.0 .* nearest valid value is 1.0"),
-        (DataConfig, {"prefetch": -1}, "data.prefetch=-1 is below 0. The nearest valid value is 0"),
-        (DataConfig, {"shard_tokens": 0}, "data.shard_tokens=0 is below 1"),
+        (DataConfig, {"prefetch": -1}, "data.prefetch=-1 must be at least 0. The nearest valid value is 0"),
+        (DataConfig, {"shard_tokens": 0}, "data.shard_tokens=0 must be at least 1"),
     ],
 )
 def test_invalid_values_are_refused_naming_key_value_and_the_nearest_valid_choice(cls, values, message):

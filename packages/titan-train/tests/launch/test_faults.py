@@ -20,7 +20,7 @@ def test_a_plan_is_read():
         ("kill rank=1 step=2 speed=3", "one of the keys of 'kill': rank, step"),
         ("kill rank=x step=2", "needs a number after the '='"),
         ("kill rank=1 step=0", "step=0 must be at least 1"),
-        ("kill rank=1 step=1.5", "whole"),
+        ("kill rank=1 step=1.5", "an integer"),
         ("slow rank=1 factor=0.5", "factor=0.5 must be at least 1"),
     ],
 )

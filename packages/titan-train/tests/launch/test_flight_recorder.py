@@ -34,8 +34,8 @@ def test_the_rank_that_did_not_come_is_named(tmp_path):
     run_ranks(one_rank_stays_away, 3, tmp_path)
     found = read_dumps(tmp_path / "dumps", 3)
     assert found.missing == (2,)
-    assert "rank 2 did not come to gloo:all_reduce number 2 of group 'default_pg'" in found.text
-    assert "where ranks 0, 1 wait; rank 2 is at" in found.text
+    assert "rank 2 did not enter gloo:all_reduce number 2 of group 'default_pg'" in found.text
+    assert "where ranks 0, 1 are waiting; rank 2 is at" in found.text
     assert "in write_dump" in found.text  # where its main thread stood
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_does_not_answer_is_the_missing_one(tmp_path):
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps([entry]))
     found = read_dumps(tmp_path, 3)
     assert found.missing == (1,)
-    assert "rank 1 did not answer" in found.text
+    assert "rank 1 did not respond" in found.text
 
 
 def test_ranks_that_are_level_tell_nothing(tmp_path):

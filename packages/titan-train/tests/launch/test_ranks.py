@@ -50,6 +50,6 @@ def test_more_machines_than_this_one_need_a_launcher_that_reaches_them():
 
 
 def test_on_a_ray_cluster_the_ranks_of_a_node_must_be_given():
-    with pytest.raises(ValueError, match=r"say how many ranks a node holds, such as --launch.nproc 8"):
+    with pytest.raises(ValueError, match=r"give the ranks per node, such as --launch.nproc 8"):
         ranks_per_node(LaunchConfig(launcher="ray", ray=RayConfig(address="head:6379")))
     assert ranks_per_node(LaunchConfig(launcher="ray", nproc=8, ray=RayConfig(address="head:6379"))) == 8

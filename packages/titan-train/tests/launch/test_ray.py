@@ -205,8 +205,10 @@ def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():
     assert alike.problems() == []
     other = RayAgent(None, None, address="10.0.0.2", node_id="abcdef", versions=mine | {"torch": "2.0"}, sees=False)
     version, folder = other.problems()
-    assert version == f"node 10.0.0.2 (abcdef) has torch 2.0, this machine {mine['torch']}: install the same"
-    assert "does not see the run's folder: set run.dir to a file system that all nodes share" in folder
+    assert (
+        version == f"node 10.0.0.2 (abcdef) has torch 2.0, this machine has {mine['torch']}: install the same version"
+    )
+    assert "cannot see the run folder: set run.dir to a file system that all nodes share" in folder
 
 
 def test_a_port_that_is_taken_is_refused_before_any_rank_starts(tmp_path):

@@ -29,7 +29,7 @@ def test_restarts_are_counted_within_a_window_only():
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
-        (lost(error="ValueError: x", users_mistake=True), "the same mistake"),
+        (lost(error="ValueError: x", users_mistake=True), "would fail again"),
         (lost(error="ImportError: x", progressed=False), "before its first step"),
     ],
 )

@@ -42,4 +42,4 @@ def test_the_command_writes_a_file_and_needs_the_ranks_of_a_machine(tmp_path, ca
     assert "#SBATCH --partition=short" in out.read_text()
     assert "#SBATCH --cpus-per-task=2" in out.read_text()
     assert main(words) == 2
-    assert "Say how many ranks each holds, such as --launch.nproc 8" in capsys.readouterr().err
+    assert "Give the ranks per machine, such as --launch.nproc 8" in capsys.readouterr().err

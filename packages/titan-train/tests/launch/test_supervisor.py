@@ -38,8 +38,8 @@ def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed):
     code, told = job.supervise("hang", "--launch.faults", "hang rank=1 step=7", *called_early)
     assert code == 0, told
     assert "no rank finished step 7" in told
-    assert "rank 1 did not come to gloo:all_reduce" in told
-    assert "where rank 0 waits; rank 1 is at inject.py" in told
+    assert "rank 1 did not enter gloo:all_reduce" in told
+    assert "where rank 0 is waiting; rank 1 is at inject.py" in told
     assert job.losses("hang") == undisturbed
     dumps = job.folder / "runs" / "hang" / "hangs" / "attempt-0"
     assert sorted(file.name for file in dumps.iterdir()) == [

@@ -47,12 +47,12 @@ def test_a_finished_run_shows_its_numbers_layout_configuration_and_environment(m
     for words in (
         "quickstart finished",
         "5.24M parameters · 2 × cpu",
-        "Training loss 3.319 from 10.00, 33% of it",
+        "Training loss 3.319 started at 10.00",
         "Validation loss 5.000",
         "Bits per byte 2.000",
         "Steps 40 100% of 40",
-        "Tokens 40.0k 1.00k a step",
-        "Tokens per second 2.00k median; 1.00k a rank",
+        "Tokens 40.0k 1.00k per step",
+        "Tokens per second 2.00k median; 1.00k per rank",
         "Peak memory 0.41 GiB",
         "10.0% of the steps waiting for data",
         "checkpoint saved × 4",
@@ -116,8 +116,8 @@ def test_a_killed_run_is_said_to_be_running_or_killed(make_run):
 
 
 def test_the_load_of_experts_has_a_chart_where_there_are_any(make_run):
-    assert "Load of the experts" in report_of(make_run(4, routing={"load_max": 1.5, "load_min": 0.5})).text
-    assert "Load of the experts" not in report_of(make_run(4, name="dense")).text
+    assert "Expert load" in report_of(make_run(4, routing={"load_max": 1.5, "load_min": 0.5})).text
+    assert "Expert load" not in report_of(make_run(4, name="dense")).text
 
 
 def test_steps_without_a_finite_loss_leave_a_gap_and_are_counted(make_run):
@@ -173,7 +173,7 @@ def test_every_setting_is_shown_under_its_section(make_run):
 def test_mfu_appears_when_the_device_is_known(make_run):
     run_dir = make_run(5, mfu=0.4123, tflops_per_gpu=407.9)
     text = " ".join(report_of(run_dir).text.split())
-    assert "MFU 41.2% median; 408 TFLOP/s a GPU" in text
+    assert "MFU 41.2% median; 408 TFLOP/s per GPU" in text
 
 
 def test_time_adds_up_over_attempts_whether_or_not_the_clock_begins_again(make_run):
@@ -192,4 +192,4 @@ def test_tokens_between_two_logged_steps_count(make_run, tmp_path):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"kind":"step"' not in line or int(re.search(r'"step":(\d+)', line)[1]) % 10 == 0]
     (run_dir / "metrics.jsonl").write_text("".join(kept))
-    assert "40.0k  (1.00k a step)" in summarize(run_dir)
+    assert "40.0k  (1.00k per step)" in summarize(run_dir)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 _COMMANDS = {
-    "run": "train: start ranks here, through torchrun or on a Ray cluster, and keep them running",
+    "run": "train: start ranks here, through torchrun or on Ray, and restart them after failures",
     "slurm": "write a batch file that runs a configuration on several machines",
     "check": "validate a configuration; show layout, parameters and memory without training",
     "estimate": "estimate a configuration's speed and memory on a machine, by term",
@@ -18,7 +18,7 @@ _COMMANDS = {
     "export": "write a run's model as a Hugging Face folder, compared with the run",
     "report": "write a run's one-page HTML report",
     "list": "show the shipped configurations and models",
-    "doctor": "show versions, devices and backends; what is missing and how to get it",
+    "doctor": "show versions, devices and backends, and how to install what is missing",
 }
 
 

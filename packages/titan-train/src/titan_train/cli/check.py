@@ -1,8 +1,8 @@
 """Validate a configuration without training: layout, parameters, memory and communication.
 
 Nothing is allocated and no rank is started (the model is built on the meta device), so a 405B configuration is
-checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 dp8 tp8"`. As many nodes
-of `launch.nproc` ranks are taken as the degrees need.
+checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 dp8 tp8"`. The number of nodes follows
+from the degrees and `launch.nproc`.
 """
 
 import argparse
@@ -28,9 +28,9 @@ _MEMORY = {
     "params": "sharded parameters, float32",
     "grads": "sharded gradients",
     "optimizer": "optimizer state",
-    "gathered": "parameters gathered at one time, at most",
-    "activations": "saved for backward by the micro-batches under way",
-    "peak": "most at any time of a step",
+    "gathered": "largest set of parameters gathered at once",
+    "activations": "activations of all micro-batches in flight",
+    "peak": "peak over the step",
 }
 
 
@@ -72,8 +72,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
-        f"compute  {flops / 1e9:,.3f} GFLOP a token, "
-        f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP a step"
+        f"compute  {flops / 1e9:,.3f} GFLOP per token, "
+        f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP per step"
     )
     if schedule is not None:
         print(_pipeline_lines(config, model, schedule))
@@ -105,21 +105,21 @@ def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> s
     played = simulate(schedule)
     return (
         f"pipeline {schedule.name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-        f"{schedule.num_microbatches} micro-batches; bubble {played.makespan_bubble:.1%} of a step with equal stages, of "
-        f"which {played.stage_bubble:.1%} whatever the optimizer step waits for\nlayers   {held}"
+        f"{schedule.num_microbatches} micro-batches; bubble {played.makespan_bubble:.1%} of a step with equal stages "
+        f"({played.stage_bubble:.1%} without waiting for the optimizer step)\nlayers   {held}"
     )
 
 
 def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
-    """One column for each pipeline rank; all alike are shown once."""
+    """One column per pipeline rank; one column if all are equal."""
     different = {(r.num_parameters, r.activations): r for r in ranks}
     shown = ranks if len(different) > 1 else ranks[:1]
     head = "".join(f"{'pp ' + str(r.pipeline_rank):>10}" for r in shown) if len(shown) > 1 else ""
-    lines = [f"\nmemory of one rank, GiB:{head}"]
+    lines = [f"\nmemory per rank, GiB:{head}"]
     lines.append(
         f"  {'parameters':<12}"
         + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown)
-        + "  billions it computes with"
+        + "  billions used in compute"
     )
     for name, meaning in _MEMORY.items():
         lines.append(f"  {name:<12}" + "".join(f"{getattr(r, name) / 2**30:10.2f}" for r in shown) + f"  {meaning}")
@@ -129,7 +129,7 @@ def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
 def _batch_line(config: Config, batch: BatchPlan) -> str:
     tokens = batch.global_batch * config.model.seq_len
     return (
-        f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens a step: "
+        f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens per step: "
         f"{batch.dp_size} data-parallel ranks x {batch.accumulation} micro-batches x {batch.microbatch}; "
         f"{tokens * config.train.steps:,} tokens in {config.train.steps} steps"
     )

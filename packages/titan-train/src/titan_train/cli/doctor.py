@@ -1,4 +1,4 @@
-"""Show what this machine has for training, what is missing, and how to get it."""
+"""Show versions, devices and backends of this machine; what is missing, and how to install it."""
 
 import argparse
 import importlib.util
@@ -36,7 +36,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     for finding in diagnose():
         missing += finding.level == "missing"
         console.print(f"{marks[finding.level]} {finding.name:<16} {escape(finding.text)}")
-    console.print("everything that training needs is here" if not missing else f"{missing} missing")
+    console.print("everything that training needs is installed" if not missing else f"{missing} missing")
     return 1 if missing else 0
 
 
@@ -79,14 +79,14 @@ def _torch() -> Iterator[Finding]:
             properties = torch.cuda.get_device_properties(index)
             yield Finding("ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
-        yield Finding("note", "cuda", "no GPU that torch can use: runs take CPU ranks (gloo), which is right but slow")
+        yield Finding("note", "cuda", "torch sees no GPU: runs use CPU ranks (gloo), which is correct but slow")
     if not dist.is_available():
         yield Finding(
-            "missing", "torch.distributed", "this build of torch has none: install a build with USE_DISTRIBUTED=1"
+            "missing", "torch.distributed", "not in this build of torch: install a build with USE_DISTRIBUTED=1"
         )
         return
     gloo = dist.is_gloo_available()
-    yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "this build of torch has none")
+    yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "not in this build of torch")
     nccl = dist.is_nccl_available()
     yield Finding("ok" if nccl else "note", "nccl", "GPU process groups" if nccl else "not in this build; GPUs need it")
 

@@ -1,6 +1,6 @@
 """Train the tokenizer and tokenize the corpus of a configuration ahead of a run.
 
-`titan-train run` does this by itself when it has to; do it here to use a machine without GPUs for it.
+`titan-train run` does this when needed; this command does it on a machine without GPUs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSource:
-    """What one source gave."""
+    """The result for one source."""
 
     name: str
     folder: str
@@ -46,7 +46,7 @@ def prepare_sources(
     cache_dir: str | Path | None = None,
     console: "Console | None" = None,
 ) -> list[PreparedSource]:
-    """Tokenize all text sources of a configuration, and print what came of each.
+    """Tokenize all text sources of a configuration, and print the result for each.
 
     Args:
         data: Sources and options.

@@ -1,15 +1,15 @@
 """Train the model that a configuration describes.
 
-CONFIG is a TOML file or the name of a shipped configuration (`titan-train list`). Every setting can be given on the
-command line too, over the file: `titan-train run quickstart --train.steps 20 --launch.nproc 2`.
+CONFIG is a TOML file or the name of a shipped configuration (`titan-train list`). Command-line settings override
+the file: `titan-train run quickstart --train.steps 20 --launch.nproc 2`.
 `titan-train run CONFIG --help` lists every setting with its value.
 
---launcher local|torchrun|ray   who starts the ranks; short for --launch.launcher
+--launcher local|torchrun|ray   what starts the ranks; short for --launch.launcher
 --ray.address HOST:PORT|auto    a Ray cluster; short for --launch.ray.address
 --faults "kill rank=1 step=20"  faults to inject; short for --launch.faults
 
 Running the same configuration again resumes it from its last finished checkpoint. SIGTERM or Ctrl-C saves and stops;
-SIGUSR1 saves and goes on. A lost or hanging rank restarts the run by itself, launch.max_restarts times.
+SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 
 def _run_here(config: Config) -> int:
-    """Start the ranks, supervise them, report."""
+    """Start the ranks, supervise them, write the report."""
     per_node = ranks_per_node(config.launch)
     world_size = per_node * config.launch.nnodes
     layout = _check_layout(config, world_size)
@@ -178,11 +178,7 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
     info.finish(
         "finished" if completed else "stopped" if code == 0 else "failed",
         step=step,
-        error=None
-        if code == 0
-        else f"{failure.kind}: {failure.message}"
-        if failure
-        else "a rank was ended from outside",
+        error=None if code == 0 else f"{failure.kind}: {failure.message}" if failure else "a rank was killed",
     )
     if config.metrics.report and (run_dir / "metrics.jsonl").exists():
         from titan_train.report import build_report, summarize
@@ -196,7 +192,7 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
 
 
 def _check_layout(config: Config, world_size: int) -> Layout:
-    """What can be wrong with the number of ranks or the extras, before any rank starts."""
+    """Validate the number of ranks and the trackers before any rank starts."""
     layout = plan_run(config, world_size).layout
     if config.launch.elastic and config.launch.min_ranks > world_size:
         raise ValueError(

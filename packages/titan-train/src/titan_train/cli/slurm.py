@@ -25,7 +25,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--warn-s", type=int, default=120, metavar="S", help="seconds to save before the limit; default 120"
     )
-    parser.add_argument("--port", type=int, default=29500, help="where the machines meet; default 29500")
+    parser.add_argument("--port", type=int, default=29500, help="rendezvous port on the first machine; default 29500")
     arguments, rest = parser.parse_known_args(words)
     overrides = [written_out(word) for word in rest]
     # the place where machines meet is known only inside the job
@@ -33,8 +33,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     per_node = config.launch.nproc
     if per_node == 0:
         raise ValueError(
-            "launch.nproc=0: the machine that writes the file need not be like those that run it. Say how many ranks each "
-            "holds, such as --launch.nproc 8."
+            "launch.nproc=0: the machine that writes the file may differ from those that run it. Give the ranks per "
+            "machine, such as --launch.nproc 8."
         )
     plan_run(config, per_node * config.launch.nnodes)
     text = sbatch_text(

@@ -60,7 +60,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerReport:
-    """How good a trained tokenizer is, on text it was not trained on."""
+    """Quality of a trained tokenizer on held-out text."""
 
     folder: str
     vocab_size: int

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationsConfig:
-    """What forward keeps for backward, and where."""
+    """Which activations forward saves for backward, and where."""
 
     checkpoint: Literal["none", "full", "every", "pattern", "selective", "budget"] = "none"
     """Recompute in backward: nothing (none), every block (full), each k-th block (every), the modules that match
@@ -26,7 +26,7 @@ class ActivationsConfig:
     """With checkpoint = "budget": share of the activations to keep, 0 to 1 (needs compile.enabled)."""
 
     offload: bool = False
-    """Move what is kept to host memory until backward needs it (CUDA only; on CPU ranks it is there already)."""
+    """Move saved activations to host memory until backward needs them (CUDA only)."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -51,16 +51,16 @@ class Float8Config:
     """Matrix products in float8, by titan-fp8."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"] = "none"
-    """How values are scaled; blockwise is the best on Hopper."""
+    """Scaling recipe; blockwise is recommended on Hopper."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of modules that stay in higher precision; empty leaves out the head and routers."""
+    """Patterns of modules that stay in higher precision; empty excludes the head and routers."""
 
     min_speedup: float = 1.0
-    """Leave layers alone whose expected speed-up on a GPU is below this; 0 converts all that can be."""
+    """Convert only layers whose expected GPU speed-up is at least this; 0 converts every supported layer."""
 
     all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather sharded weights in float8; auto does where the recipe can."""
+    """Gather sharded weights in float8; auto does so if the recipe supports it."""
 
     tp_gather: Literal["auto", "on", "off"] = "auto"
     """Gather the tokens of sequence parallelism in float8 (recipes blockwise and tensorwise); auto does where every bit

@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """One corpus: where its text (or its tokens) lies, and how much of it a batch holds."""
+    """One corpus: where its text or tokens are, and its share of a batch."""
 
     name: str
     """Name of the source. Its order of samples depends on this name and the seed, not on its place in the list."""
@@ -46,10 +46,10 @@ class SourceConfig:
     """Globs of files to leave out, matched against the path below its folder and against the file name."""
 
     max_document_bytes: int = 64 * 2**20
-    """A longer document, decompressed, counts as malformed (bytes); it bounds what one line can take of memory."""
+    """Largest document in bytes, decompressed; a longer one counts as malformed. This bounds memory per line."""
 
     max_epochs: int = 0
-    """An error, rather than one more pass, once the source was read this often; 0 repeats it without end."""
+    """Largest number of passes over the source; 0 repeats it without limit."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -97,7 +97,7 @@ class TokenizerConfig:
     """SentencePiece algorithm. unigram encodes 5x faster, trains 10x slower and compresses slightly less."""
 
     train_max_bytes: int = 32 * 2**20
-    """Text a new vocabulary is trained on, at most (bytes, spread evenly over the documents)."""
+    """Most text to train a new vocabulary on, in bytes, spread evenly over the documents."""
 
     pattern: str = "llama3"
     """tiktoken only: how text is cut before merging, one of llama3, cl100k, gpt2, or a regular expression."""
@@ -168,7 +168,7 @@ class DataConfig:
     """With skip or quarantine: largest share of a source's documents that may be malformed."""
 
     max_bad: int = 0
-    """With skip or quarantine: largest number of malformed documents of a source; 0 leaves it to the share alone."""
+    """With skip or quarantine: largest number of malformed documents per source; 0 limits the share only."""
 
     add_bos: bool = False
     """Begin every document with the tokenizer's begin-of-sequence token."""
@@ -186,7 +186,7 @@ class DataConfig:
     """Threads that tokenize; 0 uses every core."""
 
     prefetch: int = 3
-    """Microbatches made ahead by a background thread; 0 makes each when it is asked for."""
+    """Micro-batches that a background thread prepares ahead; 0 prepares each on demand."""
 
     verify: Verify = "sample"
     """Check of the cache when it is opened: header only, sample (8 random blocks a file), or full (1.6 GB/s)."""
@@ -230,7 +230,7 @@ def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 def _check_at_least(key: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{key}={value} is below {least}. The nearest valid value is {least}.")
+        raise ValueError(f"{key}={value} must be at least {least}. The nearest valid value is {least}.")
 
 
 def _as_name(name: str) -> str:

@@ -9,7 +9,7 @@ from titan_train.nearest import nearest_name
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem."""
+    """All problems of a configuration, one line per problem."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.problems = list(problems)

@@ -1,7 +1,7 @@
 """Faults to inject into a run on purpose: what they are called, and how they are written.
 
     kill rank=3 step=20                 SIGKILL just before step 20
-    hang rank=1 step=40                 stop making progress, for ever
+    hang rank=1 step=40                 stop making progress
     slow rank=2 factor=3                every step takes three times as long (from step=, for steps= of them)
     sigterm rank=0 step=20              SIGTERM, as a preempted machine gets it
     raise rank=0 step=20                an exception in the training loop
@@ -25,10 +25,10 @@ class Fault:
     """One entry of a plan."""
 
     number: int
-    """Its place in the plan, from 0: what makes two alike entries two."""
+    """Position in the plan, from 0; tells two equal entries apart."""
     kind: str
     rank: int
-    """The rank it strikes; rank 0 where the kind is about the run as a whole."""
+    """The rank that it affects; rank 0 if it affects the whole run."""
     step: int
     """It fires before this step is made."""
     factor: float = 1.0
@@ -103,7 +103,9 @@ def _fault(number: int, words: list[str]) -> Fault:
         raise ValueError(f"--faults {entry!r}: {kind!r} needs {missing[0]}=, such as {missing[0]}=2.")
     for key, least in (("rank", 0), ("step", 1), ("steps", 0), ("factor", 1), ("seconds", 0)):
         if values.get(key, least) < least or (key in ("rank", "step", "steps") and values.get(key, 0) % 1):
-            raise ValueError(f"--faults {entry!r}: {key}={values[key]:g} must be at least {least}, whole if it counts.")
+            raise ValueError(
+                f"--faults {entry!r}: {key}={values[key]:g} must be at least {least} and, for rank and steps, an integer."
+            )
     return Fault(
         number=number,
         kind=kind,

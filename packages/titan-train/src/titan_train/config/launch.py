@@ -17,13 +17,13 @@ class RayConfig:
     launch.nproc ranks whole."""
 
     cpus_per_rank: float = 1.0
-    """Processor cores that Ray sets aside for each rank."""
+    """CPU cores that Ray reserves per rank."""
 
     wait_s: float = 60.0
-    """Seconds to wait for nodes, at the start and after one is lost, before the run fails; an elastic run shrinks at once."""
+    """Seconds to wait for nodes, at the start and after a loss, before the run fails. An elastic run shrinks at once."""
 
     env: tuple[str, ...] = ()
-    """Names of environment variables that ranks on other nodes get too; OMP_*, NCCL_*, GLOO_* and TORCH_* always go."""
+    """Further environment variables to pass to ranks on other nodes. OMP_*, NCCL_*, GLOO_* and TORCH_* are always passed."""
 
     def __post_init__(self) -> None:
         if self.cpus_per_rank <= 0:
@@ -34,28 +34,28 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """The ranks that `titan-train run` starts, and when it starts them again."""
+    """How `titan-train run` starts ranks and restarts them."""
 
     launcher: Literal["local", "torchrun", "ray"] = "local"
-    """Who starts the ranks: this machine (local), torchrun on every machine, or Ray over its cluster's nodes."""
+    """What starts the ranks: this process (local), torchrun on every machine, or Ray on the nodes of its cluster."""
 
     nproc: int = 0
-    """Ranks on each machine; 0 takes all GPUs or, where there are none, two CPU ranks."""
+    """Ranks per machine; 0 takes all GPUs, or two CPU ranks on a machine without GPUs."""
 
     nnodes: int = 1
-    """Machines: more than one needs launcher 'torchrun' or 'ray'. `check` takes any number."""
+    """Number of machines. More than one needs launcher 'torchrun' or 'ray'; `check` accepts any number."""
 
     node_rank: int = 0
-    """Which of launch.nnodes machines this is, for launcher 'torchrun'. Machine 0 decides when to start again."""
+    """Which of launch.nnodes machines this is, for launcher 'torchrun'. Machine 0 supervises the run."""
 
     endpoint: str = ""
-    """host:port on machine 0 at which several machines meet under launcher 'torchrun'."""
+    """Rendezvous address on machine 0 (host:port) for several machines under launcher 'torchrun'."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA where it can."""
+    """auto takes CUDA if there is a GPU."""
 
     port: int = 0
-    """Port at which ranks of several nodes meet under launcher 'ray'; 0 takes a free one."""
+    """Rendezvous port for several nodes under launcher 'ray'; 0 takes a free one."""
 
     timeout_s: float = 600.0
     """Seconds a collective may take during start-up, a save or a validation before the run fails."""
@@ -70,25 +70,25 @@ class LaunchConfig:
     """Seconds after which a restart no longer counts against max_restarts."""
 
     hang_factor: float = 20.0
-    """A rank hangs when its step takes this many times the median step; 0 turns the watch off."""
+    """A step hangs when it takes this many times the median step; 0 disables hang detection."""
 
     hang_least_s: float = 60.0
-    """Never call a rank hanging before this many seconds, however short the steps are."""
+    """A step counts as hanging only after this many seconds, even if steps are short."""
 
     straggler_factor: float = 1.5
-    """Report a rank whose own time for a step is this many times the median of all ranks; 0 turns the report off."""
+    """Report each rank whose own step time is this many times the median of all ranks; 0 disables."""
 
     elastic: bool = False
-    """When ranks are lost and do not come back, go on with fewer (data-parallel degrees shrink), and grow back."""
+    """Continue with fewer ranks when ranks are lost (data-parallel degrees shrink), and grow back when they return."""
 
     min_ranks: int = 1
-    """Elastic: never go on with fewer ranks than this."""
+    """Elastic: fewest ranks to continue with."""
 
     rejoin_s: float = 300.0
-    """Elastic, local: seconds that a place whose rank was lost twice in a row stays out of use."""
+    """Elastic, launcher local: seconds that a place stays unused after its rank was lost twice in a row."""
 
     faults: str = ""
-    """Faults to inject, to see the run survive them: "kill rank=3 step=20; hang rank=1 step=40". `--faults` is short."""
+    """Faults to inject as a test: "kill rank=3 step=20; hang rank=1 step=40". `--faults` is short for this."""
 
     ray: RayConfig = field(default_factory=RayConfig)
     """The Ray launcher's own settings."""
@@ -120,7 +120,7 @@ class LaunchConfig:
             return  # `check` describes any number of machines; `run` says what starts them
         if self.launcher == "torchrun" and self.nnodes > 1 and not _is_port(self.endpoint.rpartition(":")[2]):
             raise ValueError(
-                f"launch.endpoint={self.endpoint!r}: {self.nnodes} machines need a place to meet. Give host:port of "
+                f"launch.endpoint={self.endpoint!r}: {self.nnodes} machines need a rendezvous address. Give host:port of "
                 "machine 0, the same on every machine, with a port below 65536, such as 'node0:29500'."
             )
         if self.faults:

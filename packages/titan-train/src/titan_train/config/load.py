@@ -1,7 +1,7 @@
 """From a TOML file and command-line words to one validated `Config`.
 
 Order of precedence: command line, then the file, then what the file `extends`, then the defaults. Unknown keys are
-errors everywhere. Nothing here imports torch.
+errors everywhere. This module does not import torch.
 """
 
 import dataclasses
@@ -89,7 +89,8 @@ def _find(name_or_path: str, base: Path | None = None) -> Path:
     nearest = nearest_name(path.stem, list_configs())
     hint = f"did you mean {nearest!r}? " if nearest else ""
     raise ConfigError(
-        name_or_path, [f"no such file or shipped configuration; {hint}shipped are {', '.join(list_configs())}."]
+        name_or_path,
+        [f"no such file or shipped configuration; {hint}The shipped ones are {', '.join(list_configs())}."],
     )
 
 

@@ -9,10 +9,10 @@ class MetricsConfig:
     """What a run records and shows. `metrics.jsonl` is always written."""
 
     log_every: int = 1
-    """Steps from one line of metrics.jsonl to the next; the last step is always written."""
+    """Write metrics.jsonl every this many steps; the last step is always written."""
 
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    """auto draws a bar on a terminal and prints one key=value line a step elsewhere."""
+    """auto draws a bar on a terminal and prints one key=value line per step elsewhere."""
 
     report: bool = True
     """Write report.html, one self-contained file, when the run ends."""

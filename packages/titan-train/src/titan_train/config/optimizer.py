@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """How weights are updated, and exceptions by pattern of parameter name."""
+    """Optimizer, with exceptions by pattern of parameter name."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw (decoupled weight decay), or sgd with momentum beta1 (weight decay added to the gradient)."""
@@ -67,7 +67,7 @@ class ScheduleConfig:
     """How the learning rate rises and falls over train.steps."""
 
     name: Literal["wsd", "cosine", "constant"] = "wsd"
-    """wsd: warm up, stay, decay at the end. cosine: warm up, then fall all the way. constant: warm up, stay."""
+    """wsd: warm up, hold, decay at the end. cosine: warm up, then decay. constant: warm up, hold."""
 
     warmup_steps: int = -1
     """Steps over which the rate rises linearly to its peak; -1 takes 2 % of train.steps; 0 starts at the peak."""
@@ -79,7 +79,7 @@ class ScheduleConfig:
     """Shape of wsd's decay over its progress t: 1 - t, 1 - sqrt(t), or (1 + cos(pi t)) / 2."""
 
     min_lr_factor: float = 0.0
-    """The decay ends at this fraction of the peak (which step train.steps, one past the last, would have)."""
+    """Final learning rate as a fraction of the peak, reached at step train.steps."""
 
     def __post_init__(self) -> None:
         for name, automatic in (("warmup_steps", "2 %"), ("decay_steps", "20 %")):

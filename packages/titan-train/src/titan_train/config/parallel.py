@@ -1,4 +1,4 @@
-"""Which ranks share what: data, sequence, weights, layers, experts."""
+"""Parallel degrees: data, sequence, weights, layers, experts."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,19 +7,19 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the ranks share the work, and what they exchange."""
+    """How ranks share the work and communicate."""
 
     mode: Literal["auto", "fsdp", "hsdp", "ddp"] = "auto"
     """auto follows the degrees: dp_replicate > 1 and dp_shard > 1 is hsdp, dp_shard = 1 is ddp, else fsdp."""
 
     dp_replicate: int = 1
-    """Ranks that hold copies of the same shard; -1 takes what dp_shard leaves."""
+    """Ranks that hold copies of the same shard; -1 takes the ranks that dp_shard leaves."""
 
     dp_shard: int = -1
-    """Ranks that parameters, gradients and optimizer state are sharded over; -1 takes all that is left."""
+    """Ranks that shard parameters, gradients and optimizer state; -1 takes all remaining ranks."""
 
     pp: int = 1
-    """Pipeline stages' ranks; see [pipeline]."""
+    """Pipeline ranks; see [pipeline]."""
 
     cp: int = 1
     """Ranks that share each sequence; see [context]. They also shard the parameters."""
@@ -28,20 +28,20 @@ class ParallelConfig:
     """Ranks that share each weight matrix."""
 
     ep: int = 1
-    """Ranks that share the experts of a layer; they are among the dp_shard x cp x tp ranks, so no further ones."""
+    """Ranks that share the experts of a layer. EP reuses the dp_shard x cp x tp ranks; it adds none."""
 
     sequence_parallel: bool = True
-    """With tp > 1: cut the sequence over the same ranks outside attention and feed-forward."""
+    """With tp > 1: shard the sequence over the same ranks outside attention and feed-forward."""
 
     replicate_kv: bool = False
-    """With tp above the number of key-value heads: keep copies of them, instead of refusing."""
+    """With tp above the number of key-value heads: replicate the heads instead of refusing."""
 
     async_tp: bool = False
     """Overlap the transfers of tensor parallelism with its matrix products (needs sequence_parallel)."""
 
     tp_plan: dict[str, str] = field(default_factory=dict)
-    """Tensor parallelism of your own module: pattern of module name to style, such as {"blocks.*.attn.q" =
-    "colwise"}. Shipped models bring theirs."""
+    """Tensor-parallel styles of your own module, by pattern of module name, such as {"blocks.*.attn.q" =
+    "colwise"}. Shipped models define their own."""
 
     reshard: Literal["default", "always", "never"] | int = "default"
     """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
@@ -63,8 +63,8 @@ class ParallelConfig:
     """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
 
     accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
-    """What is kept between micro-batches: sharded gradients (least memory), unsharded gradients (least
-    communication), unsharded parameters too (zero1), or hsdp with the all-reduce on the last one only (hsdp-ar)."""
+    """State between micro-batches: sharded gradients (least memory), unsharded gradients (least communication),
+    also unsharded parameters (zero1), or hsdp with one all-reduce after the last micro-batch (hsdp-ar)."""
 
     @property
     def num_ranks(self) -> int:
@@ -84,10 +84,12 @@ class ParallelConfig:
         for name in ("dp_replicate", "dp_shard"):
             value = getattr(self, name)
             if value < 1 and value != -1:
-                raise ValueError(f"parallel.{name}={value} must be a positive number of ranks, or -1 for what is left.")
+                raise ValueError(
+                    f"parallel.{name}={value} must be a positive number of ranks, or -1 for the remaining ranks."
+                )
         if self.dp_replicate == -1 and self.dp_shard == -1:
             raise ValueError(
-                "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one can be what is left. Set one to 1."
+                "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one of them can take the remaining ranks. Set one to 1."
             )
         if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
             raise ValueError(
@@ -104,20 +106,20 @@ class ContextConfig:
     """Context parallelism (parallel.cp > 1): how attention reaches tokens that other ranks hold."""
 
     method: Literal["auto", "ring", "allgather", "ulysses", "usp"] = "auto"
-    """auto takes what sends the fewest bytes."""
+    """auto takes the method that sends the fewest bytes."""
 
     layout: Literal["auto", "contiguous", "zigzag", "per_document", "documents", "block"] = "auto"
     """Which tokens each rank holds; auto takes the balanced layout that sends least."""
 
     ulysses_degree: int = 0
-    """Ranks that share the heads under usp; 0 takes what sends least."""
+    """Ranks that share the heads under usp; 0 takes the degree that sends the fewest bytes."""
 
     def __post_init__(self) -> None:
         if self.ulysses_degree < 0:
             raise ValueError(f"context.ulysses_degree={self.ulysses_degree} must be >= 0; 0 chooses.")
         if self.ulysses_degree and self.method != "usp":
             raise ValueError(
-                f"context.ulysses_degree={self.ulysses_degree} means something for method 'usp' only, not "
+                f"context.ulysses_degree={self.ulysses_degree} applies to method 'usp' only, not "
                 f"{self.method!r}. Set method = 'usp', or leave it at 0."
             )
 
@@ -131,19 +133,19 @@ class PipelineConfig:
     the path of a schedule's JSON file."""
 
     stages_per_rank: int = 0
-    """Model chunks on each rank; 0 takes the family's least (1, or 2 for interleaved and V-shaped ones)."""
+    """Model chunks per rank; 0 takes the minimum of the family (1, or 2 for interleaved and V-shaped schedules)."""
 
     cuts: tuple[int, ...] = ()
-    """First layer of every stage but the first, such as [2, 4, 6]; empty balances by computed cost, embedding and head
-    counted."""
+    """First layer of each stage after the first, such as [2, 4, 6]; empty balances the stages by FLOPs, including
+    embedding and head."""
 
     deterministic: bool = False
-    """Refuse schedules that would add gradients in another order than one process does."""
+    """Require single-process gradient accumulation order (bitwise reproducible)."""
 
     def __post_init__(self) -> None:
         if self.stages_per_rank < 0:
             raise ValueError(
-                f"pipeline.stages_per_rank={self.stages_per_rank} must be >= 0; 0 takes the family's least."
+                f"pipeline.stages_per_rank={self.stages_per_rank} must be >= 0; 0 takes the minimum of the family."
             )
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 0 for cut in self.cuts):
             raise ValueError(

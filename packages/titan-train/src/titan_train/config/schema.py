@@ -1,7 +1,7 @@
-"""The whole configuration of a run, as frozen dataclasses.
+"""The configuration of a run, as frozen dataclasses.
 
-Every field's docstring is its help on the command line. A class checks what it can see alone; what depends on the
-number of ranks is checked by `titan_train.plan.layout` before any rank starts.
+The docstring of a field is its help on the command line. Each class validates its own fields; what depends on the
+number of ranks is validated by `titan_train.plan` before any rank starts.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from titan_train.nearest import nearest_divisor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Where a run lives, and its seed."""
+    """Folder, name and seed of a run."""
 
     name: str = "run"
     """Name of the run; its folder is dir/name. Running the same name again resumes it."""
@@ -28,10 +28,10 @@ class RunConfig:
     """Folder of all runs, relative to the working directory."""
 
     seed: int = 0
-    """Seeds the weights, the data order and every random number generator."""
+    """Seed of the weights, the data order and every random number generator."""
 
     deterministic: bool = False
-    """Use only deterministic kernels (slower on GPUs; CPU runs are deterministic anyway)."""
+    """Use only deterministic kernels. Slower on GPUs; CPU runs are always deterministic."""
 
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and "/" not in self.name and not self.name.startswith(".")
@@ -55,8 +55,8 @@ class TrainConfig:
     """Sequences in one optimizer step, over all ranks."""
 
     microbatch: int = 0
-    """Sequences in one forward and backward of one rank; 0 takes all of the rank's share at once, with pipeline
-    parallelism one."""
+    """Sequences per forward and backward on one rank; 0 takes the whole share of the rank, or one sequence with
+    pipeline parallelism."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
@@ -65,10 +65,10 @@ class TrainConfig:
     """Clip the gradient's 2-norm to this; 0 only measures it."""
 
     nonfinite_limit: int = 10
-    """Stop the run after this many steps in a row with a loss or gradient that is not finite (each is skipped)."""
+    """Fail after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped."""
 
     gc_every: int = 50
-    """Collect Python's garbage every this many steps, on all ranks at once; 0 leaves it to Python."""
+    """Run Python's garbage collector every this many steps, on all ranks at the same step; 0 leaves it to Python."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -86,17 +86,17 @@ class TrainConfig:
         if self.microbatch and self.global_batch % self.microbatch:
             near = nearest_divisor(self.global_batch, self.microbatch)
             raise ValueError(
-                f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last one "
-                f"would be short. The nearest valid choice is {near}."
+                f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last "
+                f"micro-batch would be smaller. The nearest valid choice is {near}."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """Loss on text that training never sees."""
+    """Loss on held-out text."""
 
     every: int = 0
-    """Validate every this many steps, and after the last one; 0 turns it off."""
+    """Validate every this many steps, and after the last step; 0 disables."""
 
     steps: int = 8
     """Batches of train.global_batch sequences in one validation."""
@@ -113,26 +113,26 @@ class CheckpointConfig:
     """When to save, and what to keep. The last step and SIGTERM always save."""
 
     every: int = 500
-    """Save every this many steps; 0 turns it off."""
+    """Save every this many steps; 0 disables."""
 
     every_minutes: float = 0.0
-    """Save also when this much time has passed since the last save; 0 turns it off."""
+    """Also save when this many minutes have passed since the last save; 0 disables."""
 
     keep_last: int = 3
     """Finished checkpoints to keep; older ones are deleted after the next one is committed. 0 keeps all."""
 
     keep_every: int = 0
-    """Never delete a step that is a multiple of this; 0 keeps none for ever."""
+    """Keep every checkpoint whose step is a multiple of this; 0 disables."""
 
     async_save: bool = False
-    """Write in the background, by a process of its own that finishes even if training is killed; training goes on
-    after copying the state, which needs as much host memory again."""
+    """Write checkpoints in a separate process, which finishes even if training is killed. Training continues
+    once the state is copied; the copy takes the same amount of host memory again."""
 
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the run's last valid checkpoint; never refuses a run folder that has one."""
+    """auto resumes from the last valid checkpoint of the run; never refuses a run folder that holds a checkpoint."""
 
     allow_data_change: bool = False
-    """Resume although the data, its order or the sequence length differs from the checkpoint's."""
+    """Resume even if the data, its order or the sequence length differs from the checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("every", "every_minutes", "keep_last", "keep_every"):

@@ -1,4 +1,4 @@
-"""The words that the supervisor and every launcher share: an attempt, its ranks, how they end. No torch.
+"""What the supervisor and every launcher share: an attempt, its ranks, how they end. No torch.
 
 A launcher says how many ranks could run and starts an attempt; the job it returns is watched by the one loop of
 `titan_train.launch.supervise.supervisor`, which alone decides what happens next.
@@ -30,7 +30,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """All that one rank is told: plain values, so that any launcher can hand it over as text."""
+    """All that one rank receives: plain values, so that any launcher can pass it as text."""
 
     config_toml: str
     run_dir: str
@@ -60,9 +60,9 @@ class RankExit:
 
     rank: int
     code: int | None
-    """0 for success, minus the signal's number if it was killed; None if its node is gone or nobody knows."""
+    """0 for success, minus the signal's number if it was killed; None if its node is gone or the code is unknown."""
     note: str = ""
-    """What the launcher knows besides, such as that the node was lost."""
+    """What else the launcher knows, such as that the node was lost."""
 
 
 class RunningJob(Protocol):
@@ -110,7 +110,7 @@ class Launcher(Protocol):
         """Start all ranks of an attempt.
 
         Raises:
-            ValueError: They cannot run, and will not: the message says what is missing.
+            ValueError: They cannot run; the message says what is missing.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a run measures, records and shows while it runs.
+"""Measurements of a run: records, trackers, progress display.
 
 Records (`StepRecord`, `ValidationRecord`) go to trackers (`metrics.jsonl` always; TensorBoard and W&B as extras) and
 to the progress display. Nothing here imports torch, rich or a tracker's package before it is used.

@@ -22,7 +22,7 @@ def build_layout(config: Config, world_size: int) -> Layout:
     if parallel.mode == "ddp":
         if shard > 1:
             raise ValueError(
-                f"parallel.mode='ddp' keeps whole parameters on every rank, so parallel.dp_shard={shard} cannot hold. "
+                f"parallel.mode='ddp' keeps whole parameters on every rank, so parallel.dp_shard={shard} is impossible. "
                 "Remove dp_shard, or use mode 'hsdp'."
             )
         replicate, shard = (replicate if replicate > 1 else -1), 1
@@ -36,7 +36,7 @@ def build_layout(config: Config, world_size: int) -> Layout:
         )
     if parallel.mode == "fsdp" and spec.dp_replicate > 1:
         raise ValueError(
-            f"parallel.mode='fsdp' has one copy of the parameters, so parallel.dp_replicate={spec.dp_replicate} cannot hold. "
+            f"parallel.mode='fsdp' has one copy of the parameters, so parallel.dp_replicate={spec.dp_replicate} is impossible. "
             "Set dp_replicate=1, or use mode 'hsdp'."
         )
     nodes = config.launch.nnodes
@@ -44,7 +44,7 @@ def build_layout(config: Config, world_size: int) -> Layout:
     layout = Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node))
     if spec.ep > 1 and resolve_mode(parallel, layout, dtype=config.train.dtype) == "ddp":
         raise ValueError(
-            f"parallel.ep={spec.ep} and mode 'ddp': expert parallelism borrows the ranks that parameters are sharded over, "
+            f"parallel.ep={spec.ep} and mode 'ddp': expert parallelism reuses the ranks that shard parameters, "
             "and ddp shards nothing. Use mode 'fsdp' or 'hsdp' with dp_shard > 1, or ep=1."
         )
     # named here, so that every rank makes the same groups: who shares a row, and who sees other tokens than this rank

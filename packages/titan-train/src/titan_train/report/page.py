@@ -154,17 +154,17 @@ def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
             "seconds",
             [
                 line("step", lambda r: r.step_time_s),
-                line("of it waiting for data", lambda r: r.data_wait_s, "validation"),
+                line("waiting for data", lambda r: r.data_wait_s, "validation"),
             ],
             zero=True,
         ),
-        build_chart("Peak memory", "GiB a rank", [line("peak", lambda r: r.peak_mem_gib, smoothed=False)], zero=True),
+        build_chart("Peak memory", "GiB per rank", [line("peak", lambda r: r.peak_mem_gib, smoothed=False)], zero=True),
         build_chart(
-            "Load of the experts",
-            "over the mean of the layer",
+            "Expert load",
+            "relative to the layer mean",
             [
-                line("busiest", lambda r: r.routing.get("load_max")),
-                line("idlest", lambda r: r.routing.get("load_min"), "validation"),
+                line("most loaded", lambda r: r.routing.get("load_max")),
+                line("least loaded", lambda r: r.routing.get("load_min"), "validation"),
             ],
             zero=True,
         ),

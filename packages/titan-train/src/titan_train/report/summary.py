@@ -33,30 +33,30 @@ def headlines(folder: RunFolder) -> list[Headline]:
     losses = [record.loss for record in steps if math.isfinite(record.loss)]
     if losses:
         start, end = losses[0], tail_mean(losses)
-        note = f"from {short_loss(start)}" + (f", {end / start:.0%} of it" if start > 0 and len(losses) > 1 else "")
+        note = f"started at {short_loss(start)}"
         found.append(Headline("Training loss", short_loss(end), note))
     if validations:
         best = min(validations, key=lambda record: record.loss if math.isfinite(record.loss) else math.inf)
         newest = validations[-1]
-        note = f"best {short_loss(best.loss)} at step {best.step}" if best.step != newest.step else "its best"
+        note = f"best {short_loss(best.loss)} at step {best.step}" if best.step != newest.step else "best so far"
         found.append(Headline("Validation loss", short_loss(newest.loss), note))
         if newest.bits_per_byte is not None:
             found.append(Headline("Bits per byte", short_loss(newest.bits_per_byte), "on the validation text"))
     total = folder.total_steps
     share = f"{last.step / total:.0%} of {total:,}" if total else ""
     found.append(Headline("Steps", f"{last.step:,}", share))
-    found.append(Headline("Tokens", short_count(trained_tokens(folder)), f"{short_count(last.tokens)} a step"))
+    found.append(Headline("Tokens", short_count(trained_tokens(folder)), f"{short_count(last.tokens)} per step"))
     rates = [record.tokens_per_s for record in steps if record.tokens_per_s > 0]
     if rates:
         per_rank = statistics.median(record.tokens_per_s_per_rank for record in steps)
-        note = f"median; {short_count(per_rank)} a rank"
+        note = f"median; {short_count(per_rank)} per rank"
         found.append(Headline("Tokens per second", short_count(statistics.median(rates)), note))
     mfus = [record.mfu for record in steps if record.mfu is not None]
     if mfus:
         tflops = [record.tflops_per_gpu for record in steps if record.tflops_per_gpu is not None]
-        note = f"median; {statistics.median(tflops):.0f} TFLOP/s a GPU" if tflops else "median"
+        note = f"median; {statistics.median(tflops):.0f} TFLOP/s per GPU" if tflops else "median"
         found.append(Headline("MFU", f"{statistics.median(mfus):.1%}", note))
-    found.append(Headline("Peak memory", short_gib(max(record.peak_mem_gib for record in steps)), "a rank"))
+    found.append(Headline("Peak memory", short_gib(max(record.peak_mem_gib for record in steps)), "per rank"))
     found.append(Headline("Time", short_duration(trained_seconds(folder)), _waiting(folder)))
     return found
 
@@ -129,4 +129,4 @@ def summarize(run_dir: str | Path) -> str:
 def _waiting(folder: RunFolder) -> str:
     busy = sum(record.step_time_s for record in folder.metrics.steps)
     waited = sum(record.data_wait_s for record in folder.metrics.steps)
-    return f"{waited / busy:.1%} of the steps waiting for data" if busy > 0 else ""
+    return f"{waited / busy:.1%} of step time waiting for data" if busy > 0 else ""

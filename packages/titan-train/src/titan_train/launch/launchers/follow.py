@@ -27,7 +27,7 @@ _LEADER_GONE_S = 120.0  # network file systems show a change up to a minute late
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Announcement:
     """What machine 0 says."""
 
     run: str
@@ -44,12 +44,12 @@ class Leader:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / FILE_NAME
-        self._told = Told(uuid.uuid4().hex, -1)
+        self._told = Announcement(uuid.uuid4().hex, -1)
         self._touched = 0.0
 
     def attempt(self, number: int) -> None:
         """Tell that an attempt starts."""
-        self._write(Told(self._told.run, number))
+        self._write(Announcement(self._told.run, number))
 
     def order(self, order: Order) -> None:
         """Tell an order of this attempt."""
@@ -64,7 +64,7 @@ class Leader:
         if time.monotonic() - self._touched > _TOUCH_S:
             self._write(self._told)
 
-    def _write(self, told: Told) -> None:
+    def _write(self, told: Announcement) -> None:
         self._told = told
         self._touched = time.monotonic()
         write_atomic(self._file, json.dumps(asdict(told) | {"time": time.time()}))
@@ -88,7 +88,7 @@ def follow(config: Config, run_dir: Path, world_size: int, start: Callable[[Atte
     left = _read(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
     job: RunningJob | None = None
-    current: Told | None = None
+    current: Announcement | None = None
     heard, text = time.monotonic(), ""
     try:
         while True:
@@ -133,9 +133,9 @@ def _text(run_dir: Path) -> str:
         return ""
 
 
-def _read(run_dir: Path) -> Told | None:
+def _read(run_dir: Path) -> Announcement | None:
     try:
         values = json.loads(_text(run_dir))
     except ValueError:
         return None
-    return Told(values["run"], values["attempt"], values["orders"], values["exit_code"])
+    return Announcement(values["run"], values["attempt"], values["orders"], values["exit_code"])

@@ -1,4 +1,4 @@
-"""A failing rank's error, told once.
+"""The error of a failing rank, reported once.
 
 When one rank raises, its peers fail a moment later inside a collective. Each failing rank writes a small JSON file;
 whoever reports shows the earliest one only, with its rank. A mistake of the user's (ValueError) is shown as its
@@ -79,14 +79,14 @@ def describe_failure(failure: Failure, world_size: int) -> str:
 
 
 def describe_exit(rank: int, world_size: int, code: int | None) -> str:
-    """A rank that ended without a word: killed, or crashed below Python. None: nobody saw its exit code."""
+    """A rank that ended without an error message: killed, or crashed below Python. None: its exit code is unknown."""
     if code is None:
-        return f"rank {rank} of {world_size} was lost without a word"
+        return f"rank {rank} of {world_size} was lost without an error message"
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (often the kernel, out of memory: see `dmesg`)" if name == "SIGKILL" else ""
         return f"rank {rank} of {world_size} was ended by {name}{hint}"
-    return f"rank {rank} of {world_size} exited with code {code} without an error of its own"
+    return f"rank {rank} of {world_size} exited with code {code} without an error message"
 
 
 def _folder(run_dir: Path) -> Path:

@@ -69,7 +69,7 @@ def read_dumps(folder: Path, world_size: int) -> Reading:
             dumps[rank] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     silent = tuple(rank for rank in range(world_size) if rank not in dumps)
     if silent:
-        return Reading(silent, f"{_ranks(silent)} did not answer: stopped, or stuck below Python")
+        return Reading(silent, f"{_ranks(silent)} did not respond: stopped, or stuck below Python")
     try:
         return _compare(folder, dumps)
     except (KeyError, IndexError, TypeError, ValueError, OSError):
@@ -94,10 +94,11 @@ def _compare(folder: Path, dumps: Mapping[int, list[dict[str, Any]]]) -> Reading
             place = "; ".join(f"rank {rank} is at {_place(folder, rank)}" for rank in behind)
             return Reading(
                 behind,
-                f"{_ranks(behind)} did not come to {entry['profiling_name']} number {ahead} of group {name!r} "
-                f"(shapes {entry['input_sizes']}), where {_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}; {place}",
+                f"{_ranks(behind)} did not enter {entry['profiling_name']} number {ahead} of group {name!r} "
+                f"(shapes {entry['input_sizes']}), where {_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} waiting; "
+                f"{place}",
             )
-    return Reading((), "all ranks are in the same collective, or none: see the stacks")
+    return Reading((), "all ranks are in the same collective, or in none: see the stacks")
 
 
 def _place(folder: Path, rank: int) -> str:

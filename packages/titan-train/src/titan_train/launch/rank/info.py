@@ -1,4 +1,4 @@
-"""Who a worker is, and how many of them this machine takes. No torch: the launcher must start fast."""
+"""Which rank a process is, and how many ranks this machine runs. No torch: the launcher must start fast."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     gpus = count_gpus()
     if launch.nproc > gpus:
         raise ValueError(
-            f"launch.nproc={launch.nproc}, but this machine has {gpus} GPUs: two ranks cannot share one. "
+            f"launch.nproc={launch.nproc}, but this machine has {gpus} GPUs: two ranks cannot share a GPU. "
             f"The nearest valid choice is {gpus}; for CPU ranks add --launch.device cpu."
         )
     return launch.nproc or gpus
@@ -108,6 +108,6 @@ def _ranks_per_ray_node(launch: LaunchConfig) -> int:
         return launch.nproc
     if launch.ray.address:
         raise ValueError(
-            "launch.nproc=0: with --launcher ray and an address, say how many ranks a node holds, such as --launch.nproc 8."
+            "launch.nproc=0: with --launcher ray and an address, give the ranks per node, such as --launch.nproc 8."
         )
     return count_gpus() or min(2, os.cpu_count() or 1)

@@ -23,7 +23,7 @@ _WARM_UP = 4
 
 
 class RankMonitor(StepMonitor):
-    """What the trainer of a rank tells goes into its heartbeat; what the fault plan says strikes."""
+    """Writes the progress of the trainer into the heartbeat and injects the planned faults."""
 
     def __init__(
         self, heartbeat: Heartbeat, launch: LaunchConfig, rank: int, run_dir: Path, ready: threading.Event
@@ -40,7 +40,7 @@ class RankMonitor(StepMonitor):
         heartbeat.write(Phase.STARTING, 0)
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
-        """Note that a step begins, and let faults strike."""
+        """Called before the step, after the batch is loaded and before any collective."""
         self._ready.set()
         self._step = step - 1
         if self._heartbeat.from_step < 0:

@@ -1,4 +1,4 @@
-"""What a launcher asks of a rank while it trains: a named pipe per rank, on the rank's machine.
+"""Orders from the launcher to a training rank: one named pipe per rank, on the machine of the rank.
 
 A pipe needs no port, works the same for ranks that this process forked and for ranks that torchrun started, and closes
 when the launcher is gone, however it went: then a rank saves and stops by itself. A thread of the rank reads it, so a

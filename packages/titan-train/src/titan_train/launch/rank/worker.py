@@ -1,4 +1,4 @@
-"""One rank: join the others, train, leave cleanly; tell the error once if it fails.
+"""One rank: join the process group, train, leave cleanly; report an error once.
 
 The same code whoever starts it: a fork server (locally and on Ray's nodes), our torchrun launcher
 (`python -m titan_train.launch.rank.worker JOB`), or a torchrun that the user runs, where nobody watches.
@@ -102,7 +102,7 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         step = train_rank(config, job.ranks, run_dir, monitor, listener)
         monitor.ended(step, config.train.steps)
         code = 0
-    except BaseException as err:  # whatever it is, the launcher tells it
+    except BaseException as err:  # the launcher reports it, whatever it is
         write_failure(run_dir, rank, err, trained=ready.is_set())
     finally:
         sys.stdout.flush()

@@ -139,8 +139,8 @@ class WatchedAttempt:
             if slow.rank not in self._stragglers:
                 self._stragglers.add(slow.rank)
                 self._journal.say(
-                    f"slow     rank {slow.rank} ({self._job.node_of(slow.rank)}) needs {slow.own_s:.3f} s for its part of a "
-                    f"step, {slow.factor:.1f} times the median of all ranks"
+                    f"slow     rank {slow.rank} ({self._job.node_of(slow.rank)}) takes {slow.own_s:.3f} s of its own per step, "
+                    f"{slow.factor:.1f} times the median of all ranks"
                 )
         hang = find_hang(beats, self._launch)
         if hang is not None:

@@ -1,9 +1,9 @@
 """The largest layout that fits the ranks that are left. Pure arithmetic.
 
-Only data parallelism shrinks: tensor, context, pipeline and expert degrees cut the model, and a rank less would leave a
-part of it without a home. Copies go first (dp_replicate), then shards. The global batch stays what it was, so the run
-goes on with the same numbers of samples a step, only cut differently; the checkpoint and the data position do not
-depend on the number of ranks.
+Only data parallelism shrinks: tensor, context, pipeline and expert degrees cut the model, and dropping a rank would
+leave part of the model unassigned. Copies go first (dp_replicate), then shards. The global batch does not change, so
+each step trains on the same samples, divided differently; the checkpoint and the data position do not depend on the
+number of ranks.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> t
     reasons = "\n  ".join(refused) or f"fewer than launch.min_ranks={least}"
     raise ValueError(
         f"{available} of {full} ranks are left, and no smaller layout fits them:\n  {reasons}\n"
-        "Choose a train.global_batch that more numbers of ranks divide, or lower launch.min_ranks."
+        "Choose a train.global_batch that is divisible by more rank counts, or lower launch.min_ranks."
     )
 
 

@@ -61,13 +61,13 @@ class RestartBudget:
         if self._most == 0:
             return Decision(False, "launch.max_restarts is 0")
         if ended.users_mistake:
-            return Decision(False, "starting again would meet the same mistake")
+            return Decision(False, "the same configuration would fail again")
         if ended.error and not ended.progressed:
-            return Decision(False, "it failed before its first step, so starting again would fail again")
+            return Decision(False, "it failed before its first step and would fail again")
         if ended.error and last is not None and (last.error, last.step) == (ended.error, ended.step):
             return Decision(False, f"the same error at the same step, {ended.step}, twice in a row")
         if ended.planned and ended.progressed:
-            return Decision(True, "it does not count as a failure")
+            return Decision(True, "a requested stop is not a failure")
         now = self._clock()
         self._times = [t for t in self._times if now - t < self._window_s]
         if len(self._times) >= self._most:

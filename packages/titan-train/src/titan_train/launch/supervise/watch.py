@@ -1,4 +1,4 @@
-"""What heartbeats say: whether the ranks hang, and which of them is slow. Pure: readings in, a judgement out."""
+"""Detects hangs and slow ranks from heartbeats. Pure: readings in, findings out."""
 
 import statistics
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from titan_train.launch.rank.heartbeat import Beat, Phase
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """No rank finishes a step any more."""
+    """No rank finishes steps."""
 
     age_s: float
     """Since the stuck step began."""

@@ -123,10 +123,10 @@ class RayAgent:
         name = f"node {self.address} ({self.node_id[:8]})"
         for package, mine in versions().items():
             if self.versions.get(package) != mine:
-                theirs = self.versions.get(package, "not installed")
-                found.append(f"{name} has {package} {theirs}, this machine {mine}: install the same")
+                installed = self.versions.get(package, "not installed")
+                found.append(f"{name} has {package} {installed}, this machine has {mine}: install the same version")
         if not self.sees_run_folder:
-            found.append(f"{name} does not see the run's folder: set run.dir to a file system that all nodes share")
+            found.append(f"{name} cannot see the run folder: set run.dir to a file system that all nodes share")
         return found
 
     def alive(self, nodes: Mapping[str, object]) -> bool:
