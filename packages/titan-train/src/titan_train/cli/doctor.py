@@ -25,7 +25,20 @@ class Finding:
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 1 if something that training needs is missing."""
-    parser.parse_args(words)
+    parser.add_argument(
+        "--bench", metavar="FILE", help="measure this machine and write its hardware file for the planner"
+    )
+    arguments = parser.parse_args(words)
+    if arguments.bench:
+        from titan_train.planner.hardware.measure import write_machine
+
+        table = write_machine(Path(arguments.bench))
+        memory = table["memory"]
+        print(
+            f"{table['title']}: products {table['compute']['bf16_tflops']:.3f} TFLOP/s, memory "
+            f"{memory['bandwidth_tb_s'] * 1e3:.1f} GB/s, {memory['capacity_gib']:.1f} GiB; written to {arguments.bench}"
+        )
+        return 0
 
     from rich.console import Console
     from rich.markup import escape

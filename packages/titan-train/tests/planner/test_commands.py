@@ -1,0 +1,56 @@
+"""The commands, as a person types them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from titan_train.cli import main
+from titan_train.planner import load_machine
+
+
+def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "e.svg"
+    assert main(["estimate", "llama3_70b", "--hardware", "h100", "--gpus", "512", "--svg", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "tokens/s/device (80 % interval" in text
+    assert "attention" in text
+    assert "GiB allocated" in text
+    assert picture.read_text().startswith("<svg")
+
+
+def test_estimate_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "llama3_70b", "--hardware", "h100", "--gpus", "8", "--train.global_batch", "64"]) == 2
+    assert "does not fit: " in capsys.readouterr().out
+
+
+def test_plan_writes_configuration_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stem = tmp_path / "plan"
+    assert main(["plan", "qwen3_0.6b", "--gpus", "8", "--global-batch", "64", "--out", str(stem)]) == 0
+    assert "GPU-hours are for 1 B tokens" in capsys.readouterr().out
+    config = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert config["model"]["name"] == "qwen3_0.6b"
+    assert "const DATA" in (tmp_path / "plan.html").read_text()
+    assert (tmp_path / "plan.svg").exists()
+
+
+def test_plan_compares_two_of_its_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--explain", "1", "2"]) == 0
+    assert "B - A" in capsys.readouterr().out
+
+
+def test_plan_refuses_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_405b", "--gpus", "8", "--global-batch", "64"]) == 2
+    assert "Smallest number of devices that fits" in capsys.readouterr().out
+
+
+def test_an_unknown_machine_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--hardware", "h101"]) == 2
+    assert "Did you mean 'h100'" in capsys.readouterr().err
+
+
+def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    assert main(["doctor", "--bench", str(file)]) == 0
+    machine = load_machine(str(file))
+    assert machine.verified
+    assert machine.bf16 > 1e9
