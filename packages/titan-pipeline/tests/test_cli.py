@@ -51,6 +51,6 @@ def test_exit_codes_tell_a_faulty_schedule_from_a_faulty_request(tmp_path, capsy
     assert main(["verify", str(file), "--mem-limit", "3"]) == 1
     assert "[memory]" in capsys.readouterr().err
     assert main(["gen", "dualpipe_v", "-p", "2", "-m", "3"]) == 2
-    assert "microbatches in groups" in capsys.readouterr().err
+    assert "num_microbatches >= 4" in capsys.readouterr().err
     assert main(["draw", str(file), "-o", str(tmp_path / "a.png")]) == 2
     assert main(["verify", str(tmp_path / "none.json")]) == 2

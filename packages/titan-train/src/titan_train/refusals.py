@@ -51,7 +51,7 @@ REFUSALS = (
             {"parallel": {"cp": 2}, "train": {"microbatch": 2, "global_batch": 8}}, base=_MOE),
     Refusal("more pipeline stages than layers", {"parallel": {"pp": 4}, "train": {"global_batch": 16}}),
     Refusal("a pipeline schedule with too few micro-batches",
-            {"parallel": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b"}, "train": {"global_batch": 4}},
+            {"parallel": {"pp": 2}, "pipeline": {"schedule": "dualpipe_v"}, "train": {"global_batch": 4}},
             base={"model": {"name": "llama3_debug", "seq_len": 64, "args": {"num_layers": 4}}}),
     Refusal("a pipeline that keeps sharded gradients between micro-batches its own way",
             {"parallel": {"pp": 2, "accumulate": "zero1"}, "train": {"global_batch": 16}}),
