@@ -179,7 +179,7 @@ def shares(got, want, limits) -> dict[str, float]:
 
 def launched(case: Case, folder, common, layout):
     """The same by the command, with its own processes: losses from the log, weights from the last checkpoint."""
-    from titan_train.cli.generate import load_run
+    from titan_train import load_run
 
     name = f"launched-{case.seed}"
     launch = {"launch": {"launcher": case.launcher, "nproc": case.ranks, "device": "cpu"}}
@@ -199,6 +199,6 @@ def launched(case: Case, folder, common, layout):
     run_dir = Path(folder) / "runs" / name
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "grad_norm" in line and "lr" in line]
-    model, _, _ = load_run(run_dir, torch.device("cpu"))
+    model = load_run(run_dir, device="cpu").model
     weights = {name: p.detach().clone() for name, p in model.state_dict().items()}
     return [line["loss"] for line in steps], [line["grad_norm"] for line in steps], weights

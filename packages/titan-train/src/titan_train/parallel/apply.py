@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.loss import TokenLoss, cross_entropy_sum
+from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
@@ -44,6 +44,7 @@ from titan_train.parallel.tensor import (
 )
 from titan_train.parallel.tensor.float8_linears import gathers_same_bits
 from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
+from titan_train.parallel.tensor.styles import style_of
 from titan_train.plan.batch import plan_batch
 from titan_train.plan.layout import Mode
 
@@ -98,7 +99,8 @@ def build_parallel_model(
     """
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     check_model(config, layout, plan_batch(config, layout), whole)
-    applied = _Application(config, layout, mode, mesh, schedule, device, whole)
+    loss = whole_vocabulary_loss(vocab_size)
+    applied = _Application(config, layout, mode, mesh, schedule, device, whole, loss)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
     parts = [part for part, _ in wrapped]
     pipeline = None
@@ -159,9 +161,10 @@ class _Application:
     schedule: Schedule | None
     device: torch.device
     whole: nn.Module
+    loss: TokenLoss
+    """From (local) logits and labels to the sum of the cross-entropy."""
     cuts: dict[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism have cut of all parts so far."""
-    loss: TokenLoss = cross_entropy_sum
 
     def __post_init__(self) -> None:
         config, mesh = self.config, self.mesh
@@ -204,17 +207,19 @@ class _Application:
             return
         assert self.mesh is not None
         group = self.mesh.group("tp")
+        table = merge_tables(self.whole, table_for(self.whole), parallel.tp_plan)
+        heads = [name for name, _ in part.named_modules() if name and style_of(name, table) == "head"]
         self.cuts |= apply_tensor_parallel(
             part,
             group,
-            table=merge_tables(self.whole, table_for(self.whole), parallel.tp_plan),
+            table=table,
             sequence_parallel=parallel.sequence_parallel,
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp and self.fused is None,
             float8_gather=_gathers_float8(self.config, self.schedule),
         )
-        if "lm_head.weight" in self.cuts:
-            self.loss = _vocab_parallel_loss(group, self.cuts["lm_head.weight"])
+        for head in heads:
+            self.loss = _vocab_parallel_loss(group, self.cuts[f"{head}.weight"])
         share_scales(part, group)
 
     def _experts(self, part: nn.Module) -> None:

@@ -6,6 +6,7 @@ from titan_mesh import Layout
 from torch import nn
 
 from titan_train.config import Config
+from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
@@ -42,6 +43,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         )
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
     if spec.cp > 1:
+        _check_inputs(config, model)
         plan_rows(
             config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32
         )
@@ -70,4 +72,16 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         raise ValueError(
             "activations.checkpoint='budget' is what torch.compile decides while it compiles. Set compile.enabled=true, or "
             "use 'selective'."
+        )
+
+
+def _check_inputs(config: Config, model: nn.Module) -> None:
+    """Refuse context parallelism for a model that would not notice that its rows are cut."""
+    needed = {"positions", "attention_plan"} | ({"cu_seqlens"} if config.data.document_mask else set())
+    missing = sorted(needed - accepted_inputs(model))
+    if missing:
+        raise ValueError(
+            f"parallel.cp={config.parallel.cp}: {type(model).__name__}.forward does not take {', '.join(missing)}. Each rank "
+            "computes on part of a row, so the model must use the positions it is given and pass attention_plan to "
+            "titan_train.models.CausalAttention. Accept these arguments, or set parallel.cp=1."
         )

@@ -56,7 +56,7 @@ class Gradients:
             if cut is not None and cut.partial_over is not None:
                 partial.setdefault(id(cut.partial_over), (cut.partial_over, []))[1].append(parameter)
         for group, parameters in partial.values():
-            _all_reduce([_local_gradient(p) for p in parameters], group)
+            _all_reduce(parameters, group)
         copies = self._tied_here()
         if len(copies) > 1:
             gradients = [_local_gradient(p) for p in copies]
@@ -64,7 +64,7 @@ class Gradients:
             for gradient in gradients:
                 gradient.copy_(total)
         elif copies and self.tied is not None and self.tied.group is not None:
-            _all_reduce([_local_gradient(p) for p in copies], self.tied.group)
+            _all_reduce(copies, self.tied.group)
 
     def square_norm(self) -> Tensor:
         """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
@@ -114,9 +114,18 @@ def _shards(parameter: nn.Parameter) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each gradient over ``group``, as one message."""
+def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradient of each parameter over ``group``, as one message.
+
+    A parameter that no backward reached on any rank keeps no gradient: with one of zeros, the optimizer would decay it,
+    as it does not in one process.
+    """
+    unreached = [p for p in parameters if p.grad is None]
+    gradients = [_local_gradient(p) for p in parameters]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
+    for parameter in unreached:
+        if not bool(_local_gradient(parameter).any()):
+            parameter.grad = None

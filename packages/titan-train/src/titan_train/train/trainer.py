@@ -26,7 +26,7 @@ from titan_mesh import Mesh, build
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
 from titan_train.inputs import Inputs, open_inputs, prepare_inputs
-from titan_train.models import build_model, named_parameters
+from titan_train.models import accepted_inputs, build_model, named_parameters
 from titan_train.observe import (
     StepRecord,
     Throughput,
@@ -367,6 +367,11 @@ class Trainer:
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
         add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
+        if self.config.data.document_mask and "cu_seqlens" not in accepted_inputs(self.model.parts[0]):
+            log.warning(
+                "data.document_mask is on, but the model's forward takes no cu_seqlens: tokens attend across documents. "
+                "Accept cu_seqlens, or set data.document_mask=false."
+            )
         for step, damage in self._checkpointer.passed_over:
             self._event("checkpoint_passed_over", passed_step=step, reason=str(damage))
         if self.step:

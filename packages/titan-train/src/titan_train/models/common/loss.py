@@ -5,6 +5,7 @@ gives a sum; the trainer divides by the number of valid labels of the whole step
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,33 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
         A float32 scalar in nats; 0 if every label is ignored.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def whole_vocabulary_loss(vocab_size: int) -> TokenLoss:
+    """`cross_entropy_sum`, for models that return whole logits; anything else that a model returns is refused.
+
+    Logits that miss part of the vocabulary would give a loss as well, as long as no label falls into that part.
+
+    Args:
+        vocab_size: The tokenizer's: the least number of logits of a token.
+    """
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        given = cast("object", logits)  # a user's model returns what it likes
+        if not isinstance(given, Tensor):
+            raise ValueError(
+                f"the model returned a {type(given).__name__}: its forward must return the logits, one tensor [B, S, V]. Return "
+                "that tensor from it, such as output.logits."
+            )
+        if logits.shape[:-1] != labels.shape or logits.shape[-1] < vocab_size:
+            raise ValueError(
+                f"the model returned a tensor of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)} and "
+                f"{vocab_size} tokens: it must be [B, S, V] with V at least {vocab_size}. Under parallel.tp, the linear to the "
+                "vocabulary must have the style 'head' in parallel.tp_plan."
+            )
+        return cross_entropy_sum(logits, labels)
+
+    return loss
 
 
 def count_valid(labels: Tensor) -> Tensor:

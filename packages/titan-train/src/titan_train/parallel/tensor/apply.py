@@ -47,7 +47,8 @@ def apply_tensor_parallel(
 
     Returns:
         By clean name, each parameter that was cut or whose gradient is a partial sum. A tied parameter is there under
-        each of its names. Logits stay cut by the vocabulary, from the entry ``cuts["lm_head.weight"].offset[0]`` on.
+        each of its names. Logits stay cut by the vocabulary, from the entry ``cuts["HEAD.weight"].offset[0]`` on, with HEAD
+        the module of style ``head``.
 
     Raises:
         ValueError: As `titan_train.parallel.tensor.check_tensor_parallel`.

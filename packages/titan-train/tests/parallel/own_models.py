@@ -1,0 +1,92 @@
+"""Models as a user writes them: nothing of titan-train in them, names of their own."""
+
+import torch
+import torch.nn.functional as F
+from titan_train.models import CausalAttention, SequenceContext
+from torch import nn
+
+
+class Mixer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.num_heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.merge = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Unit(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.before_mixer, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixer = Mixer(width, heads)
+        self.wide, self.narrow = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        x = x + self.mixer(self.before_mixer(x))
+        return x + self.narrow(F.gelu(self.wide(self.before_mlp(x))))
+
+
+class Plain(nn.Module):
+    """Takes tokens alone; perhaps a tied output, one unit used twice, a frozen and an unused part."""
+
+    def __init__(self, vocab_size, width=32, tied=False, repeat=False, oddments=False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(64, width)
+        units = [Unit(width, 4) for _ in range(2)]
+        self.units = nn.ModuleList([*units, units[0]] if repeat else units)
+        self.final = nn.LayerNorm(width)
+        self.unembed = nn.Linear(width, vocab_size, bias=False)
+        if tied:
+            self.unembed.weight = self.words.weight
+        if oddments:
+            self.unused = nn.Linear(width, 7)
+            self.places.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for unit in self.units:
+            x = unit(x)
+        return self.unembed(self.final(x))
+
+
+class Verbose(Plain):
+    def forward(self, tokens):
+        return {"logits": super().forward(tokens)}
+
+
+PLAIN_TABLE = {
+    "words": "embedding",
+    "places": "positions",
+    "units.*.before_*": "replicated",
+    "units.*.mixer": "region",
+    "units.*.mixer.query": "heads",
+    "units.*.mixer.key": "heads",
+    "units.*.mixer.value": "heads",
+    "units.*.mixer.merge": "rowwise",
+    "units.*.wide": "colwise",
+    "units.*.narrow": "rowwise",
+    "final": "replicated",
+    "unembed": "head",
+}
+
+
+class Blind(nn.Module):
+    """Has an attention that context parallelism can replace, but counts positions itself."""
+
+    def __init__(self, vocab_size, width=32):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(64, width)
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = CausalAttention(4, 4, width // 4)
+        self.unembed = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens, attention_plan=None):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.words(tokens) + self.places(positions)
+        q, k, v = (y.unflatten(-1, (4, -1)) for y in self.qkv(x).chunk(3, -1))
+        context = SequenceContext(positions=positions[None], attention_plan=attention_plan)
+        return self.unembed(x + self.merge(self.attention(q, k, v, context).flatten(-2)))

@@ -1,0 +1,111 @@
+"""Models that are not ours, under layouts that were not made for them: one process's losses, norms and gradients."""
+
+import logging
+import sys
+from pathlib import Path
+
+import composition
+import pytest
+from composition_check import compare, failures
+from own_models import PLAIN_TABLE
+from titan_testing import run_ranks
+
+UNPACKED = {"document_mask": False}  # these models take tokens alone
+MODELS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "a unit used twice": {"repeat": True},
+    "tied, frozen and unused": {"tied": True, "oddments": True},
+}
+LAYOUTS = {
+    "fsdp": (2, {}, {}),
+    "ddp": (2, {"mode": "ddp"}, {}),
+    "hsdp accumulating": (4, {"dp_replicate": 2, "accumulate": "hsdp-ar"}, {"train": {"microbatch": 1}}),
+    "fsdp zero1 selective": (
+        2, {"accumulate": "zero1"}, {"activations": {"checkpoint": "selective"}, "train": {"microbatch": 2}},
+    ),
+    "tp+sp": (2, {"tp": 2, "tp_plan": PLAIN_TABLE}, {}),
+    "tp": (2, {"tp": 2, "tp_plan": PLAIN_TABLE, "sequence_parallel": False}, {}),
+}  # fmt: skip
+
+
+def sections(args, parallel=None, more=None, name="Plain"):
+    merged = {"model": {"name": f"own_models:{name}", "seq_len": 32, "args": args}, "data": UNPACKED}
+    merged["parallel"] = parallel or {}
+    for section, values in (more or {}).items():
+        merged[section] = merged.get(section, {}) | values
+    return merged
+
+
+def run(folder, name, tree, steps=10):
+    sys.path.insert(0, str(Path(__file__).parent))  # where `own_models` is
+    return composition.run(folder, name, tree, steps)
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    known = {}
+
+    def reference(model):
+        if model not in known:
+            known[model] = run_ranks(run, 1, folder, "single", sections(MODELS[model]), init=False)[0]
+        return known[model]
+
+    return reference
+
+
+CASES = [
+    (model, layout) for model in MODELS for layout in LAYOUTS if not (model == "a unit used twice" and "tp" in layout)
+]
+# one of each model and of each layout by default; the others are as many questions of the same kind
+DEFAULT = [
+    ("plain", "tp"), ("tied", "tp+sp"), ("a unit used twice", "fsdp"), ("tied, frozen and unused", "tp+sp"),
+    ("tied, frozen and unused", "ddp"), ("tied", "hsdp accumulating"), ("a unit used twice", "fsdp zero1 selective"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_a_users_model_gives_what_one_process_does(folder, single, model, layout):
+    ranks, parallel, more = LAYOUTS[layout]
+    if "unused" in model and "tp_plan" in parallel:
+        parallel = parallel | {"tp_plan": PLAIN_TABLE | {"unused": "replicated"}}
+    results = run_ranks(run, ranks, folder, "own", sections(MODELS[model], parallel, more), timeout_s=120)
+    errors = compare(single(model), results)
+    assert not failures(errors, float8=False), errors
+
+
+def test_logits_that_lack_part_of_the_vocabulary_are_refused(folder):
+    """A head of a style that leaves its output cut: the loss over half of the vocabulary looked like one."""
+    table = PLAIN_TABLE | {"unembed": "colwise"}
+    with pytest.raises(Exception, match="must have the style 'head'"):
+        run_ranks(run, 2, folder, "cut", sections({"vocab_size": 260}, {"tp": 2, "tp_plan": table}), steps=1)
+
+
+def test_a_model_that_returns_more_than_logits_is_told_what_to_return(folder):
+    with pytest.raises(Exception, match="returned a dict: its forward must return the logits"):
+        run_ranks(run, 1, folder, "dict", sections({}, name="Verbose"), steps=1, init=False)
+
+
+def warnings_of(folder, tree):
+    sys.path.insert(0, str(Path(__file__).parent))
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("titan_train").addHandler(handler)
+    composition.run(folder, "warned", tree, 1)
+    return messages
+
+
+def test_packing_for_a_model_that_cannot_keep_documents_apart_is_said(folder):
+    for masked in (False, True):
+        tree = sections({}) | {"data": {"document_mask": masked}}
+        (messages,) = run_ranks(warnings_of, 1, folder, tree, init=False)
+        assert masked == any("attend across documents" in message for message in messages), messages
+
+
+def test_context_parallelism_is_refused_for_a_model_that_counts_positions_itself(folder):
+    """Its rows are cut over ranks in another order than it counts: it trained on wrong positions without a word."""
+    with pytest.raises(Exception, match="positions"):
+        run_ranks(run, 2, folder, "blind", sections({}, {"cp": 2}, name="Blind"), steps=1)
