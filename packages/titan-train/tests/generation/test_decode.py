@@ -119,7 +119,7 @@ def test_generating_leaves_training_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("name", "prompts", "options", "words"),
     [
-        ("llama3_debug", [], {}, "there is no prompt"),
+        ("llama3_debug", [], {}, "no prompt was given"),
         ("llama3_debug", [[1], []], {}, "prompt 1 is empty"),
         ("llama3_debug", [[1]], {"seeds": [1, 2]}, "2 seeds for 1 prompts"),
         ("llama3_debug", [[1]], {"max_new_tokens": -1}, "max_new_tokens=-1"),

@@ -109,8 +109,7 @@ def open_datasets(
     for name in held_out.keys() - enough.keys():
         if config.validation_fraction > 0:
             _logger.warning(
-                "held-out part of source %r: %d tokens are less than one sample of %d; it is not validated on. "
-                "Raise data.validation_fraction.",
+                "held-out part of source %r: %d tokens (< %d per sample); skipping it. Raise data.validation_fraction.",
                 name,
                 held_out[name].num_tokens,
                 seq_len + 1,
@@ -165,7 +164,7 @@ def _load(config: TokenizerConfig) -> Tokenizer:
     tokenizer = load_tokenizer(path)
     if tokenizer.kind != config.kind:
         raise ValueError(
-            f"tokenizer.kind={config.kind!r}, and {path} holds a {tokenizer.kind} tokenizer. "
+            f"tokenizer.kind={config.kind!r}, but {path} contains a {tokenizer.kind} tokenizer. "
             f'Use kind="{tokenizer.kind}", or another path.'
         )
     return tokenizer
@@ -214,8 +213,8 @@ def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> DataManifest:
     manifest = read_manifest(folder)
     if manifest.tokenizer != tokenizer.fingerprint:
         raise ValueError(
-            f"{folder} was prepared with tokenizer {manifest.tokenizer[:16]} ({manifest.vocab_size} ids), and the "
-            f"run's is {tokenizer.fingerprint[:16]} ({tokenizer.vocab_size} ids). Use that tokenizer, or prepare the "
+            f"{folder} was prepared with tokenizer {manifest.tokenizer[:16]} ({manifest.vocab_size} ids), but the "
+            f"run uses {tokenizer.fingerprint[:16]} ({tokenizer.vocab_size} ids). Use that tokenizer, or prepare the "
             "text again."
         )
     return manifest
@@ -224,7 +223,7 @@ def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> DataManifest:
 def _open_megatron(source: SourceConfig, tokenizer: Tokenizer) -> TokenSource:
     if len(source.paths) != 1:
         raise ValueError(
-            f"data.sources[{source.name!r}].paths names {len(source.paths)} Megatron datasets, and a source is one. "
+            f"data.sources[{source.name!r}].paths names {len(source.paths)} Megatron datasets, but a source is one data set. "
             "Make each a source of its own, with a weight."
         )
     return MegatronTokens(Path(source.paths[0]).expanduser(), tokenizer.vocab_size)

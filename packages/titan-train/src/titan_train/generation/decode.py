@@ -159,7 +159,7 @@ def _check(
     model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int], use_cache: bool
 ) -> None:
     if not prompts:
-        raise ValueError("there is no prompt: give at least one row of token ids.")
+        raise ValueError("no prompt was given: give at least one row of token ids.")
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} is empty: a model continues something; start it with the BOS token.")

@@ -138,7 +138,7 @@ def _import_callable(path: str) -> Callable[..., Any]:
         if err.name is None or not f"{module_name}.".startswith(f"{err.name}."):
             raise  # the module exists, but something that it imports does not
         raise ValueError(
-            f"model.name={path!r}: there is no module {err.name!r} on the Python path or in {cwd}. Install it, or run "
+            f"model.name={path!r}: module {err.name!r} is neither on the Python path nor in {cwd}. Install it, or run "
             "from the folder that holds it."
         ) from None
     for part in attribute.split("."):

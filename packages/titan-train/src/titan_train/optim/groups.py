@@ -72,7 +72,7 @@ def first_match(table: Mapping[str, float], fqn: str, default: float) -> float:
 
 
 def _undecayed(model: nn.Module) -> set[int]:
-    """Ids of the parameters without default decay: vectors and scalars, and whatever a normalisation layer holds."""
+    """Ids of the parameters without default decay: vectors, scalars, and all parameters of normalization layers."""
     found = {id(p) for p in model.parameters() if p.ndim < 2}
     norms = (m for m in model.modules() if "norm" in type(m).__name__.lower())
     return found | {id(p) for m in norms for p in m.parameters(recurse=False)}

@@ -291,5 +291,7 @@ def _tied_copies(tied: Mapping[str, str], mesh: Mesh, schedule: Schedule) -> Tie
                 mine = group
     (second, first), *more = tied.items()
     if more:
-        raise ValueError(f"parallel.pp: {len(tied)} tied parameters; a pipeline can share one, between its two ends.")
+        raise ValueError(
+            f"parallel.pp: {len(tied)} tied parameters, but a pipeline can share one only, between its first and last stage."
+        )
     return TiedCopies((first, second), mine)

@@ -60,8 +60,8 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     recipe = config.float8.recipe
     if recipe != "none" and config.float8.all_gather == "on" and not titan_fp8.Recipe.get(recipe).fsdp_all_gather:
         raise ValueError(
-            f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans what several ranks hold of a "
-            "weight. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
+            f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans the shards of several "
+            "ranks. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
         )
     if recipe != "none" and config.float8.tp_gather == "on" and not can_gather_float8(titan_fp8.Recipe.get(recipe)):
         raise ValueError(
@@ -70,7 +70,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         )
     if config.activations.checkpoint == "budget" and not config.compile.enabled:
         raise ValueError(
-            "activations.checkpoint='budget' is what torch.compile decides while it compiles. Set compile.enabled=true, or "
+            "activations.checkpoint='budget' is decided by torch.compile, which is disabled. Set compile.enabled=true, or "
             "use 'selective'."
         )
 

@@ -84,15 +84,15 @@ class TiktokenTokenizer:
                 special_tokens=self._special_ids,
             )
         except ValueError as err:
-            raise ValueError(f"tiktoken refused the pattern {pattern!r} or the ranks: {err}.") from err
+            raise ValueError(f"tiktoken rejected the pattern {pattern!r} or the ranks: {err}.") from err
         self.vocab_size = first + len(specials)
         self._bytes = {rank: token for token, rank in ranks.items()}
         self.bos_id = self._special("bos_token", bos_token, ("<|begin_of_text|>",))
         eos_id = self._special("eos_token", eos_token, ("<|end_of_text|>", "<|endoftext|>"))
         if eos_id is None:
             raise ValueError(
-                f"none of the special tokens {list(specials)[:8]} is a known end of text, so a document's end could "
-                "not be marked. Name it as eos_token."
+                f"none of the special tokens {list(specials)[:8]} is a known end-of-text token. Name the one that "
+                "ends a document as eos_token."
             )
         self.eos_id = eos_id
         self.pad_id = self._special("pad_token", "", ("<|finetune_right_pad_id|>", "<|pad|>"))
@@ -178,7 +178,7 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(
-            f"{len(missing)} single bytes have no rank (first: 0x{missing[0]:02X}), so some text could not be encoded. "
+            f"{len(missing)} of the 256 single bytes have no rank (first: 0x{missing[0]:02X}), so some text cannot be encoded. "
             "Give the complete ranks file."
         )
     return ranks

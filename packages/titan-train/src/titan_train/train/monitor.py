@@ -1,4 +1,4 @@
-"""What the trainer tells the outside about itself. The trainer knows this class only; `titan_train.launch` fills it."""
+"""What the trainer reports. The trainer knows this interface only; `titan_train.launch` implements it."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -8,15 +8,15 @@ from torch import nn
 
 
 class StepMonitor:
-    """Called by the trainer at the places where a run can stand still or be struck. Does nothing by itself."""
+    """Called by the trainer at the points where a run can hang or fail. Does nothing by itself."""
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
-        """Step ``step`` is about to be made: its data is there, no rank has been waited for yet."""
+        """Called before a step, after its batch is loaded and before any collective."""
 
     def step_made(self, step: int) -> None:
-        """Step ``step`` is done on all ranks."""
+        """Called when all ranks have finished step ``step``."""
 
     @contextlib.contextmanager
     def phase(self, name: Literal["save", "validate"], step: int) -> Generator[None]:
-        """Something other than steps takes its time in this block."""
+        """A block that is not a step: saving or validating."""
         yield

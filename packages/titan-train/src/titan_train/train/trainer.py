@@ -68,7 +68,7 @@ class Trainer:
         Args:
             config: The run's configuration.
             run_dir: The run's folder; the default is ``run.dir/run.name``.
-            monitor: Told of every step, save and validation; None where nobody watches.
+            monitor: Receives every step, save and validation; None for a run without a launcher.
 
         Raises:
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
@@ -262,7 +262,7 @@ class Trainer:
         if self._nonfinite_in_a_row >= limit:
             raise RuntimeError(
                 f"loss or gradient was not finite for {limit} steps in a row (step {self.step}: loss {result.loss}, gradient "
-                f"norm {result.grad_norm}); every one was skipped, so the weights are as before. Lower optimizer.lr, lengthen "
+                f"norm {result.grad_norm}); all of them were skipped, so the weights are unchanged. Lower optimizer.lr, lengthen "
                 "schedule.warmup_steps, or look at the data of these steps."
             )
 

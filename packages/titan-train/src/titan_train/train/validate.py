@@ -19,7 +19,7 @@ def validation_loss(
 ) -> tuple[float, int]:
     """Mean cross-entropy in nats per valid label over ``batches`` of all ranks, and the number of labels.
 
-    Sums and counts are added up, never means: ranks whose batches hold different numbers of labels weigh rightly.
+    Sums and counts are added over ranks, not means, so that every label has the same weight.
 
     Args:
         model: What this rank trains.

@@ -71,7 +71,7 @@ def test_asynchronous_without_sequence_parallelism_is_refused():
 def test_a_parameter_that_the_table_forgot_is_refused():
     model = llama()
     table = {pattern: style for pattern, style in table_for(model).items() if pattern != "layers.*.ffn_norm"}
-    with pytest.raises(ValueError, match=r"says nothing about layers\.0\.ffn_norm\.weight"):
+    with pytest.raises(ValueError, match=r"does not cover layers\.0\.ffn_norm\.weight"):
         check(model, 2, table=table)
 
 

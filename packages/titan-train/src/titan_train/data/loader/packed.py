@@ -53,7 +53,7 @@ class PackedDataset:
         tokenizer: Fingerprint of the tokenizer, for the check on resume.
         document_mask: Whether batches carry document boundaries and restart positions.
         mask_boundary_labels: Whether a document's last token has no label (it would be another document's first).
-        max_epochs: Passes allowed over a source by name; none named, none limited.
+        max_epochs: Passes allowed over each source, by name; a source without an entry has no limit.
 
     Raises:
         ValueError: If a source is shorter than one sample, or names, weights and limits do not agree.
@@ -72,17 +72,17 @@ class PackedDataset:
         max_epochs: Mapping[str, int] | None = None,
     ) -> None:
         if seq_len < 1:
-            raise ValueError(f"seq_len={seq_len} is no length. Use 1 or more.")
+            raise ValueError(f"seq_len={seq_len} must be at least 1.")
         for name, source in sources.items():
             if source.num_tokens < seq_len + 1:
                 raise ValueError(
-                    f"source {name!r} holds {source.num_tokens} tokens, and one sample of seq_len={seq_len} takes "
+                    f"source {name!r} has {source.num_tokens} tokens, but one sample of seq_len={seq_len} needs "
                     f"{seq_len + 1}. Use seq_len={max(1, source.num_tokens - 1)} or less, or a longer source."
                 )
         given = dict(weights) if weights is not None else {n: float(s.num_tokens) for n, s in sources.items()}
         if set(given) != set(sources):
             raise ValueError(
-                f"weights are given for {sorted(given)}, and the sources are {sorted(sources)}. Name the same."
+                f"the weights name {sorted(given)}, but the sources are {sorted(sources)}. Give each source one weight."
             )
         self.source_names = tuple(sources)
         self.seq_len = seq_len
@@ -215,6 +215,6 @@ class PackedDataset:
         limit = self._max_epochs.get(name, 0)
         if limit and epoch >= limit:
             raise ValueError(
-                f"source {name!r} was read {limit} times, which data.sources[{name!r}].max_epochs={limit} allows, and "
-                "the run asks for more. Train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
+                f"source {name!r} has been read {limit} times, the limit set by data.sources[{name!r}].max_epochs={limit}, but "
+                "the run needs more. Train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
             )

@@ -33,12 +33,12 @@ def check_state(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_d
         )
     if saved["version"] != STATE_VERSION:
         raise ValueError(
-            f"the saved data state has version {saved['version']}, and this release reads {STATE_VERSION}. "
+            f"the saved data state has version {saved['version']}, but this release reads version {STATE_VERSION}. "
             "Resume with the release that wrote it."
         )
     samples = saved["samples"]
     if not isinstance(samples, int) or samples < 0:
-        raise ValueError(f"the saved data state counts samples={samples!r}, which is no number of samples.")
+        raise ValueError(f"the saved data state has samples={samples!r}, which is not a count of samples.")
     for field, meaning in _COMPARED.items():
         if saved[field] == current[field]:
             continue

@@ -193,7 +193,9 @@ class TokenShard:
             raise ValueError(f"{path} does not begin with an intact header. {_REBUILD}")
         _, version, width, _, tokens, documents, tokenizer, _ = _HEADER.unpack(head)
         if version != _VERSION:
-            raise ValueError(f"{path} has format version {version}, and this release reads {_VERSION}. {_REBUILD}")
+            raise ValueError(
+                f"{path} has format version {version}, but this release reads version {_VERSION}. {_REBUILD}"
+            )
         if (tokens, documents) != (info.tokens, info.documents):
             raise ValueError(
                 f"{path} holds {tokens} tokens in {documents} documents, the manifest says {info.tokens} in "

@@ -93,13 +93,13 @@ def read_manifest(folder: Path) -> DataManifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ValueError(
-            f"{folder} has no {MANIFEST_NAME}: it holds no prepared source, or its preparation did not finish. "
+            f"{folder} has no {MANIFEST_NAME}: it is not a prepared source, or its preparation did not finish. "
             "Run `titan-train prepare` (it continues where it stopped)."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']}, and this release reads {_FORMAT}")
+            raise ValueError(f"format {content['format']}, but this release reads format {_FORMAT}")
         manifest = DataManifest(
             source=content["source"],
             tokenizer=content["tokenizer"],

@@ -39,7 +39,9 @@ class MegatronTokens:
         index = prefix.with_name(prefix.name + ".idx")
         for path in (self.path, index):
             if not path.is_file():
-                raise ValueError(f"{path} is missing: a Megatron dataset is a .bin and an .idx of one name.")
+                raise ValueError(
+                    f"{path} is missing: a Megatron data set is a .bin and an .idx file with the same name."
+                )
         content = index.read_bytes()
         lengths, offsets, documents, dtype = _parse_index(index, content)
         self._tokens: npt.NDArray[Any] = np.fromfile(self.path, dtype=dtype, count=0)
@@ -72,8 +74,8 @@ class MegatronTokens:
         for piece in pieces:
             if piece.size and not (int(piece.min()) >= 0 and int(piece.max()) < vocab_size):
                 raise ValueError(
-                    f"{self.path} holds token id {int(piece.max())}, and the tokenizer has {vocab_size}. "
-                    "Use the tokenizer it was made with."
+                    f"{self.path} holds token id {int(piece.max())}, but the tokenizer has {vocab_size} ids. "
+                    "Use the tokenizer that the data set was made with."
                 )
         return b"".join(piece.tobytes() for piece in pieces)
 
@@ -86,11 +88,11 @@ def _parse_index(
     _, version, code, sequences, entries = _HEAD.unpack_from(content)
     if version != 1 or code not in _DTYPES:
         raise ValueError(
-            f"{path} has version {version} and dtype code {code}; version 1 with u1, i4, i8 or u2 tokens is read."
+            f"{path} has version {version} and dtype code {code}; version 1 with u1, i4, i8 or u2 tokens is supported."
         )
     if len(content) != _HEAD.size + sequences * 12 + entries * 8:
         raise ValueError(
-            f"{path} has {len(content)} bytes, not the {_HEAD.size + sequences * 12 + entries * 8} it lists."
+            f"{path} has {len(content)} bytes, but its header implies {_HEAD.size + sequences * 12 + entries * 8}."
         )
     lengths = np.frombuffer(content, "<i4", sequences, _HEAD.size)
     offsets = np.frombuffer(content, "<i8", sequences, _HEAD.size + sequences * 4)

@@ -252,7 +252,7 @@ def _bos(config: DataConfig, tokenizer: Tokenizer) -> list[Any]:
         return []
     if tokenizer.bos_id is None:
         raise ValueError(
-            f"data.add_bos=true, and the {tokenizer.kind} tokenizer has no token that begins a document. "
+            f"data.add_bos=true, but the {tokenizer.kind} tokenizer has no beginning-of-document token. "
             "Set add_bos=false, or use a tokenizer that has one."
         )
     return [np.array([tokenizer.bos_id], dtype=np.int32)]

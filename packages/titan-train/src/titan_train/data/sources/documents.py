@@ -90,7 +90,7 @@ def _stdlib_files() -> list[CorpusFile]:
     files.sort(key=lambda file: file.name)
     if not files:
         raise ValueError(
-            f'kind="stdlib": {root} holds no .py files (this Python ships its library in another form). '
+            f'kind="stdlib": {root} holds no .py files (this Python ships its library in another format). '
             'Use kind="text" with paths to text of your own.'
         )
     return files
@@ -116,7 +116,7 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
 def _nearest(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
-        return f" Neither does the folder {str(parent)!r}; the working directory is {str(Path.cwd())!r}."
+        return f" The folder {str(parent)!r} does not exist either; the working directory is {str(Path.cwd())!r}."
     near = nearest_name(path.name, [p.name for p in parent.iterdir()])
     return f" Did you mean {str(parent / near)!r}?" if near else f" Nothing in {str(parent)!r} has a similar name."
 
@@ -196,7 +196,7 @@ def _parse(file: CorpusFile, number: int, offset: int, line: bytes, keys: list[s
     try:
         return Document(value, value.encode(), number)
     except UnicodeEncodeError as err:
-        return bad("invalid_utf8", f"a lone surrogate, \\u{ord(value[err.start]):04x}, is no character")
+        return bad("invalid_utf8", f"a lone surrogate, \\u{ord(value[err.start]):04x}, is not a character")
 
 
 def _checked(file: CorpusFile, number: int, offset: int, raw: bytes) -> Document | BadDocument:

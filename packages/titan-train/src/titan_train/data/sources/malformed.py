@@ -1,4 +1,4 @@
-"""What happens to a line that is no document: stop, skip, or keep a copy; and how many are too many.
+"""What to do with malformed documents: raise, skip, or keep a copy; and how many are too many.
 
 Bytes are decoded strictly. A reader that replaces what it cannot decode hides a damaged file for the length of a run.
 """
@@ -95,7 +95,9 @@ class BadDocuments:
             MalformedInputError: If the policy is to raise, or a limit is passed.
         """
         if self._on_error == "raise":
-            raise MalformedInputError(f'{bad}. Mend the file, or set data.on_error to "skip" or "quarantine".', (bad,))
+            raise MalformedInputError(
+                f'{bad}. Repair the file, or set data.on_error to "skip" or "quarantine".', (bad,)
+            )
         self.seen += 1
         self.counts[bad.kind] += 1
         if len(self._first) < 5:
@@ -136,7 +138,7 @@ class BadDocuments:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
         raise MalformedInputError(
             f"source {self._source!r}: {total} of {self.seen} documents are malformed ({kinds}), more than {limit} "
-            f"allows. Mend the files, or raise the limit. The first of them since the start:{listing}",
+            f"allows. Repair the files, or raise the limit. The first of them since the start:{listing}",
             tuple(self._first),
         )
 

@@ -57,6 +57,6 @@ def refuse_export(reasons: Mapping[str, bool], *, architecture: str) -> None:
     found = [reason for reason, prevents in reasons.items() if prevents]
     if found:
         raise ValueError(
-            f"this model cannot be written for Hugging Face: {architecture} does not compute {', '.join(found)}. Export "
-            "with --to dcp, or train with settings that it has."
+            f"this model cannot be written for Hugging Face: {architecture} does not compute {', '.join(found)}. Train with "
+            "settings that it has."
         )

@@ -82,5 +82,5 @@ def _check_counts(model: nn.Module, ep: int) -> None:
             divisors = [d for d in range(1, experts + 1) if experts % d == 0]
             raise ValueError(
                 f"ep={ep} does not divide the {experts} experts of {fqn or type(model).__name__}: ranks would hold "
-                f"different numbers. Use one of {divisors}."
+                f"different numbers of experts. Use one of {divisors}."
             )

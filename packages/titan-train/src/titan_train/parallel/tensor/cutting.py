@@ -54,7 +54,7 @@ class _Cutter:
 
     group: dist.ProcessGroup
     _done: dict[int, tuple[nn.Parameter, nn.Parameter, ParamShard]] = field(default_factory=dict)
-    """By id of the whole parameter: the whole (kept alive, so that no id comes twice), the part, the cut."""
+    """id(whole parameter) -> (whole, shard, ParamShard). Keeping the whole alive prevents reuse of its id."""
     _replicas: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     def cut(self, entry: PlannedModule) -> dict[str, ParamShard]:

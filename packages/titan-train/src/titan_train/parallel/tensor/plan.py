@@ -205,7 +205,7 @@ def _partial_parameters(
     if forgotten:
         more = f" and {len(forgotten) - 5} more" if len(forgotten) > 5 else ""
         raise ValueError(
-            f"the tensor-parallel table says nothing about {', '.join(forgotten[:5])}{more}: whether their gradients are "
+            f"the tensor-parallel table does not cover {', '.join(forgotten[:5])}{more}: whether their gradients are "
             "partial sums is unknown. Give each a style; 'replicated' keeps it whole on every rank."
         )
 

@@ -49,7 +49,7 @@ class MoEArgs:
             if value < 0:
                 raise ValueError(f"model.args.{name}={value} must not be negative; 0 turns it off.")
         if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"model.args.scores={self.scores!r} is not a kind of score: use 'softmax' or 'sigmoid'.")
+            raise ValueError(f"model.args.scores={self.scores!r} is not a score function: use 'softmax' or 'sigmoid'.")
         if self.group_score not in ("max", "top2_sum"):
             raise ValueError(
                 f"model.args.group_score={self.group_score!r} is not a way to score a group: use 'max' (DeepSeek-V2) or "
