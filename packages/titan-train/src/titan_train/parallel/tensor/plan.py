@@ -91,8 +91,8 @@ def plan_tensor_parallel(
         module, inside = named[name], _is_inside(name, regions)
         if inside and style in ("region", *_STREAM):
             raise ValueError(
-                f"the table puts {name} ({style}) inside the region {_region_of(name, regions)}: its sum over ranks would "
-                "be made twice. Take one of the two out of the table."
+                f"the table puts {name} ({style}) inside the region {_region_of(name, regions)}: its output "
+                "would be all-reduced twice. Remove one of the two from the table."
             )
         units = size = 0
         if style in ("heads", "kv_heads"):
