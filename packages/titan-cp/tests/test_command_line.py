@@ -1,7 +1,10 @@
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
+from titan_cp import plan
 from titan_cp.cli import main
+from titan_cp.planning.draw import draw_plan
 
 LLAMA = ["explain", "--cp", "8", "--heads", "32", "--kv-heads", "8"]
 
@@ -44,3 +47,15 @@ def test_a_documents_file_with_anything_but_lengths_is_refused(content, tmp_path
 def test_a_missing_documents_file_is_an_error_and_not_a_traceback(capsys):
     assert main([*LLAMA, "--docs", "no-such-file"]) == 2
     assert "no-such-file" in capsys.readouterr().err
+
+
+PACKED = [0, 3, 6, 9, 12, 14, 17, 20, 22, 25, 29, 32]
+
+
+@pytest.mark.parametrize(("layout", "bounds"), [("zigzag", [0, 32]), ("per_document", PACKED), ("documents", PACKED)])
+def test_the_pictures_of_the_concept_page_are_what_the_package_draws(layout, bounds):
+    pictures = Path(__file__).parents[3] / "docs/concepts/pictures"
+    if not pictures.exists():
+        pytest.skip("not in a clone of the repository")
+    p = plan(cu_seqlens=bounds, size=4, rank=0, num_heads=8, num_kv_heads=2, head_dim=64, method="ring", layout=layout)
+    assert (pictures / f"context_{layout}.svg").read_text() == draw_plan(p)
