@@ -6,5 +6,5 @@
 `launchers/` starts ranks: locally, through torchrun, on a Ray cluster; and writes Slurm batch files.
 `supervise/` owns the attempts of a run: it watches the ranks and decides whether to start them again, and on how many.
 `rank/` is what runs in each rank, and the files and pipes that connect a rank to its launcher.
-`testing/` carries out the faults of `launch.faults`.
+`testing/` injects the faults of `titan_train.config.faults`. `validate` refuses a configuration before any rank starts.
 """

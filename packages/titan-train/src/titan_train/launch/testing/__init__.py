@@ -1,1 +1,1 @@
-"""Fault injection: `inject` carries out inside a rank the faults that `launch.faults` lists."""
+"""Fault injection: `inject` carries out inside a rank the faults that `titan_train.config.faults` lists."""
