@@ -54,3 +54,17 @@ def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path) -> Non
     machine = load_machine(str(file))
     assert machine.verified
     assert machine.bf16 > 1e9
+
+
+def test_dry_run_shows_the_memory_of_each_pipeline_rank_and_the_transfers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dry-run", "debug", "--world", "16", "--parallel.pp", "2", "--train.global_batch", "64"]
+    assert main([*words, "--train.microbatch", "1"]) == 0
+    text = capsys.readouterr().out
+    table = text.split("peak GiB")[1].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["0", "1"]
+    assert "reduce_scatter" in text
+
+
+def test_plan_names_the_precisions_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--precision", "fp9"]) == 2
+    assert "Use one of fp32, bf16" in capsys.readouterr().err

@@ -12,6 +12,7 @@ _COMMANDS = {
     "estimate": "estimate a configuration's speed and memory on a machine, by term",
     "plan": "search layouts of a model on a number of devices; show the best and why",
     "calibrate": "fit the planner to your own runs",
+    "dry-run": "rehearse one rank of a large run on fake tensors: memory, and transfers by axis",
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",
     "generate": "sample text from a run's last checkpoint",
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
     # a module called `list` would hide the built-in one in this package
-    command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name}")
+    command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter
     )

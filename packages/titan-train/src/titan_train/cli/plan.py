@@ -8,7 +8,7 @@ setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 if TYPE_CHECKING:
     from titan_train.planner.search.space import Request
@@ -76,6 +76,7 @@ def build_request(arguments: argparse.Namespace) -> "Request":
     """The search that the words ask for."""
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import Request
+    from titan_train.planner.setup import Precision
     from titan_train.planner.translate import shape_named
 
     machine = load_machine(arguments.hardware)
@@ -85,6 +86,9 @@ def build_request(arguments: argparse.Namespace) -> "Request":
         if not number.isdecimal():
             raise ValueError(f"--fix {word!r} must be AXIS=N, such as tp=8.")
         fixed[axis] = int(number)
+    for precision in arguments.precision or ():
+        if precision not in get_args(Precision):
+            raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
     return Request(
         shape=shape_named(arguments.model),
@@ -93,7 +97,7 @@ def build_request(arguments: argparse.Namespace) -> "Request":
         seq_len=arguments.seq_len,
         global_batch=arguments.global_batch,
         stack=arguments.stack,
-        precisions=tuple(arguments.precision or default),
+        precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
     )

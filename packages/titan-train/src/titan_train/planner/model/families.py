@@ -107,12 +107,11 @@ def _dit(
 @cache
 def shapes() -> dict[str, ModelShape]:
     """All shapes, by name."""
-    qwen = AttentionWidths(32, 4, 128, qk_norm=True)
-    flux_double = _dit("", 3072, 38, 24, 12_288)  # a double block holds two streams, as two blocks of one stream
-    flux_single = Block(
-        38, flux_double.blocks[0].attention, FeedForwardShape(12_288, gated=False), norms=0, modulation=3 * 3072**2
-    )
-    every = [
+    return {shape.name: shape for shape in (*_dense_shapes(), *_routed_shapes(), *_other_shapes())}
+
+
+def _dense_shapes() -> list[ModelShape]:
+    return [
         _dense("llama3_1b", 2048, 16, 32, 8, 8192, _LLAMA3_VOCAB, tied=True),
         _dense("llama3_3b", 3072, 28, 24, 8, 8192, _LLAMA3_VOCAB, tied=True),
         _dense("llama3_8b", 4096, 32, 32, 8, 14_336, _LLAMA3_VOCAB),
@@ -136,6 +135,12 @@ def shapes() -> dict[str, ModelShape]:
                 ("32b", 5120, 64, 64, 25_600, False),
             )
         ),
+    ]
+
+
+def _routed_shapes() -> list[ModelShape]:
+    qwen = AttentionWidths(32, 4, 128, qk_norm=True)
+    return [
         _routed("qwen3_30b_a3b", 2048, 48, qwen, ExpertsShape(128, 8, 768), 151_936),
         _routed(
             "qwen3_235b_a22b", 4096, 94, AttentionWidths(64, 4, 128, qk_norm=True), ExpertsShape(128, 8, 1536), 151_936
@@ -210,6 +215,15 @@ def shapes() -> dict[str, ModelShape]:
             256,
             ExpertsShape(512, 22, 5120, 10_240, gated=False, latent_dim=2048),
         ),
+    ]
+
+
+def _other_shapes() -> list[ModelShape]:
+    flux_double = _dit("", 3072, 38, 24, 12_288)  # a double block holds two streams, as two blocks of one stream
+    flux_single = Block(
+        38, flux_double.blocks[0].attention, FeedForwardShape(12_288, gated=False), norms=0, modulation=3 * 3072**2
+    )
+    return [
         _gpt("gpt3_5b", 4096, 24, 32),
         _gpt("gpt3_20b", 6144, 44, 48),
         _gpt("gpt3_175b", 12_288, 96, 96),
@@ -221,7 +235,6 @@ def shapes() -> dict[str, ModelShape]:
         _dit("wan2.1_1.3b", 1536, 30, 12, 8960, text=512),
         ModelShape("flux_dev", 3072, (*flux_double.blocks, flux_single), 0),
     ]
-    return {s.name: s for s in every}
 
 
 _ALIASES = {

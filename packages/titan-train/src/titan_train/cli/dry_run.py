@@ -1,0 +1,51 @@
+"""Rehearse one rank of a large run on this machine: fake tensors, no other ranks, nothing allocated.
+
+`titan-train dry-run llama3_8b --world 512` builds the real program of each pipeline rank on the meta device, runs one
+microbatch of it on fake tensors under a process group that pretends to have all ranks, and prints the memory that this
+needs. Beside it stand the transfers of a step by axis: they are computed, and a test holds them to counted ones.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+
+def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Run the command."""
+    parser.usage = "titan-train dry-run CONFIG --world N [--section.key value ...]"
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_argument("--world", type=int, required=True, help="ranks of the run")
+    arguments, rest = parser.parse_known_args(words)
+
+    from titan_train.config import load_config
+    from titan_train.inputs import vocab_size_without_training
+    from titan_train.parallel.estimate import estimate_ranks
+    from titan_train.plan.run import plan_run
+    from titan_train.planner.comm.traffic import step_traffic
+    from titan_train.planner.translate import setup_of_config, shape_of_config
+
+    config = load_config(arguments.config, rest)
+    per_node = config.launch.nproc or 8
+    nodes = max(1, arguments.world // per_node)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
+    plan = plan_run(config, arguments.world)
+    vocabulary = vocab_size_without_training(config)
+    ranks = estimate_ranks(
+        config, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, vocab_size=vocabulary
+    )
+    print(plan.layout.explain())
+    print(f"\n{'pipeline rank':<14}{'parameters':>12}{'state GiB':>11}{'kept GiB':>10}{'peak GiB':>10}")
+    for rank in ranks:
+        state, kept, peak = (
+            x / 2**30 for x in (rank.params + rank.grads + rank.optimizer, rank.activations, rank.peak)
+        )
+        print(f"{rank.pipeline_rank:<14}{rank.num_parameters:>12,}{state:>11.2f}{kept:>10.2f}{peak:>10.2f}")
+    setup = setup_of_config(config, arguments.world)
+    shape = shape_of_config(config)
+    if vocabulary:
+        shape = dataclasses.replace(shape, vocab=vocabulary)
+    traffic = step_traffic(shape, setup, element_bytes=4 if config.train.dtype == "fp32" else 2)
+    print(f"\n{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}")
+    for (axis, kind), count in sorted(traffic.counts.items()):
+        print(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
+    return 0
