@@ -16,12 +16,14 @@ MUST_COVER = {
 }  # fmt: skip
 
 
+@pytest.mark.timeout(600)  # a case is up to three trainers and their references
 @pytest.mark.parametrize("seed", DEFAULT)
 def test_a_random_composition_gives_what_one_process_does(seed, fuzz_folder):
     fuzz_run.check(fuzz_cases.draw(seed), fuzz_folder)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SLOW)
 def test_many_random_compositions_give_what_one_process_does(seed, fuzz_folder):
     fuzz_run.check(fuzz_cases.draw(seed), fuzz_folder)

@@ -1,7 +1,9 @@
 """What random compositions found wrong, each by name."""
 
+import composition
 import pytest
 import torch
+from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
@@ -25,3 +27,15 @@ def test_losses_over_a_row_are_refused_where_context_parallelism_joins_rows(loss
         check(2, **model, train={"global_batch": 4, "microbatch": 2})
     check(2, **model, train={"global_batch": 4, "microbatch": 1})
     check(2, **model, train={"global_batch": 4, "microbatch": 2}, data={"document_mask": False})
+
+
+def test_selective_checkpointing_may_keep_the_products_of_asynchronous_tensor_parallelism(folder: str) -> None:
+    """The ring added what it received into a product that was kept for backward: an error in backward."""
+    sections = {"parallel": {"tp": 2, "async_tp": True}}
+    plain = run_ranks(composition.run, 2, folder, "plain", sections, steps=1)
+    kept = {"activations": {"checkpoint": "selective", "matmul_every": 0}}
+    for got, want in zip(run_ranks(composition.run, 2, folder, "kept", sections | kept, steps=1), plain, strict=True):
+        assert got[0] == want[0]
+        assert all(
+            torch.equal(box, want[3][name][2]) for name, (_, _, box) in got[3].items()
+        )  # same shapes, same ranks

@@ -10,7 +10,7 @@ Steps (GShard, arXiv:2006.16668; without capacity, as MegaBlocks, arXiv:2211.158
    known on the host, which is the layer's one host sync.
 3. All-to-all of the rows. They arrive sorted by (source, expert).
 4. Sort them by (expert, source), stably: each expert then sees all ranks' rows in the order of one process that held the
-   whole batch, so that its gradient sums up in the same order, to the same bits.
+   whole batch, so that its gradient sums up in the same order.
 5. The experts compute; then the way back: unsort, all-to-all with the sizes swapped, add each token's rows by weight.
 
 Cost: 2 * T * K rows of width d out and as many in, each in forward and in backward; T * K * (n - 1) / n of them travel if

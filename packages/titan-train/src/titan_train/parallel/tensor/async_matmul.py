@@ -187,7 +187,7 @@ def _sum_around_ring(
             meanwhile.advance()
         following = summand((rank - step - 1) % n)
         _wait(works)
-        total = following.add_(incoming)
+        total = incoming.add_(following)  # not into the product, which selective checkpointing may keep
     return total
 
 
