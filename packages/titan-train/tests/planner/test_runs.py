@@ -30,8 +30,9 @@ def run_folder(folder: Path, ranks: int, parallel: dict, seq_len: int, batch: in
     seconds = estimate(shape, load_machine("cpu"), setup_of_config(config, ranks), TRUTH).time.total
     folder.mkdir()
     (folder / "config.toml").write_text(tomli_w.dumps(tree))
-    (folder / "run.json").write_text(json.dumps({"world_size": ranks, "parameters": shape.parameters()}))
-    lines = [{"kind": "step", "step": n, "step_time_s": 9.0 if n < 2 else seconds} for n in range(1, 9)]
+    (folder / "run.json").write_text(json.dumps({"parameters": shape.parameters()}))
+    rates = {"tokens_per_s": 100.0 * ranks, "tokens_per_s_per_rank": 100.0}
+    lines = [{"kind": "step", "step": n, "step_time_s": 9.0 if n < 2 else seconds} | rates for n in range(1, 9)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
 

@@ -48,12 +48,14 @@ def read_run(folder: Path, machine: Machine) -> MeasuredRow:
     if not metrics.is_file() or not info_file.is_file():
         raise ValueError(f"{folder} has no metrics.jsonl or run.json: it has not made a step yet.")
     records = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
-    steps = [float(r["step_time_s"]) for r in records if r.get("kind") == "step"]
+    lines = [record for record in records if record.get("kind") == "step"]
+    steps = [float(record["step_time_s"]) for record in lines]
     if len(steps) < 4:
         raise ValueError(f"{folder} has {len(steps)} timed steps; calibration needs at least 4.")
     seconds = statistics.median(steps[len(steps) // 2 :])
     info = json.loads(info_file.read_text())
-    ranks = int(info["world_size"])
+    # without a launcher nobody writes world_size; the two rates of a step tell it
+    ranks = int(info.get("world_size") or round(lines[-1]["tokens_per_s"] / lines[-1]["tokens_per_s_per_rank"]))
     setup = setup_of_config(config, ranks)
     shape = with_parameters(shape_of_config(config), int(info.get("parameters") or 0))
     speed = setup.global_batch * setup.seq_len / ranks / seconds
