@@ -107,7 +107,7 @@ def test_list_names_configurations_and_models(capsys):
 def test_doctor_finds_what_training_needs(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in ("torch", "gloo", "stdlib corpus", "everything that training needs is here"):
+    for word in ("torch", "gloo", "stdlib corpus", "everything that training needs is installed"):
         assert word in out
 
 
