@@ -42,7 +42,7 @@ def check_tensor_parallel(
         near = max(1, round(seq_len_local / tp)) * tp
         raise ValueError(
             f"tp={tp} with sequence parallelism does not divide the {seq_len_local} tokens of a row (after context "
-            f"parallelism): ranks would hold different numbers of tokens. The nearest valid number is {near}; or turn "
+            f"parallelism): ranks would hold different numbers of tokens. The nearest valid length is {near} tokens; or turn "
             "sequence parallelism off."
         )
     if async_tp and not sequence_parallel:
