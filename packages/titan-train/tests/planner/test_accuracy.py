@@ -1,7 +1,10 @@
 """Predictions against the published measurements, with the bounds that the README states."""
 
 import statistics
+from importlib import resources
+from pathlib import Path
 
+import pytest
 from titan_train.planner.calibrate.defaults import TORCH_FIT_ROWS, torch_set
 from titan_train.planner.calibrate.fit import fit_constants, predicted
 from titan_train.planner.calibrate.rows import load_rows
@@ -45,3 +48,12 @@ def test_a_constant_that_no_row_identifies_keeps_its_prior() -> None:
     rows = [row for row in load_rows("measured_rows.csv") if row.number == 89 and row.collection == "simumax"]
     fit = fit_constants(rows, ["exchange"], prior("te"))  # a dense model sends no tokens to experts
     assert fit.exchange == prior("te").exchange
+
+
+def test_a_row_with_an_unknown_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    shipped = resources.files("titan_train.planner.data").joinpath("published_throughput.csv").read_text()
+    table = tmp_path / "rows.csv"
+    table.write_text(shipped.replace("llama3.1-405b", "unheard-of-1b"))
+    with pytest.warns(UserWarning, match="no shape is known"):
+        rows = load_rows(str(table))
+    assert len(rows) == 10

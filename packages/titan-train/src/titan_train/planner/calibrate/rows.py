@@ -1,6 +1,7 @@
 """Published measurements as (shape, machine, setup, measured) records."""
 
 import csv
+import warnings
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -64,8 +65,7 @@ class MeasuredRow:
 def load_rows(path: str | None = None) -> list[MeasuredRow]:
     """Read a shipped table by name, any table by path, or both shipped ones.
 
-    Raises:
-        ValueError: A row names an unknown model or machine.
+    A row whose model or machine is unknown is left out, with a warning.
     """
     if path is None:
         return [row for table in TABLES for row in load_rows(table)]
@@ -74,8 +74,16 @@ def load_rows(path: str | None = None) -> list[MeasuredRow]:
         if path in TABLES
         else Path(path).read_text()
     )
-    rows = [parse_row(r, n) for n, r in enumerate(csv.DictReader(text.splitlines()))]
-    return [row for row in rows if row is not None]
+    rows: list[MeasuredRow] = []
+    for number, record in enumerate(csv.DictReader(text.splitlines())):
+        try:
+            row = parse_row(record, number)
+        except ValueError as err:
+            warnings.warn(f"row {number} of {path} is left out: {err}", stacklevel=2)
+            continue
+        if row is not None:
+            rows.append(row)
+    return rows
 
 
 def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:

@@ -254,6 +254,8 @@ def find_shape(name: str) -> ModelShape:
     key = name.lower().replace("-", "_")
     key = key.replace("llama3.1", "llama3").replace("llama3.2", "llama3")
     key = _ALIASES.get(key, key)
+    # "kimi_k2_1t": a size after a known name
+    key = next((known for known in shapes() if key.startswith(known + "_")), key) if key not in shapes() else key
     if key not in shapes():
         raise ValueError(
             f"no shape is known for model {name!r}. {did_you_mean(key, shapes())}Known: {', '.join(sorted(shapes()))}. "
