@@ -10,6 +10,7 @@ import titan_fp8
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from titan_fp8.weights import gathered
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -145,9 +146,9 @@ def test_a_weight_whose_scales_were_not_synchronised_finds_them_itself() -> None
 def test_half_the_bytes_of_bfloat16_are_gathered(recipe: str) -> None:
     widths = (512, 512, 256)
     numel = 64 * 512 + 512 * 512 + 256 * 512
-    for _, gathered, _ in run_ranks(collectives_of_a_step, 2, widths, recipe, True):
+    for _, sent, _ in run_ranks(collectives_of_a_step, 2, widths, recipe, True):
         bf16_of_a_shard = 2 * (numel + 512) / 2
-        assert 0.5 <= gathered / bf16_of_a_shard < 0.51
+        assert 0.5 <= sent / bf16_of_a_shard < 0.51
 
 
 def checkpoint_round_trip(recipe: str) -> dict[str, torch.Tensor]:
@@ -357,3 +358,35 @@ def change_inside_a_block(check: bool) -> None:
 @pytest.mark.parametrize("check", [False, True])
 def test_a_shard_that_changes_inside_a_block_is_refused(check: bool) -> None:
     run_ranks(change_inside_a_block, 2, check)
+
+
+def transposes_per_gather() -> tuple[list[int], bool]:
+    original = gathered.gathered_operand
+    made: list[torch.Size] = []
+
+    def counting(*args: Any, for_input_grad: bool) -> Any:
+        if for_input_grad:
+            made.append(args[0].shape)
+        return original(*args, for_input_grad=for_input_grad)
+
+    gathered.gathered_operand = counting
+    counts: list[int] = []
+    x = torch.ones(8, 64, requires_grad=True)
+    for reshard in (True, False):
+        net = sharded(WIDTHS["aligned"], "blockwise", reshard)
+        net.set_reshard_after_backward(reshard)
+        made.clear()
+        for _ in range(2):  # microbatches
+            net(x).sum().backward()
+        counts.append(len(made))
+    net.set_reshard_after_backward(True)
+    (old,) = torch.autograd.grad(net(x).square().sum(), x)
+    torch.optim.SGD(net.parameters(), lr=8.0).step()
+    (new,) = torch.autograd.grad(net(x).square().sum(), x)
+    return counts, torch.equal(old, new)
+
+
+def test_a_gathered_weight_is_transposed_once_per_gather() -> None:
+    for counts, stale in run_ranks(transposes_per_gather, 2):
+        assert counts == [3 * 2, 3]
+        assert not stale

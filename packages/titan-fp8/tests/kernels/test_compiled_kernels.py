@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_kernel_spills_nothing_on_hopper(hopper, name):
     assert not _spills(hopper[name])
     assert hopper[name]["stack_bytes"] == 0
     assert hopper[name]["local_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_takes_no_more_registers_and_shared_memory_than_the_table_says(hopper, name):
+    table = json.loads(Path(__file__).with_name("resources_sm90a.json").read_text())
+    if version("triton") != table["triton"]:
+        pytest.skip(f"the table is of triton {table['triton']}")
+    assert hopper[name]["registers"] <= table["kernels"][name]["registers"]
+    assert hopper[name]["shared_bytes"] <= table["kernels"][name]["shared_bytes"]
 
 
 @pytest.mark.parametrize("name", [*CASTS, "rmsnorm_backward"])

@@ -17,7 +17,7 @@ from titan_fp8 import products
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
-from titan_fp8.weights.gathered import GatheredWeight, gathered_operand
+from titan_fp8.weights.gathered import GatheredWeight
 from titan_fp8.weights.sharded import ShardedWeight
 
 
@@ -249,7 +249,7 @@ def open_cache(cache: WeightCache | None, w: Tensor) -> WeightCache | None:
 def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward: bool = False) -> QTensor:
     """The float8 weight: as FSDP2 gathered it, from the cache, or cast now."""
     if isinstance(w, GatheredWeight):
-        return gathered_operand(w.codes, w.scale, call.recipe, for_input_grad=in_backward)
+        return w.operand(call.recipe, for_input_grad=in_backward)
     if isinstance(w, ShardedWeight):
         w = w.tensor
     known = None if cache is None else cache.find(w)

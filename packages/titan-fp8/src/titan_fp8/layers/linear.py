@@ -10,6 +10,7 @@ from titan_fp8.layers.functional import linear, linear_deferred
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
 from titan_fp8.weights.dtensor import is_dtensor
+from titan_fp8.weights.gathered import GatheredWeight
 from titan_fp8.weights.sharded import ShardCache, ShardedWeight
 
 
@@ -102,6 +103,8 @@ class Float8Linear(nn.Linear):
         # FSDP2 assigns the parameter whenever it gathers or frees it. A kept cast is of another weight then.
         if name == "weight" and "weight_cache" in self.__dict__:
             self.weight_cache.clear()
+            if isinstance(self.weight, GatheredWeight):
+                self.weight.forget_transpose()
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

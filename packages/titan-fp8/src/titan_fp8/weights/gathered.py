@@ -1,7 +1,8 @@
 """A weight that FSDP2 gathered in float8: codes and decode scales, with the shape and dtype of the weight it stands for.
 
-Float8 layers take its codes as they are. Any other operation sees its values in the weight's dtype, so a model that
-reads ``layer.weight`` still works.
+Float8 layers take its codes as they are. The transpose that the input gradient needs is made once per gather, at the
+first backward, and freed with the gathered weight. Any other operation sees the values in the weight's dtype, so a model
+that reads ``layer.weight`` still works.
 """
 
 from typing import Any
@@ -17,6 +18,13 @@ from titan_fp8.reference import dequantize, round_up
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _RESHAPES = (torch.ops.aten.as_strided.default, torch.ops.aten.view.default)
+
+
+class _Transpose:
+    """The transposed operand of one gather; shared by all aliases of the gathered weight."""
+
+    def __init__(self) -> None:
+        self.operand: QTensor | None = None
 
 
 class GatheredWeight(torch.Tensor):
@@ -35,16 +43,43 @@ class GatheredWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[torch.Tensor], codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype
+        cls: type[torch.Tensor],
+        codes: Tensor,
+        scale: Tensor,
+        scaling: Scaling,
+        dtype: torch.dtype,
+        transpose: _Transpose | None = None,
     ) -> "GatheredWeight":
         return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
 
-    def __init__(self, codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        scaling: Scaling,
+        dtype: torch.dtype,
+        transpose: _Transpose | None = None,
+    ) -> None:
         self.codes = codes
         self.scale = scale
         self.scaling = scaling
+        self._transpose = _Transpose() if transpose is None else transpose
+
+    def operand(self, recipe: Recipe, *, for_input_grad: bool) -> QTensor:
+        """What a product takes. The transpose is kept until `forget_transpose`, except in compiled graphs."""
+        if not for_input_grad or torch.compiler.is_compiling():
+            return gathered_operand(self.codes, self.scale, recipe, for_input_grad=for_input_grad)
+        kept = self._transpose.operand
+        if kept is None:
+            kept = gathered_operand(self.codes, self.scale, recipe, for_input_grad=True)
+            self._transpose.operand = kept
+        return kept
+
+    def forget_transpose(self) -> None:
+        """The codes are about to be freed, or have been gathered again."""
+        self._transpose.operand = None
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scale"], (self.scaling, self.dtype)
@@ -61,7 +96,7 @@ class GatheredWeight(torch.Tensor):
         # FSDP2 passes what it gathered through as_strided, detach and Parameter: it must come out the same.
         same_shape = func in _RESHAPES and weight is not None and tuple(args[1]) == tuple(weight.shape)
         if weight is not None and (func in _SAME or same_shape):
-            return GatheredWeight(weight.codes, weight.scale, weight.scaling, weight.dtype)
+            return GatheredWeight(weight.codes, weight.scale, weight.scaling, weight.dtype, weight._transpose)
         args, kwargs = tree_map_only(GatheredWeight, _dequantized, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -202,6 +202,7 @@ class ShardedWeight(torch.Tensor):
         if out is not None:
             assert isinstance(out, GatheredWeight)
             # Codes (and scales that were gathered) are views of FSDP2's buffers, which it has filled again.
+            out.forget_transpose()
             if known_scale is not None:
                 out.scale = scale
             return None
