@@ -307,3 +307,20 @@ def layout_alone() -> Layout:
 
 def test_the_default_group_stays_until_the_last_mesh_closes():
     assert run_ranks(owner_closes_first, 1, init=False) == [(True, 4.0, False)]
+
+
+def expert_tensor_groups():
+    with build(Layout(MeshSpec.parse("dp2 tp2 ep2 etp2"))) as mesh:
+        mesh.check()
+        sums = []
+        for name in ("ep", "etp", "tp"):
+            rank = torch.tensor([float(dist.get_rank())])
+            dist.all_reduce(rank, group=mesh.group(name))
+            sums.append(rank.item())
+        return sums, mesh["ep", "etp"].mesh.tolist(), mesh.group("etp") is mesh.group("tp")
+
+
+def test_an_expert_tensor_degree_has_groups_and_shares_them_with_tp_where_they_are_equal():
+    results = run_ranks(expert_tensor_groups, 4)
+    assert [sums for sums, _, _ in results] == [[2.0, 1.0, 1.0], [4.0, 1.0, 1.0], [2.0, 5.0, 5.0], [4.0, 5.0, 5.0]]
+    assert all(grid == [[0, 1], [2, 3]] and shared for _, grid, shared in results)

@@ -12,7 +12,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from titan_mesh import Layout, MeshSpec, Topology, megatron
+from titan_mesh import Layout, MeshSpec, Topology, megatron, megatron_experts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # no deadline: the machine may be busy; no database: nothing is written beside the tests
@@ -113,6 +113,67 @@ def _megatron_groups(sizes: list[int], mask: list[bool]) -> list[list[int]]:
         ]
         for a in itertools.product(*outside)
     ]
+
+
+@pytest.mark.parametrize("order", ["-".join(p) for p in itertools.permutations(["tp", "cp", "ep", "dp", "pp"])])
+def test_expert_view_equals_megatrons_expert_generator_in_every_order_it_accepts(order):
+    """Megatron lays its experts by a second generator: expert tensor degree for tp, no cp, and what is left as dp."""
+    draw = random.Random(order)
+    names, accepted = order.split("-"), 0
+    for _ in range(40):
+        tp, cp, dp, pp = (draw.choice([1, 2, 4]) for _ in range(4))
+        etp = draw.choice([1, tp])  # tp dropped in the experts, or kept
+        ep = draw.choice([d for d in (1, 2, 4, 8) if (dp * cp * tp) % (d * etp) == 0])
+        dense = {"tp": tp, "cp": cp, "ep": 1, "dp": dp, "pp": pp}
+        expert = {"tp": etp, "cp": 1, "ep": ep, "dp": dp * cp * tp // (ep * etp), "pp": pp}
+
+        def groups(degrees, *wanted):
+            found = _megatron_groups([degrees[n] for n in names], [n in wanted for n in names])
+            return sorted(tuple(sorted(group)) for group in found)
+
+        if groups(dense, "pp") != groups(expert, "pp"):
+            continue  # Megatron refuses it: stages would differ between dense and expert layers
+        accepted += 1
+        layout = Layout(
+            MeshSpec(pp=pp, dp_shard=dp, cp=cp, tp=tp, ep=ep, etp=etp, order=megatron(order),
+                     expert_order=megatron_experts(order))
+        )  # fmt: skip
+        ours = {"tp": "etp", "ep": "ep", "dp": "efsdp", "pp": "pp"}
+        view = layout.view("sparse")
+        for count in (1, 2, 3):
+            for wanted in itertools.combinations(ours, count):
+                axes = [ours[n] for n in wanted if ours[n] in view.axes]
+                got = view.groups(*axes) if axes else [(rank,) for rank in range(layout.num_ranks)]
+                assert sorted(got) == groups(expert, *wanted), (wanted, dense, expert)
+    assert accepted >= 10
+
+
+def test_an_expert_tensor_degree_keeps_or_drops_tp_in_the_experts():
+    kept = Layout(MeshSpec.parse("dp4 tp2 ep4 etp2"))
+    dropped = Layout(MeshSpec.parse("dp4 tp2 ep4"))
+    assert kept.groups("etp") == kept.groups("tp")
+    assert kept.groups("ep") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert dropped.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert kept.size("efsdp") == 1
+    assert "efsdp x ep x etp = dp_shard x cp x tp" in kept.explain()
+    assert MeshSpec.parse(str(kept.spec)) == kept.spec
+    assert kept.digest() != dropped.digest()
+    named = Layout(MeshSpec.parse("dp4 tp2 ep2 expert_order=ep-efsdp-etp"))
+    assert named.groups("ep") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("dp4 tp2 ep4 etp4", r"ep=4 \* etp=4 = 16 does not divide dp_shard=4 \* cp=1 \* tp=2 = 8.*ep=2"),
+        ("dp4 etp-1", r"etp=-1 is not a number of ranks, and cannot be inferred"),
+        ("dp4 expert_order=ep-etp", r"expert_order='ep-etp' must name efsdp, ep and etp once each"),
+        ("dp4 order=pp-dp-cp-tp-etp", r"'etp' in order=.*Its place is in expert_order, the order of the expert view"),
+    ],
+)
+def test_expert_degrees_that_cannot_work_are_refused(text, named):
+    with pytest.raises(ValueError, match=named):
+        Layout(MeshSpec.parse(text))
 
 
 @PROPERTY

@@ -12,7 +12,7 @@ from titan_mesh.layout.diff import LayoutDiff
 from titan_mesh.layout.explain import AxisRow
 from titan_mesh.layout.grid import Grid
 from titan_mesh.layout.layout import Layout
-from titan_mesh.layout.spec import DEFAULT_ORDER, MeshSpec, megatron
+from titan_mesh.layout.spec import DEFAULT_ORDER, MeshSpec, megatron, megatron_experts
 from titan_mesh.layout.svg import draw_svg
 from titan_mesh.layout.topology import Topology
 from titan_mesh.layout.validate import Issue
@@ -33,6 +33,7 @@ __all__ = [
     "build",
     "draw_svg",
     "megatron",
+    "megatron_experts",
 ]
 
 

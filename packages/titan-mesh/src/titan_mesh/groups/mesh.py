@@ -30,7 +30,7 @@ from titan_mesh.groups.agree import agree
 from titan_mesh.groups.pool import GroupPool
 from titan_mesh.groups.torch_private import default_store, forget_meshes
 from titan_mesh.layout.layout import Layout
-from titan_mesh.layout.ranks import EXPERT_AXES
+from titan_mesh.layout.spec import EXPERT_AXES
 from titan_mesh.nearest import nearest_name
 
 _open: "weakref.WeakSet[Mesh]" = weakref.WeakSet()
@@ -118,7 +118,7 @@ class Mesh:
             self._root(("pp", "dp_replicate", *fsdp, "tp")),
             self._root(("pp", "dp_replicate", "fsdp", "tp")),
         ]
-        if layout.spec.ep > 1:
+        if layout.spec.ep * layout.spec.etp > 1:
             self._roots.append(self._root(layout.view("sparse").axes))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -155,7 +155,7 @@ class Mesh:
         """The mesh for ``fully_shard``: ``("fsdp",)``, or ``("dp_replicate", "fsdp")`` where there are replicas (HSDP).
 
         Args:
-            experts: The mesh for expert parameters instead: ``efsdp`` in place of ``fsdp``. Needs ``ep`` above 1.
+            experts: The mesh for expert parameters instead: ``efsdp`` in place of ``fsdp``. Needs ``ep`` or ``etp`` above 1.
         """
         shard = "efsdp" if experts else "fsdp"
         return self["dp_replicate", shard] if self.layout.spec.dp_replicate > 1 else self[shard]

@@ -69,11 +69,11 @@ def explain_layout(layout: RankLayout) -> str:
         nodes = "no" if row.nodes_per_group == 1 else f"yes, {row.nodes_per_group}"
         ranks = show_ranks(row.example) + note
         cells.append((row.name, str(row.size), stride, str(row.num_groups), nodes, row.link, ranks))
-    off = [name for name in (*layout.spec.axes, "ep") if getattr(layout.spec, name) == 1]
+    off = [name for name in (*layout.spec.axes, "ep", "etp") if getattr(layout.spec, name) == 1]
     shown = {row.name for row in table}
     flattens = [f"{name} = {' x '.join(axes)}" for name, axes in layout.flattens.items() if name in shown]
-    if layout.spec.ep > 1:
-        flattens.append("efsdp x ep = dp_shard x cp x tp")
+    if layout.spec.ep * layout.spec.etp > 1:
+        flattens.append(f"{' x '.join(layout.spec.expert_axes)} = dp_shard x cp x tp")
     shared = [row for row in table if row.same_as is None]
     lines = [_headline(layout), "", *_align(cells), ""]
     lines += [f"off (size 1): {', '.join(off)}"] if off else []
@@ -115,7 +115,7 @@ def _headline(layout: RankLayout) -> str:
     if topology.domain != topology.gpus_per_node:
         where += f", NVLink domains of {topology.domain}"
     degrees = " x ".join(f"{axis}={degree}" for axis, degree in layout.spec.degrees.items() if degree > 1) or "one rank"
-    experts = f", ep={layout.spec.ep}" if layout.spec.ep > 1 else ""
+    experts = "".join(f", {name}={d}" for name in ("ep", "etp") if (d := getattr(layout.spec, name)) > 1)
     ranks = f"{layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''}"
     return f"{degrees}{experts} · {ranks} · {where} · outer to inner: {' '.join(layout.spec.axes)}"
 

@@ -3,9 +3,9 @@
 A layout is a `MeshSpec` laid over the ranks of a world. Two grids share those ranks:
 
 - *dense*: the five axes in the spec's order, ``rank = sum(coordinate * stride)``;
-- *sparse*: ``(pp, dp_replicate, efsdp, ep)``, the same ranks as the experts see them. The ranks that ``dp_shard``,
-  ``cp`` and ``tp`` span, in ascending order, are cut into ``efsdp`` rows of ``ep``, so that
-  ``efsdp * ep = dp_shard * cp * tp``.
+- *sparse*: ``(pp, dp_replicate, efsdp, ep, etp)``, the same ranks as the experts see them. The ranks that ``dp_shard``,
+  ``cp`` and ``tp`` span, in ascending order, are laid on a grid of ``efsdp``, ``ep`` and ``etp`` in the spec's
+  ``expert_order``, so that ``efsdp * ep * etp = dp_shard * cp * tp``. The axis ``etp`` is there only above 1.
 
 Several axes together are a *flatten*, registered under a name. Every layout has three: ``dp`` (ranks that read
 different samples), ``fsdp`` (ranks that shard one model copy's parameters) and ``loss`` (ranks whose losses are
@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Literal, Self
 
 from titan_mesh.layout.grid import Grid
-from titan_mesh.layout.spec import AXES, EXPERT_REGION, MeshSpec
+from titan_mesh.layout.spec import AXES, EXPERT_AXES, EXPERT_REGION, MeshSpec
 from titan_mesh.layout.topology import Topology
 from titan_mesh.nearest import nearest_name
 
@@ -29,7 +29,6 @@ _FLATTENS = {
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
-EXPERT_AXES = ("efsdp", "ep")
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,9 @@ class RankLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that has groups: the axes in order, the flattens, and ``efsdp``, ``ep`` if ``ep`` is above 1."""
-        return (*self.spec.axes, *self.flattens, *(EXPERT_AXES if self.spec.ep > 1 else ()))
+        """Every name that has groups: the axes in order, the flattens, and the expert axes if ``ep * etp`` is above 1."""
+        experts = self.spec.expert_axes if self.spec.ep * self.spec.etp > 1 else ()
+        return (*self.spec.axes, *self.flattens, *experts)
 
     def flatten(self, name: str, axes: Sequence[str]) -> Self:
         """A layout that also knows ``axes`` together as ``name``.
@@ -128,7 +128,7 @@ class RankLayout:
         return self._dense.rank(**axes)
 
     def view(self, name: Literal["dense", "sparse"]) -> Grid:
-        """A grid over the same ranks: ``"dense"`` (the five axes) or ``"sparse"`` (pp, dp_replicate, efsdp, ep)."""
+        """A grid over the same ranks: ``"dense"`` (the five axes) or ``"sparse"`` (as experts see them)."""
         if name == "dense":
             return self._dense
         if name == "sparse":
@@ -138,6 +138,8 @@ class RankLayout:
     def digest(self) -> str:
         """A fingerprint of everything that decides groups: equal digests, equal groups."""
         text = f"{self.world_size} {self.spec.degrees} ep={self.spec.ep} {sorted(self.flattens.items())}"
+        if self.spec.etp > 1 or self.spec.expert_axes != ("efsdp", "ep"):
+            text += f" etp={self.spec.etp} {self.spec.expert_axes}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __hash__(self) -> int:
@@ -160,7 +162,8 @@ class RankLayout:
     def _sparse(self) -> Grid:
         spec, dense = self.spec, self._dense
         region = dense.size(*EXPERT_REGION)
-        sizes = (spec.pp, spec.dp_replicate, region // spec.ep, spec.ep)
+        degrees = {"efsdp": region // (spec.ep * spec.etp), "ep": spec.ep, "etp": spec.etp}
+        sizes = (spec.pp, spec.dp_replicate, *(degrees[axis] for axis in spec.expert_axes))
         offsets = dense.offsets(EXPERT_REGION)
         ranks = [
             pp * dense.strides["pp"] + replica * dense.strides["dp_replicate"] + offset
@@ -168,7 +171,7 @@ class RankLayout:
             for replica in range(spec.dp_replicate)
             for offset in offsets
         ]
-        return Grid(("pp", "dp_replicate", *EXPERT_AXES), sizes, ranks)
+        return Grid(("pp", "dp_replicate", *spec.expert_axes), sizes, ranks)
 
     def _resolve(self, names: Sequence[str]) -> tuple[Grid, tuple[str, ...]]:
         """The grid that ``names`` live on, and its axes that they stand for."""
@@ -176,7 +179,7 @@ class RankLayout:
             raise ValueError(f"name at least one axis: {', '.join(self.names)}.")
         axes: list[str] = []
         for name in names:
-            if name not in (*AXES, *self.flattens, *EXPERT_AXES):
+            if name not in (*AXES, *self.flattens, *self.spec.expert_axes):
                 raise ValueError(
                     f"{name!r} is neither an axis nor a registered flatten. Known: {', '.join(self.names)}."
                     f"{nearest_name(name, self.names)}"
@@ -190,7 +193,7 @@ class RankLayout:
         for axis in axes:
             if axis not in grid.axes:
                 raise ValueError(
-                    f"{tuple(names)} mixes the expert view with {axis}: efsdp and ep are made of dp_shard, cp and tp. "
+                    f"{tuple(names)} mixes the expert view with {axis}: efsdp, ep and etp are made of dp_shard, cp and tp. "
                     "Combine them with pp and dp_replicate only."
                 )
         return grid, tuple(axes)

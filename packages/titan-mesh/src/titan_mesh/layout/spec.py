@@ -8,7 +8,9 @@ Axis names, outer to inner in the default order:
 - ``cp``: context parallelism, a sequence cut over ranks
 - ``tp``: tensor parallelism, innermost because it talks most
 
-``ep`` (expert parallelism) is no factor of the world size: experts borrow the ranks of ``dp_shard * cp * tp``.
+Experts use the same ranks differently: ``ep`` (expert parallelism) and ``etp`` (tensor parallelism inside an expert) are
+no factors of the world size. They divide the ranks of ``dp_shard * cp * tp``. With ``etp = 1`` an expert is whole on its
+rank; with ``etp = tp`` it is split as the dense layers are.
 """
 
 import math
@@ -24,6 +26,13 @@ DEFAULT_ORDER = "-".join(AXES)
 """Outer to inner: neighbouring ranks differ in ``tp`` first."""
 
 EXPERT_REGION = ("dp_shard", "cp", "tp")
+EXPERT_AXES = ("efsdp", "ep", "etp")
+"""Axes of the expert view, besides pp and dp_replicate; ``efsdp`` is what ep and etp leave of the region."""
+
+DEFAULT_EXPERT_ORDER = "-".join(EXPERT_AXES)
+"""Outer to inner: neighbouring ranks differ in ``etp`` first."""
+
+_EXPERT_DEGREES = ("ep", "etp")
 _TOKEN = re.compile(r"([a-z_]+?)\s*[=:]?\s*(-?\d+)")
 
 
@@ -48,12 +57,16 @@ class MeshSpec:
     tp: int = 1
     """Ranks that share each weight matrix."""
     ep: int = 1
-    """Ranks that share the experts of a layer; must divide ``dp_shard * cp * tp``."""
+    """Ranks that share the experts of a layer; ``ep * etp`` must divide ``dp_shard * cp * tp``."""
+    etp: int = 1
+    """Ranks that share each expert's matrices."""
     order: str = DEFAULT_ORDER
     """Axis names, outer to inner, joined by ``-``; ``dp`` stands for ``dp_replicate-dp_shard``."""
+    expert_order: str = DEFAULT_EXPERT_ORDER
+    """The axes efsdp, ep and etp of the expert view, outer to inner, joined by ``-``."""
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "ep"):
+        for name in (*AXES, *_EXPERT_DEGREES):
             _check_degree(name, getattr(self, name))
         inferred = [name for name in AXES if getattr(self, name) == -1]
         if len(inferred) > 1:
@@ -62,38 +75,44 @@ class MeshSpec:
                 f"size. Give all but one a number; {inferred[0]}=1 turns that axis off."
             )
         _parse_order(self.order)
+        if sorted(self.expert_order.split("-")) != sorted(EXPERT_AXES):
+            raise ValueError(
+                f"expert_order={self.expert_order!r} must name efsdp, ep and etp once each, outer to inner, like "
+                f"{DEFAULT_EXPERT_ORDER!r}."
+            )
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
         """Read a spec such as ``"pp3 dp4 tp8"``; `str` of a spec gives a text that parses back to it.
 
         Items are separated by spaces or commas; ``tp8``, ``tp=8`` and ``tp:8`` are the same, ``dp`` means ``dp_shard``,
-        and ``order=pp-dp-cp-tp`` sets the order.
+        ``order=pp-dp-cp-tp`` sets the order, and ``expert_order=ep-efsdp-etp`` that of the expert view.
 
         Raises:
             ValueError: An item is no axis and number, an axis is unknown or named twice, or `MeshSpec` rejects it.
         """
         degrees: dict[str, int] = {}
-        order = DEFAULT_ORDER
+        orders = {"order": DEFAULT_ORDER, "expert_order": DEFAULT_EXPERT_ORDER}
         for item in re.split(r"[\s,]+", text.strip()):
             if not item:
                 continue
-            if item.startswith("order="):
-                order = item.removeprefix("order=")
+            if item.startswith(("order=", "expert_order=")):
+                key, _, value = item.partition("=")
+                orders[key] = value
                 continue
             match = _TOKEN.fullmatch(item)
             if match is None:
                 raise ValueError(f"{item!r} in {text!r} is not an axis and its degree. Write it like 'tp8' or 'tp=8'.")
             name = "dp_shard" if match[1] == "dp" else match[1]
-            if name not in (*AXES, "ep"):
+            if name not in (*AXES, *_EXPERT_DEGREES):
                 raise ValueError(
-                    f"{item!r} in {text!r}: {name!r} is no axis. The axes are {', '.join(AXES)}, ep, and dp, which is "
-                    f"short for dp_shard.{nearest_name(name, (*AXES, 'ep'))}"
+                    f"{item!r} in {text!r}: unknown axis {name!r}. The axes are {', '.join(AXES)}, ep, etp, and dp, which "
+                    f"is short for dp_shard.{nearest_name(name, (*AXES, *_EXPERT_DEGREES))}"
                 )
             if name in degrees:
                 raise ValueError(f"{name} appears twice in {text!r} ({degrees[name]} and {match[2]}). Keep one.")
             degrees[name] = int(match[2])
-        return cls(**degrees, order=order)
+        return cls(**degrees, order=orders["order"], expert_order=orders["expert_order"])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -163,40 +182,70 @@ class MeshSpec:
         fix = f"Nearest valid, changing one factor: {either(choices)}." if choices else "No single factor fixes it."
         return f"{head} {fix}{tail} Or start {fixed * max(1, round(world_size / fixed))} ranks."
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the expert view besides pp and dp_replicate, outer to inner; ``etp`` only above 1."""
+        return tuple(axis for axis in self.expert_order.split("-") if axis != "etp" or self.etp > 1)
+
     def _check_experts(self) -> None:
         region = self.dp_shard * self.cp * self.tp
-        if region % self.ep == 0:
+        if region % (self.ep * self.etp) == 0:
             return
         sizes = f"dp_shard={self.dp_shard} * cp={self.cp} * tp={self.tp} = {region}"
-        nearest = either(f"ep={d}" for d in nearest_divisors(self.ep, region))
-        if self.dp_replicate > 1 and (region * self.dp_replicate) % self.ep == 0:
+        given = f"ep={self.ep}" + (f" * etp={self.etp} = {self.ep * self.etp}" if self.etp > 1 else "")
+        room = region // self.etp if region % self.etp == 0 else region
+        choices = [f"ep={d}" for d in nearest_divisors(self.ep, room)] if room % self.ep else []
+        if region % self.etp:
+            choices += [f"etp={d}" for d in nearest_divisors(self.etp, region)]
+        nearest = either(choices)
+        if self.dp_replicate > 1 and (region * self.dp_replicate) % (self.ep * self.etp) == 0:
             raise ValueError(
-                f"ep={self.ep} would cross dp_replicate={self.dp_replicate}: experts are spread over {sizes} ranks, "
+                f"{given} would cross dp_replicate={self.dp_replicate}: experts are spread over {sizes} ranks, "
                 f"each model copy holding all of them. Nearest valid: {nearest}; or dp_replicate=1 "
                 f"dp_shard={self.dp_shard * self.dp_replicate}."
             )
         raise ValueError(
-            f"ep={self.ep} does not divide {sizes}: experts borrow the ranks of these three axes. "
-            f"Nearest valid: {nearest}."
+            f"{given} does not divide {sizes}: experts use the ranks of these three axes. Nearest valid: {nearest}."
         )
 
     def __str__(self) -> str:
-        names = (*self.axes, "ep")
+        names = (*self.axes, *_EXPERT_DEGREES)
         parts = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) != 1]
         if self.order != DEFAULT_ORDER:
             parts.append(f"order={self.order}")
+        if self.expert_order != DEFAULT_EXPERT_ORDER:
+            parts.append(f"expert_order={self.expert_order}")
         return " ".join(parts)
 
 
 def megatron(order: str = "tp-cp-ep-dp-pp") -> str:
-    """Translate Megatron-LM's rank order (``--rank-order``-style, innermost first) to `MeshSpec.order`.
+    """Translate Megatron-LM's rank order (innermost first) to `MeshSpec.order`.
 
-    ``ep`` may stand anywhere: Megatron uses it for its second, expert grid; here experts have the sparse view of a
-    `Layout`, in which ``ep`` is innermost.
+    Megatron uses the same text for its second, expert grid: see `megatron_experts`.
 
     Raises:
         ValueError: ``order`` does not name each of tp, cp, dp, pp once (ep at most once).
     """
+    names = reversed(_megatron_names(order))
+    return "-".join("dp_replicate-dp_shard" if name == "dp" else name for name in names if name != "ep")
+
+
+def megatron_experts(order: str = "tp-cp-ep-dp-pp") -> str:
+    """Translate Megatron-LM's rank order (innermost first) to `MeshSpec.expert_order`.
+
+    Its expert grid has no context parallelism: ``expert_tensor_parallel_size`` stands where tp is named, and its
+    data-parallel ranks where dp is. An order that does not name ep has it outermost, as in Megatron.
+
+    Raises:
+        ValueError: As `megatron`.
+    """
+    names = _megatron_names(order)
+    names = names if "ep" in names else [*names, "ep"]
+    axes = {"tp": "etp", "ep": "ep", "dp": "efsdp"}
+    return "-".join(axes[name] for name in reversed(names) if name in axes)
+
+
+def _megatron_names(order: str) -> list[str]:
     names = order.split("-")
     known = ("tp", "cp", "ep", "dp", "pp")
     for name in names:
@@ -211,7 +260,7 @@ def megatron(order: str = "tp-cp-ep-dp-pp") -> str:
                 f"Megatron order {order!r} names {name} {names.count(name)} times; it needs tp, cp, dp and pp once "
                 "each, as in 'tp-cp-ep-dp-pp'."
             )
-    return "-".join("dp_replicate-dp_shard" if name == "dp" else name for name in reversed(names) if name != "ep")
+    return names
 
 
 def _parse_order(order: object) -> tuple[str, ...]:
@@ -222,7 +271,7 @@ def _parse_order(order: object) -> tuple[str, ...]:
         names += ["dp_replicate", "dp_shard"] if name == "dp" else [name]
     for name in names:
         if name not in AXES:
-            why = " ep is not in the order: it is innermost in the expert view." if name == "ep" else ""
+            why = " Its place is in expert_order, the order of the expert view." if name in EXPERT_AXES else ""
             hint = nearest_name(name, AXES)
             raise ValueError(f"{name!r} in order={order!r} is no axis.{why} The axes are {', '.join(AXES)}.{hint}")
         if names.count(name) > 1:
@@ -238,12 +287,12 @@ def _parse_order(order: object) -> tuple[str, ...]:
 def _check_degree(name: str, degree: object) -> None:
     if isinstance(degree, bool) or not isinstance(degree, int):
         raise ValueError(f"{name}={degree!r} is not an integer. A degree is a number of ranks; 1 turns the axis off.")
-    if degree >= 1 or (degree == -1 and name != "ep"):
+    if degree >= 1 or (degree == -1 and name not in _EXPERT_DEGREES):
         return
-    if name == "ep":
+    if name in _EXPERT_DEGREES:
         raise ValueError(
-            f"ep={degree} is not a number of ranks, and cannot be inferred: ep is no factor of the world size. Nearest "
-            "valid: ep=1."
+            f"{name}={degree} is not a number of ranks, and cannot be inferred: {name} is no factor of the world size. "
+            f"Nearest valid: {name}=1."
         )
     nearest = -1 if degree < 0 else 1
     meaning = "to infer it from the world size" if nearest == -1 else "to turn the axis off"

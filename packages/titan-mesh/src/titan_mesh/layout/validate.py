@@ -63,6 +63,7 @@ def find_issues(
         _sequence(layout, seq_len, sequence_parallel),
         _stages(spec.pp, layers),
         _degree_must_divide("ep", spec.ep, "experts", experts, "an expert"),
+        _degree_must_divide("etp", spec.etp, "hidden", hidden, "an expert's column"),
         *_batch(layout, batch, microbatches),
         *_links(layout),
     ]
@@ -159,7 +160,11 @@ def _links(layout: RankLayout) -> list[Issue | None]:
     """Axes that communicate inside every layer must stay on NVLink."""
     topology = layout.topology
     found: list[Issue | None] = []
-    for name, why in (("tp", "an all-reduce or all-gather twice a layer"), ("ep", "an all-to-all twice a layer")):
+    for name, why in (
+        ("tp", "an all-reduce or all-gather twice a layer"),
+        ("ep", "an all-to-all twice a layer"),
+        ("etp", "an all-reduce twice a layer"),
+    ):
         if name not in layout.names or layout.size(name) == 1:
             continue
         groups = layout.groups(name)
@@ -167,7 +172,7 @@ def _links(layout: RankLayout) -> list[Issue | None]:
         if slow:
             size = layout.size(name)
             fits = math.gcd(size, topology.domain)
-            inner = "dp_shard, cp and tp" if name == "ep" else name
+            inner = "dp_shard, cp and tp" if name in ("ep", "etp") else name
             fix = f"Use {name}={fits}" if fits < size else f"Put {inner} innermost in the order"
             found.append(
                 Issue(
