@@ -1,6 +1,6 @@
 """Every legal choice of degrees and batch.
 
-Legal: tp divides the heads and stays inside one domain; cp leaves at least 1,024 tokens a rank and cuts the sequence into
+Legal: tp divides the heads and stays inside one domain; cp leaves at least 1,024 tokens per rank and cuts the sequence into
 2 x cp x tp equal parts; pp leaves each stage a block; ep divides the experts and the dp_shard x cp x tp ranks; the
 microbatch divides a rank's share of the batch; interleaved schedules need a multiple of pp microbatches.
 """
