@@ -263,7 +263,7 @@ def test_planning_for_256_ranks_with_900_tensors_takes_seconds_and_the_index_und
     files = tuple(
         FileRecord(name, data, tuple(f"{draw.getrandbits(128):032x}" for _ in range(blocks)), 4096) for name in names
     )
-    encoded = Index(files, tensors, {}).encode()
+    encoded, _ = Index(files, tensors, {}).encode()
     planned_s = time.process_time() - began
     print(f"say {said_s:.2f} s, plan {planned_s:.2f} s, index {len(encoded)} bytes")
     assert len(sent) == num_ranks

@@ -235,7 +235,7 @@ def _show(args: argparse.Namespace) -> int:
                 f"{section}: {_plural(len(tensors), 'tensor')}, {_mebibytes(sum(tensor.nbytes for tensor in tensors.values()))}"
             )
         for key, tensor in tensors.items() if args.tensors else ():
-            print(f"  {key}  {tensor.dtype} {list(tensor.shape)} in {tensor.columns['count']} parts")
+            print(f"  {key}  {tensor.dtype} {list(tensor.shape)} in {tensor.count} parts")
     for alias, first in reader.index.tied.items() if args.tensors else ():
         print(f"  {alias} is {first}")
     extra = json.dumps(state["extra"])

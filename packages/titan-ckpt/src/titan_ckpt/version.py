@@ -2,7 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-try:
-    VERSION = version("titan-ckpt")
-except PackageNotFoundError:  # the sources on the Python path, not installed
-    VERSION = "0+source"
+
+def _installed() -> str:
+    try:
+        return version("titan-ckpt")
+    except PackageNotFoundError:  # the sources are on the Python path, not installed
+        return "0+source"
+
+
+VERSION = _installed()

@@ -1,19 +1,29 @@
 """The index of a step: which bytes of which file are which part of which tensor, and every block's digest.
 
-JSON compressed with zstd. A tensor's boxes are stored by column (file, start, offsets and sizes a dimension); a
-column whose entries are all equal is stored as that one number. At 256 ranks with 900 tensors each that is well under
-a megabyte and parses in a fraction of a second, where pickled metadata of the same takes 44 MB and 6 s.
+JSON compressed with zstd. A tensor's boxes are stored by column (file, start, and per dimension offsets and sizes); a
+column whose entries are all equal is stored as that one number, long ones after the JSON (`titan_ckpt.format.columns`).
+At 1,024 ranks with 3,000 tensors each it opens in well under a second.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zstandard
 
+from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.codec import unpack_json
+from titan_ckpt.format.columns import (
+    PACKED_FROM,
+    Column,
+    ColumnTable,
+    column_array,
+    column_numbers,
+    pack_column,
+    resolver,
+)
 from titan_ckpt.format.names import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES, parse_object
 
 
@@ -93,44 +103,60 @@ class StoredTensor:
         return self.numel * ITEM_BYTES[self.dtype]
 
     @property
+    def count(self) -> int:
+        """Number of boxes."""
+        return self.columns["count"]
+
+    @property
     def chunks(self) -> list[StoredChunk]:
         """The boxes, unpacked from their columns."""
-        n = self.columns["count"]
-        files = _unpack(self.columns["file"], n)
-        starts = _unpack(self.columns["start"], n)
-        offsets = [_unpack(column, n) for column in self.columns["offsets"]]
-        sizes = [_unpack(column, n) for column in self.columns["sizes"]]
+        n = self.count
+        files, starts = (column_numbers(self.columns[name], n) for name in ("file", "start"))
+        offsets, sizes = ([column_numbers(c, n) for c in self.columns[name]] for name in ("offsets", "sizes"))
         where = list(zip(*offsets, strict=True)) if offsets else [()] * n
         shapes = list(zip(*sizes, strict=True)) if sizes else [()] * n
         listed: list[list[int] | None] = self.columns.get("frames") or [None] * n
         frames = [None if lengths is None else tuple(lengths) for lengths in listed]
         return [StoredChunk(*row) for row in zip(files, starts, where, shapes, frames, strict=True)]
 
+    def overlapping(self, box: Box) -> list[StoredChunk]:
+        """The boxes that may share an element with ``box``, found without unpacking the others."""
+        if self.count <= PACKED_FROM:
+            return self.chunks
+        import numpy as np
+
+        meets = np.ones(self.count, dtype=bool)
+        for at, n, begin, size in zip(*box, self.columns["offsets"], self.columns["sizes"], strict=True):
+            begins, sizes = column_array(begin), column_array(size)
+            meets &= np.less(begins, at + n) & np.greater(begins + sizes, at)
+        frames: list[list[int] | None] = self.columns.get("frames") or []
+        found: list[StoredChunk] = []
+        for i in np.flatnonzero(meets).tolist():
+            file, start = (_entry(self.columns[name], i) for name in ("file", "start"))
+            offsets, sizes = (tuple(_entry(c, i) for c in self.columns[name]) for name in ("offsets", "sizes"))
+            lengths = frames[i] if frames else None
+            found.append(StoredChunk(file, start, offsets, sizes, None if lengths is None else tuple(lengths)))
+        return found
+
+
+def _entry(column: Column, i: int) -> int:
+    if isinstance(column, int):
+        return column
+    return column[i] if isinstance(column, list) else int(column.array[i])
+
 
 def pack_tensor(dtype: str, shape: Sequence[int], chunks: Sequence[StoredChunk]) -> StoredTensor:
     """Store a tensor's boxes by column."""
-    boxes = [(c.offsets, c.sizes) for c in chunks]
-    tensor = pack_columns(dtype, shape, [c.file for c in chunks], [c.start for c in chunks], boxes)
-    if any(c.frames is not None for c in chunks):
-        tensor.columns["frames"] = [c.frames for c in chunks]
-    return tensor
-
-
-def pack_columns(
-    dtype: str,
-    shape: Sequence[int],
-    files: list[int],
-    starts: list[int],
-    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> StoredTensor:
-    """Store a tensor's boxes (offsets and sizes), given where each lies: its file and its first byte there."""
+    dims = range(len(shape))
     columns: dict[str, Any] = {
-        "count": len(boxes),
-        "file": _pack(files),
-        "start": _pack(starts),
-        "offsets": [_pack([offsets[d] for offsets, _ in boxes]) for d in range(len(shape))],
-        "sizes": [_pack([sizes[d] for _, sizes in boxes]) for d in range(len(shape))],
+        "count": len(chunks),
+        "file": pack_column([c.file for c in chunks]),
+        "start": pack_column([c.start for c in chunks]),
+        "offsets": [pack_column([c.offsets[d] for c in chunks]) for d in dims],
+        "sizes": [pack_column([c.sizes[d] for c in chunks]) for d in dims],
     }
+    if any(c.frames is not None for c in chunks):
+        columns["frames"] = [c.frames for c in chunks]
     return StoredTensor(dtype, tuple(shape), columns)
 
 
@@ -156,6 +182,30 @@ def move_boxes(
     }
 
 
+def pack_tensors(tensors: Mapping[str, Mapping[str, StoredTensor]], table: ColumnTable) -> dict[str, Any]:
+    """Section to key to tensor, as a JSON object; long columns go to the table."""
+    return {
+        section: {
+            key: {"dtype": t.dtype, "shape": t.shape, "chunks": table.refer(t.columns)} for key, t in entries.items()
+        }
+        for section, entries in tensors.items()
+    }
+
+
+def unpack_tensors(value: Mapping[str, Any], sizes: Any, data: bytes) -> dict[str, dict[str, StoredTensor]]:
+    """Undo `pack_tensors`, given the table's sizes and data.
+
+    Raises:
+        ValueError: If a column is not there. Values of the wrong type raise that, `LookupError`, `TypeError` or
+            `AttributeError`.
+    """
+    resolve = resolver(sizes, data)
+    return {
+        section: {k: StoredTensor(t["dtype"], tuple(t["shape"]), resolve(t["chunks"])) for k, t in entries.items()}
+        for section, entries in value.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Index:
     """Everything needed to find and check a tensor's bytes."""
@@ -165,35 +215,39 @@ class Index:
     """Section to key to tensor."""
     tied: dict[str, str]
     """Model key to the key it shares its tensor with, for weights saved once."""
+    _numbers: dict[str, int] = field(default_factory=dict[str, int], repr=False, compare=False)
 
     def find(self, section: str, key: str) -> StoredTensor | None:
         """The tensor of that name, through ties; None if there is none."""
         tensors = self.tensors.get(section, {})
         return tensors.get(key) or (tensors.get(self.tied.get(key, "")) if section == "model" else None)
 
-    def file(self, name: str) -> FileRecord | None:
-        """The record of a file, by name."""
-        return next((record for record in self.files if record.name == name), None)
+    def file_number(self, name: str) -> int | None:
+        """Where a file stands in `files`, by name."""
+        if not self._numbers:
+            self._numbers.update({record.name: number for number, record in enumerate(self.files)})
+        return self._numbers.get(name)
 
-    @property
-    def format(self) -> int:
-        """The lowest version of the format that can hold it."""
-        return 2 if any("frames" in t.columns for entries in self.tensors.values() for t in entries.values()) else 1
-
-    def encode(self) -> bytes:
-        """As stored."""
-        value = {
-            "format": self.format,
+    def encode(self) -> tuple[bytes, int]:
+        """As stored, and the lowest version of the format that holds it."""
+        table = ColumnTable()
+        tensors = pack_tensors(self.tensors, table)
+        compressed = any("frames" in t.columns for entries in self.tensors.values() for t in entries.values())
+        columns = table.sizes()
+        version = 3 if columns else 2 if compressed else 1
+        value: dict[str, Any] = {
+            "format": version,
             "block_bytes": BLOCK_BYTES,
             "files": [record.to_json() for record in self.files],
-            "tensors": {
-                section: {key: {"dtype": t.dtype, "shape": t.shape, "chunks": t.columns} for key, t in tensors.items()}
-                for section, tensors in self.tensors.items()
-            },
+            "tensors": tensors,
             "tied": self.tied,
         }
+        if columns:
+            value["columns"] = columns
         text = json.dumps(value, separators=(",", ":")).encode()
-        return zstandard.ZstdCompressor(level=3).compress(text)
+        if columns:
+            text += b"\0" + table.data()
+        return zstandard.ZstdCompressor(level=3).compress(text), version
 
     @classmethod
     def decode(cls, data: bytes) -> "Index":
@@ -206,21 +260,11 @@ class Index:
                 type, also `LookupError`, `TypeError` or `AttributeError`.
         """
         try:
-            value = parse_object(unpack_json(data), "its text")
+            text, _, columns = unpack_json(data).partition(b"\0")
+            value = parse_object(text, "its text")
         except ValueError as err:
             raise ValueError(f"the index is not zstd-compressed JSON: {err}") from err
         if value["format"] > FORMAT_VERSION:
             raise ValueError(f"format {value['format']} is newer than {FORMAT_VERSION}: update titan-ckpt to read it.")
-        tensors = {
-            section: {k: StoredTensor(t["dtype"], tuple(t["shape"]), t["chunks"]) for k, t in entries.items()}
-            for section, entries in value["tensors"].items()
-        }
+        tensors = unpack_tensors(value["tensors"], value.get("columns", []), columns)
         return cls(tuple(FileRecord.from_json(f) for f in value["files"]), tensors, value["tied"])
-
-
-def _pack(column: list[int]) -> int | list[int]:
-    return column[0] if column and column.count(column[0]) == len(column) else column
-
-
-def _unpack(column: int | list[int], count: int) -> list[int]:
-    return [column] * count if isinstance(column, int) else column

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-FORMAT_VERSION = 2
-"""Highest version of the format this code reads. A step is written in the lowest that can hold it: 2 if anything in it
-is compressed, else 1."""
+FORMAT_VERSION = 3
+"""Highest version of the format this code reads. A step is written in the lowest that can hold it: 3 if a tensor has more
+than 64 boxes, else 2 if anything in it is compressed, else 1."""
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file covered by one digest: 16 bytes of digest for 4 MiB, so 4 MB for a terabyte."""

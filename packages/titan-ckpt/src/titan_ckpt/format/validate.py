@@ -2,16 +2,16 @@
 
 Digests tell what an accident changed. They do not tell what somebody wrote into an index with digests that match: files
 outside of the step, boxes outside of a file, a count of boxes that takes all memory. Whoever opens a step checks that
-once here, so that the code behind may rely on it. Plain loops over columns, since an index may list 10^5 boxes.
+once here, so that the code behind may rely on it.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt.format.boxes import is_tiling
 from titan_ckpt.format.codec import FRAME_BYTES
+from titan_ckpt.format.columns import PACKED_FROM, PackedColumn, column_array, column_numbers
 from titan_ckpt.format.index import FileRecord, Index, StoredTensor
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
 
@@ -36,10 +36,11 @@ def check_index(index: Index) -> None:
     missing = [section for section in SECTIONS if section not in index.tensors]
     if missing:
         raise ValueError(f"it has no tensors of {missing}.")
+    check = _TensorCheck(index.files)
     for section, tensors in index.tensors.items():
         for key, tensor in tensors.items():
             try:
-                _check_tensor(tensor, index.files)
+                check(tensor)
             except ValueError as err:
                 raise ValueError(f"{section} tensor {key!r}: {err}") from err
     for alias, first in index.tied.items():
@@ -104,35 +105,101 @@ def _check_file(record: FileRecord) -> None:
         raise ValueError(f"{record.name} of {record.size} bytes has {len(record.blocks)} digests of blocks.")
 
 
-def _check_tensor(tensor: StoredTensor, files: Sequence[FileRecord]) -> None:
-    columns, shape = tensor.columns, tensor.shape
-    item, n, offsets, sizes = ITEM_BYTES.get(tensor.dtype), columns["count"], columns["offsets"], columns["sizes"]
-    if item is None:
-        raise ValueError(f"dtype {tensor.dtype!r} is unknown.")
-    if len(offsets) != len(shape) or len(sizes) != len(shape):
-        raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, it has {len(shape)}.")
-    every = [columns["file"], columns["start"], *offsets, *sizes]
-    if not _ints([n, *shape, *itertools.chain.from_iterable(c if isinstance(c, list) else [c] for c in every)]):
-        raise ValueError("its shape, or where its boxes lie, is not told in whole numbers from 0.")
-    # Columns of one number take no room in the file, so a count alone must not be believed.
-    if n > 1 and not any(isinstance(column, list) for column in every):
-        raise ValueError(f"it cannot have {n} equal boxes.")
-    if any(isinstance(column, list) and len(column) != n for column in every):
-        raise ValueError(f"it has {n} boxes, but not as many numbers in each column.")
-    at_file, starts, *places = [column if isinstance(column, list) else [column] * n for column in every]
-    extents = places[len(shape) :]
-    for length, begins, extent in zip(shape, places[: len(shape)], extents, strict=True):
-        if any(begin + size > length for begin, size in zip(begins, extent, strict=True)):
+class _TensorCheck:
+    """Checks tensors of one index; cuts that many tensors share are checked once."""
+
+    def __init__(self, files: Sequence[FileRecord]) -> None:
+        self._data_bytes = [record.size - record.data_start for record in files]
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, tensor: StoredTensor) -> None:
+        """Check a tensor.
+
+        Raises:
+            ValueError: If it is not well-formed.
+        """
+        columns, shape = tensor.columns, tensor.shape
+        item, n, offsets, sizes = ITEM_BYTES.get(tensor.dtype), columns["count"], columns["offsets"], columns["sizes"]
+        if item is None:
+            raise ValueError(f"dtype {tensor.dtype!r} is unknown.")
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, but it has {len(shape)}.")
+        every = [columns["file"], columns["start"], *offsets, *sizes]
+        if not _ints([n, *shape]) or not all(map(self._is_column, every)) or item * math.prod(shape) >= 1 << 62:
+            raise ValueError(
+                "its shape, or where its boxes lie, is not given in whole numbers from 0 that a file can hold."
+            )
+        # Columns of one number take no room in the file, so a count alone must not be believed.
+        if n > 1 and all(isinstance(column, int) for column in every):
+            raise ValueError(f"it cannot have {n} equal boxes.")
+        if any(not isinstance(column, int) and len(column) != n for column in every):
+            raise ValueError(f"it has {n} boxes, but not as many numbers in each column.")
+        cut = (
+            shape,
+            n,
+            *(tuple(c) if isinstance(c, list) else c if isinstance(c, int) else id(c) for c in (*offsets, *sizes)),
+        )
+        if cut not in self._known:
+            _check_cut(shape, offsets, sizes, n)
+            self._known[cut] = columns  # kept, so that no id is used again
+        self._check_bytes(tensor, item)
+
+    def _is_column(self, column: Any) -> bool:
+        """Whether it is whole numbers from 0."""
+        if not isinstance(column, PackedColumn):
+            return _ints(column if isinstance(column, list) else [column])
+        if id(column) not in self._known:
+            self._known[id(column)] = int(column.array.min(initial=0)) >= 0
+        return self._known[id(column)]
+
+    def _check_bytes(self, tensor: StoredTensor, item: int) -> None:
+        """Every box must lie in its file."""
+        columns, n = tensor.columns, tensor.count
+        if n > PACKED_FROM and "frames" not in columns:
+            self._check_many(columns, item)
+            return
+        unpacked = [column_numbers(column, n) for column in (columns["file"], columns["start"], *columns["sizes"])]
+        for file, start, frames, *box in zip(
+            *unpacked[:2], columns.get("frames") or [None] * n, *unpacked[2:], strict=True
+        ):
+            nbytes = item * math.prod(box)
+            if frames is not None:
+                nbytes = _frame_bytes(frames, nbytes)
+            if file >= len(self._data_bytes) or start + nbytes > self._data_bytes[file]:
+                raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
+
+    def _check_many(self, columns: dict[str, Any], item: int) -> None:
+        import numpy as np
+
+        file, start, *sizes = (
+            column_array(column) for column in (columns["file"], columns["start"], *columns["sizes"])
+        )
+        if np.max(file) >= len(self._data_bytes):
+            raise ValueError(f"a box of it lies in file {np.max(file)}, of {len(self._data_bytes)} files.")
+        nbytes = item
+        for size in sizes:  # no box is larger than the tensor, so nothing wraps
+            nbytes = nbytes * size
+        room = np.asarray(self._data_bytes, dtype=np.int64)[file] - nbytes
+        if np.any(start > room):
+            worst = int(np.argmax(start - room))
+            raise ValueError(f"box {worst} of it does not lie in its file.")
+
+
+def _check_cut(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any], count: int) -> None:
+    """Boxes must lie in the tensor and hold each element once."""
+    for length, begin, size in zip(shape, offsets, sizes, strict=True):
+        if count == 1 or (isinstance(begin, int) and isinstance(size, int)):
+            first, n = (column if isinstance(column, int) else column_numbers(column, 1)[0] for column in (begin, size))
+            outside = count > 0 and first + n > length
+        else:
+            begins, extents = column_array(begin), column_array(size)
+            outside = bool(((begins > length) | (extents > length - begins)).any())  # type: ignore[union-attr]
+        if outside:
             raise ValueError(f"a box of it lies outside of its shape {list(shape)}.")
-    for file, start, frames, *box in zip(at_file, starts, columns.get("frames") or [None] * n, *extents, strict=True):
-        nbytes = item * math.prod(box)
-        if frames is not None:
-            nbytes = _frame_bytes(frames, nbytes)
-        if file >= len(files) or start + nbytes > files[file].size - files[file].data_start:
-            raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
-    if not is_tiling(shape, offsets, sizes, n):
+    begins, extents = ([c if isinstance(c, int) else column_array(c) for c in side] for side in (offsets, sizes))
+    if not is_tiling(shape, begins, extents, count):
         raise ValueError(
-            f"its {n} boxes do not cover its shape {list(shape)}: an element is in none of them, or in several."
+            f"its {count} boxes do not cover its shape {list(shape)}: an element is in none of them, or in several."
         )
 
 

@@ -37,7 +37,7 @@ def unequal_elements(
     """
     count, item = 0, ITEM_BYTES[ours.dtype]
     for mine in ours.chunks:
-        for other in theirs.chunks:
+        for other in theirs.overlapping((mine.offsets, mine.sizes)):
             common = intersect((mine.offsets, mine.sizes), (other.offsets, other.sizes))
             for box in () if common is None else _pieces(common, item):
                 count += int(np.count_nonzero(_part(a, ours, mine, box) != _part(b, theirs, other, box)))

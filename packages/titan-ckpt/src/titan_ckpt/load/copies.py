@@ -72,7 +72,7 @@ def plan_copies(
 def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
     """The copies that fill ``into``, a tensor of the box's shape, with that box of a stored tensor."""
     copies: list[Copy] = []
-    for chunk in stored.chunks:
+    for chunk in stored.overlapping(box):
         common = intersect(box, (chunk.offsets, chunk.sizes))
         if common is not None:
             copies.append(Copy(_narrow(into, box[0], common), stored, chunk, common))

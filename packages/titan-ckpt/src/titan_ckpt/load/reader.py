@@ -157,7 +157,7 @@ class StepReader(FolderReader):
     def rank_state(self, rank: int) -> dict[str, Any]:
         """The plain state of one rank, still encoded; empty if it has none. Raises as `read_state`."""
         name = rank_state_name(rank)
-        return {} if self.index.file(name) is None else self._parsed(name, self._read(name))
+        return {} if self.index.file_number(name) is None else self._parsed(name, self._read(name))
 
     def _parsed(self, name: str, data: bytes) -> dict[str, Any]:
         with malformed_is_damage(self.path, name):
@@ -169,21 +169,21 @@ class StepReader(FolderReader):
 
     def _read(self, name: str) -> bytes:
         """A small file's bytes: read, not mapped, so that one cut short meanwhile is damage and no bus error."""
-        for file, record in enumerate(self.index.files):
-            if record.name == name:
-                data = (self.path / name).read_bytes()
-                found = block_digests(data)
-                damages = [
-                    self._damage(file, record, block)
-                    for block, digest in enumerate(record.blocks)
-                    if found[block : block + 1] != [digest]
-                ]
-                if len(data) != record.size:
-                    damages.append(Damage(name, f"has {len(data)} bytes, {record.size} were written"))
-                if damages:
-                    raise DamageError(str(self.path), damages)
-                return data
-        raise ValueError(f"{self.path} has no {name}.")
+        file = self.index.file_number(name)
+        if file is None:
+            raise ValueError(f"{self.path} has no {name}.")
+        record, data = self.index.files[file], (self.path / name).read_bytes()
+        found = block_digests(data)
+        damages = [
+            self._damage(file, record, block)
+            for block, digest in enumerate(record.blocks)
+            if found[block : block + 1] != [digest]
+        ]
+        if len(data) != record.size:
+            damages.append(Damage(name, f"has {len(data)} bytes, {record.size} were written"))
+        if damages:
+            raise DamageError(str(self.path), damages)
+        return data
 
     def _damage(self, file: int, record: FileRecord, block: int) -> Damage:
         at = block * BLOCK_BYTES
@@ -205,8 +205,22 @@ def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
     real = os.path.realpath(folder)
     damages = [
         Damage(name, f"is a link to {found}, out of the step's folder; copy what it links to, if you trust it")
-        for name in [INDEX_NAME, *names]
+        for name in _behind_links(folder, [INDEX_NAME, *names])
         if os.path.commonpath([real, found := os.path.realpath(folder / name)]) != real
     ]
     if damages:
         raise DamageError(str(folder), damages)
+
+
+def _behind_links(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """The files that are links or lie in a linked folder; one listing per folder, since there may be thousands."""
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        inside.setdefault(name.rpartition("/")[0], []).append(name)
+    for sub, files in inside.items():
+        if sub and (folder / sub).is_symlink():
+            yield from files
+            continue
+        with os.scandir(folder / sub) as entries:
+            links = {f"{sub}/{entry.name}".lstrip("/") for entry in entries if entry.is_symlink()}
+        yield from (name for name in files if name in links)

@@ -8,8 +8,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from titan_ckpt.format.columns import ColumnTable
 from titan_ckpt.format.header import Entry
-from titan_ckpt.format.index import StoredTensor
+from titan_ckpt.format.index import StoredTensor, pack_tensors, unpack_tensors
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, decode_path, encode_path
 
@@ -42,32 +43,28 @@ class SaveLayout:
     """Section to key to tensor; on rank 0."""
 
     def encode(self) -> bytes:
-        """As JSON, for the saver process."""
+        """For the saver process: JSON, then the long columns."""
+        table = ColumnTable()
         value = {
             "files": [
                 [file.name, file.compress, [[e.name, e.dtype, e.shape] for e in file.entries]] for file in self.files
             ],
             "file_names": self.file_names,
-            "tensors": {
-                section: {key: [t.dtype, t.shape, t.columns] for key, t in entries.items()}
-                for section, entries in self.tensors.items()
-            },
+            "tensors": pack_tensors(self.tensors, table),
+            "columns": table.sizes(),
         }
-        return json.dumps(value, separators=(",", ":")).encode()
+        return json.dumps(value, separators=(",", ":")).encode() + b"\0" + table.data()
 
     @classmethod
     def decode(cls, data: bytes) -> "SaveLayout":
         """Undo `encode`."""
-        value: dict[str, Any] = json.loads(data)
+        text, _, columns = data.partition(b"\0")
+        value: dict[str, Any] = json.loads(text)
         files = tuple(
             TensorFile(name, tuple(Entry(key, dtype, tuple(shape)) for key, dtype, shape in entries), compress)
             for name, compress, entries in value["files"]
         )
-        tensors = {
-            section: {key: StoredTensor(dtype, tuple(shape), columns) for key, (dtype, shape, columns) in kept.items()}
-            for section, kept in value["tensors"].items()
-        }
-        return cls(files, tuple(value["file_names"]), tensors)
+        return cls(files, tuple(value["file_names"]), unpack_tensors(value["tensors"], value["columns"], columns))
 
 
 @dataclass(frozen=True, slots=True)

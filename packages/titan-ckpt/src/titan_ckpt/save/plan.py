@@ -6,20 +6,25 @@ is written by the least loaded of them; boxes with one holder are counted first.
 Most ranks name the same tensors, and most tensors are cut like another one. So a rank says which tensors it holds and,
 apart from that, the few distinct ways in which they are cut: the first half is equal on ranks that differ only in
 which part they hold, and parsed once for all of them. Tensors that every rank cuts alike share one `_Pattern`, in which
-the boxes are collected and checked once. What is left for each rank and tensor is to give a box its place in a file.
-256 ranks with 900 tensors each take under two seconds of one processor, and a plan is reused while the structure of the
-state stays the same.
+the boxes are collected and checked once. What is left for each tensor is arithmetic on columns with an entry per box.
 """
 
 import gc
+import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from titan_ckpt.format.boxes import Box, find_overlap, is_tiling
+from titan_ckpt.format.columns import Column, pack_column
 from titan_ckpt.format.names import ITEM_BYTES, SECTIONS
+
+Numbers = NDArray[np.int64]
 
 
 class Held(NamedTuple):
@@ -54,15 +59,37 @@ class Placed(NamedTuple):
 class Places:
     """All boxes of a tensor in the checkpoint, by column, in order of rank."""
 
-    ranks: list[int]
-    starts: list[int]
-    boxes: list[Box]
+    ranks: Numbers
+    starts: Numbers
+    boxes: "_Boxes"
 
     def __iter__(self) -> Iterator[Placed]:
-        return map(Placed, self.ranks, self.starts, self.boxes)
+        return map(Placed, self.ranks.tolist(), self.starts.tolist(), self.boxes.listed())
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+class _Boxes:
+    """Boxes of a pattern in some order, and their columns."""
+
+    def __init__(self, boxes: "list[Box]", order: Numbers) -> None:
+        self._boxes, self._order = boxes, order
+        self._columns: tuple[list[Column], list[Column]] | None = None
+
+    def listed(self) -> list[Box]:
+        return [self._boxes[i] for i in self._order.tolist()]
+
+    @property
+    def columns(self) -> tuple[list[Column], list[Column]]:
+        """Offsets and sizes, a column per dimension."""
+        if self._columns is None:
+            packed = [
+                [pack_column(np.array(column, dtype=np.int64)[self._order]) for column in side]
+                for side in _columns(self._boxes)
+            ]
+            self._columns = packed[0], packed[1]
+        return self._columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +97,7 @@ class SavePlan:
     """The whole save."""
 
     pieces: tuple[tuple[Piece, ...], ...]
-    """What each rank writes, in file order."""
+    """What each rank writes, in file order; one object for ranks that write the same."""
     placed: dict[tuple[str, str], Places]
     """(section, key) to its boxes."""
     kinds: dict[tuple[str, str], tuple[str, tuple[int, ...]]]
@@ -155,15 +182,22 @@ class _Holder(NamedTuple):
     """Which box of that row's cut."""
 
 
-class _Pattern(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Pattern:
     """How a tensor is cut over all ranks."""
 
     boxes: list[Box]
     """Distinct boxes, in order."""
-    volumes: list[int]
-    """Elements of each box."""
     holders: list[list[_Holder]]
     """Holders of each box, in rank order."""
+    volumes: Numbers
+    """Elements of each box."""
+    first: Numbers
+    """The first holder of each box: rank, row and box."""
+    shared: NDArray[np.bool_]
+    """Whether a box has several holders."""
+    by_first: "_Arranged | None" = None
+    """The boxes as their first holders write them: kept, since most tensors are written so."""
 
 
 def _group(told: Sequence[bytes]) -> list[_Group]:
@@ -204,7 +238,14 @@ def _pattern(groups: Sequence[_Group], cuts: Sequence[tuple[int, int]]) -> _Patt
             for j, box in enumerate(boxes[cut]):
                 holders.setdefault(box, []).append(_Holder(rank, row, j))
     boxes = sorted(holders)
-    return _Pattern(boxes, [math.prod(sizes) for _, sizes in boxes], [sorted(holders[box]) for box in boxes])
+    listed = [sorted(holders[box]) for box in boxes]
+    return _Pattern(
+        boxes,
+        listed,
+        volumes=np.array([math.prod(sizes) for _, sizes in boxes], dtype=np.int64),
+        first=np.array([who[0] for who in listed], dtype=np.int64).reshape(-1, 3),
+        shared=np.array([len(who) > 1 for who in listed], dtype=bool),
+    )
 
 
 # Shared boxes up to this size are all taken from their lowest rank instead of balanced: what ranks do not keep equal,
@@ -212,33 +253,42 @@ def _pattern(groups: Sequence[_Group], cuts: Sequence[tuple[int, int]]) -> _Patt
 SMALL_BYTES = 64 << 10
 
 
-def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> list[list[_Holder]]:
-    """For each tensor, who writes each of its boxes."""
-    load = [0] * num_ranks
-    writers: list[list[_Holder]] = []
-    shared: list[tuple[int, str, str, int, int]] = []
-    for t, (tensor, pattern) in enumerate(planned):
-        item = ITEM_BYTES[tensor.dtype]
-        writers.append([who[0] for who in pattern.holders])
-        for b, (who, volume) in enumerate(zip(pattern.holders, pattern.volumes, strict=True)):
-            if len(who) > 1 and volume * item > SMALL_BYTES:
-                shared.append((-volume * item, tensor.section, tensor.key, b, t))
-            else:
-                load[who[0].rank] += volume * item
-    for negated, _, _, b, t in sorted(shared):  # large ones first balances best
-        writers[t][b] = writer = min(planned[t][1].holders[b], key=lambda holder: load[holder[0]])
-        load[writer.rank] -= negated
+def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> list[Numbers]:
+    """For each tensor, who writes each of its boxes: rows of rank, row and box."""
+    load = np.zeros(num_ranks, dtype=np.int64)
+    writers = [pattern.first for _, pattern in planned]
+    names = sorted(range(len(planned)), key=lambda t: planned[t][0][:2])
+    shared: list[Numbers] = []
+    for place, t in enumerate(names):
+        tensor, pattern = planned[t]
+        nbytes = pattern.volumes * ITEM_BYTES[tensor.dtype]
+        balanced = np.flatnonzero(pattern.shared & (nbytes > SMALL_BYTES))
+        if len(balanced):
+            shared.append(np.stack([-nbytes[balanced], np.full_like(balanced, place), balanced]))
+            nbytes[balanced] = 0
+        np.add.at(load, pattern.first[:, 0], nbytes)
+    if not shared:
+        return writers
+    keys = np.concatenate(shared, axis=1)
+    keys = keys[:, np.lexsort(keys[::-1])]  # large ones first balances best
+    loads = load.tolist()
+    for negated, place, b in zip(*keys.tolist(), strict=True):
+        t = names[place]
+        writer = min(planned[t][1].holders[b], key=lambda holder: loads[holder[0]])
+        loads[writer.rank] -= negated
+        if writers[t] is planned[t][1].first:
+            writers[t] = writers[t].copy()
+        writers[t][b] = writer
     return writers
 
 
-def _place(
-    planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Sequence[_Holder]], num_ranks: int
-) -> SavePlan:
+def _place(planned: Sequence[tuple[_Tensor, _Pattern]], writers: Sequence[Numbers], num_ranks: int) -> SavePlan:
     """Give every box its name and place in its writer's file."""
-    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    placed = {(tensor.section, tensor.key): Places([], [], []) for tensor, _ in planned}
-    ends = {section: [0] * num_ranks for section in SECTIONS}
-    names: dict[str, list[set[str]]] = {section: [set() for _ in range(num_ranks)] for section in SECTIONS}
+    pieces: list[Piece] = []
+    written: list[tuple[Numbers, Numbers]] = []  # ranks, and the number of the piece that each of them writes
+    placed: dict[tuple[str, str], Places] = {}
+    ends = {section: np.zeros(num_ranks, dtype=np.int64) for section in SECTIONS}
+    keys = {section: {tensor.key for tensor, _ in planned if tensor.section == section} for section in SECTIONS}
 
     def file_order(t: int) -> tuple[int, int, str]:
         # Wide dtypes first keeps every tensor aligned to its item size without gaps.
@@ -246,37 +296,89 @@ def _place(
         return SECTIONS.index(tensor.section), -ITEM_BYTES[tensor.dtype], tensor.key
 
     for t in sorted(range(len(planned)), key=file_order):
-        (section, key, dtype, _, _, rows, _), (boxes, volumes, _) = planned[t]
-        item, end, taken = ITEM_BYTES[dtype], ends[section], names[section]
-        ranks = [holder.rank for holder in writers[t]]
-        order = sorted(range(len(boxes)), key=ranks.__getitem__)
-        starts: list[int] = []
-        made: dict[Piece, Piece] = {}  # most ranks have an equal one: keep it once
-        for b in order:
-            rank, row, j = writers[t][b]
-            piece = Piece(rows[row], j, section, _free_name(key, taken[rank]))
-            pieces[rank].append(made.setdefault(piece, piece))
-            starts.append(end[rank])
-            end[rank] += volumes[b] * item
-        placed[section, key] = Places([ranks[b] for b in order], starts, [boxes[b] for b in order])
-    kinds = {(tensor.section, tensor.key): (tensor.dtype, tensor.shape) for tensor, _ in planned}
-    return SavePlan(tuple(map(tuple, pieces)), placed, kinds)
+        (section, key, dtype, _, _, rows, _), pattern = planned[t]
+        if writers[t] is pattern.first:
+            arranged = pattern.by_first = pattern.by_first or _arrange(pattern, writers[t])
+        else:
+            arranged = _arrange(pattern, writers[t])
+        ranks, first = arranged.ranks, arranged.first
+        nbytes = arranged.volumes * ITEM_BYTES[dtype]
+        # A rank's boxes follow each other: counted from the first of them.
+        before = np.cumsum(nbytes) - nbytes
+        starts = ends[section][ranks] + before - before[first]
+        np.add.at(ends[section], ranks, nbytes)
+        written.append((ranks, arranged.which + len(pieces)))
+        names = _names(key, keys[section])
+        pieces += [Piece(rows[i], j, section, names(count)) for i, j, count in arranged.kinds]
+        placed[section, key] = Places(ranks, starts, arranged.boxes)
+    kinds_of = {(tensor.section, tensor.key): (tensor.dtype, tensor.shape) for tensor, _ in planned}
+    return SavePlan(_pieces_of_ranks(pieces, written, num_ranks), {at: placed[at] for at in kinds_of}, kinds_of)
 
 
-def _free_name(key: str, taken: set[str]) -> str:
-    name, n = key, 0
-    while name in taken:
-        n += 1
-        name = f"{key}@{n}"
-    taken.add(name)
+class _Arranged(NamedTuple):
+    """A pattern's boxes in order of the ranks that write them."""
+
+    ranks: Numbers
+    first: Numbers
+    """For each box, where the boxes of its rank begin."""
+    volumes: Numbers
+    kinds: list[tuple[int, int, int]]
+    """Distinct pieces: row, box, and how many boxes of the tensor the rank writes before it."""
+    which: Numbers
+    """For each box, its number in ``kinds``."""
+    boxes: _Boxes
+
+
+def _arrange(pattern: _Pattern, writers: Numbers) -> _Arranged:
+    order = np.argsort(writers[:, 0], kind="stable")
+    ranks, row, box = writers[order].T
+    begins = np.flatnonzero(np.diff(ranks, prepend=-1))
+    first = np.repeat(begins, np.diff(begins, append=len(ranks)))
+    pieces = np.stack([row, box, np.arange(len(ranks)) - first])
+    kinds, which = np.unique(pieces, axis=1, return_inverse=True)
+    listed = [(i, j, count) for i, j, count in kinds.T.tolist()]
+    return _Arranged(ranks, first, pattern.volumes[order], listed, which.reshape(-1), _Boxes(pattern.boxes, order))
+
+
+def _pieces_of_ranks(
+    pieces: Sequence[Piece], written: Sequence[tuple[Numbers, Numbers]], num_ranks: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """Each rank's pieces in file order; ranks that write the same share one tuple."""
+    ranks = np.concatenate([np.zeros(0, np.int64), *(ranks for ranks, _ in written)])
+    numbers = np.concatenate([np.zeros(0, np.int64), *(which for _, which in written)])
+    # Narrow integers are sorted by radix.
+    numbers = numbers[np.argsort(ranks.astype(np.uint16) if num_ranks <= 1 << 16 else ranks, kind="stable")]
+    listed = np.split(numbers, np.cumsum(np.bincount(ranks, minlength=num_ranks))[:-1])
+    made: dict[bytes, tuple[Piece, ...]] = {}
+    for mine in listed:
+        if mine.tobytes() not in made:
+            made[mine.tobytes()] = tuple(pieces[i] for i in mine.tolist())
+    return tuple(made[mine.tobytes()] for mine in listed)
+
+
+def _names(key: str, keys: Container[str]) -> Callable[[int], str]:
+    """The name in a file of a tensor's box: its key, for further boxes of one rank with a number that makes it unique."""
+    free = itertools.chain([key], (numbered for n in itertools.count(1) if (numbered := f"{key}@{n}") not in keys))
+    known: list[str] = []
+
+    def name(count: int) -> str:
+        while len(known) <= count:
+            known.append(next(free))
+        return known[count]
+
     return name
+
+
+def _columns(boxes: Sequence[Box]) -> list[list[list[int]]]:
+    """Offsets and sizes of boxes, a list per dimension."""
+    dims = range(len(boxes[0][0]) if boxes else 0)
+    return [[[box[side][d] for box in boxes] for d in dims] for side in (0, 1)]
 
 
 def _check_cover(tensor: _Tensor, boxes: Sequence[Box]) -> None:
     """Boxes must tile the tensor: every element in exactly one."""
     shape = tensor.shape
-    offsets = [[offsets[d] for offsets, _ in boxes] for d in range(len(shape))]
-    sizes = [[sizes[d] for _, sizes in boxes] for d in range(len(shape))]
+    offsets, sizes = _columns(boxes)
     if boxes and is_tiling(shape, offsets, sizes, len(boxes)):
         return
     clash = find_overlap(boxes)

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
+from titan_ckpt.format.columns import pack_column
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.header import Entry
-from titan_ckpt.format.index import StoredTensor, pack_columns
+from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import SECTIONS, STATE_NAME, rank_state_name, shard_name
 from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
 from titan_ckpt.save.plan import Held, Piece, SavePlan, decode_pieces, encode_held, encode_pieces, plan_told
@@ -189,7 +191,9 @@ def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tup
         except ValueError as err:
             error = err
     comm.agree(error, doing)
-    cache.pieces = decode_pieces(comm.scatter([encode_pieces(p) for p in plan.pieces] if plan else None))
+    distinct = {id(p): p for p in plan.pieces} if plan else {}
+    texts = {number: encode_pieces(pieces) for number, pieces in distinct.items()}
+    cache.pieces = decode_pieces(comm.scatter([texts[id(p)] for p in plan.pieces] if plan else None))
     cache.layout = None
     if plan is not None:
         cache.file_names, cache.tensors = index_tensors(plan)
@@ -212,18 +216,27 @@ def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> Sa
 def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
     """A plan's safetensors files, and its tensors as the index holds them."""
     names: list[str] = []
-    numbers: dict[str, dict[int, int]] = {section: {} for section in SECTIONS}  # section to rank to file
+    numbers = {section: np.zeros(len(plan.pieces), dtype=np.int64) for section in SECTIONS}  # rank to file
+    sections: dict[int, set[str]] = {}
     for rank, pieces in enumerate(plan.pieces):
-        written = {piece.section for piece in pieces}
+        if id(pieces) not in sections:
+            sections[id(pieces)] = {piece.section for piece in pieces}
         for section in SECTIONS:
-            if section in written:
+            if section in sections[id(pieces)]:
                 numbers[section][rank] = len(names)
                 names.append(shard_name(section, rank))
     tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
     for (section, key), places in plan.placed.items():
         dtype, shape = plan.kinds[section, key]
-        files = [numbers[section][rank] for rank in places.ranks]
-        tensors[section][key] = pack_columns(dtype, shape, files, places.starts, places.boxes)
+        offsets, sizes = places.boxes.columns
+        columns = {
+            "count": len(places),
+            "file": pack_column(numbers[section][places.ranks]),
+            "start": pack_column(places.starts),
+            "offsets": offsets,
+            "sizes": sizes,
+        }
+        tensors[section][key] = StoredTensor(dtype, shape, columns)
     return tuple(names), tensors
 
 

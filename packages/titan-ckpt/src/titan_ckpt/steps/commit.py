@@ -90,10 +90,10 @@ def commit_save(
         OSError: If the disk refuses; the step does not exist then, and earlier ones are untouched.
     """
     root = folder.parent
-    encoded = index.encode()
+    encoded, version = index.encode()
     write_plain(folder / INDEX_NAME, encoded)
     manifest = encode_manifest(
-        format_version=index.format,
+        format_version=version,
         step=step,
         save_id=save_id,
         world_size=world_size,
