@@ -6,6 +6,7 @@ Checking sizes first is what makes it safe to map the files: touching a mapped p
 the process.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from typing import Any
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format.digest import digest, root_digest
 from titan_ckpt.format.index import FileRecord, Index
-from titan_ckpt.format.names import FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
+from titan_ckpt.format.names import COMMIT_NAME, FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt.format.validate import check_manifest
 from titan_ckpt.storage.paths import ABSENT, StorePath, as_path, unanswered
 
@@ -135,6 +136,39 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all listed files."""
         return sum(size for _, size, _ in self.files) + self.index[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """What the order of the steps and retention need of a manifest: a few bytes, however many files it lists."""
+
+    step: int
+    serial: int
+    metrics: dict[str, float]
+
+    def encode(self, manifest: bytes) -> bytes:
+        """As stored beside the manifest."""
+        metrics = {name: _encode_number(number) for name, number in self.metrics.items()}
+        value = {"step": self.step, "serial": self.serial, "metrics": metrics, "manifest": digest(manifest)}
+        return json.dumps({**value, "digest": _self_digest(value)}, allow_nan=False).encode()
+
+    @classmethod
+    def read(cls, folder: StorePath) -> "CommitRecord":
+        """The record of a step; of its manifest, where there is none that belongs to it.
+
+        Raises:
+            DamageError, ValueError, OSError: As `Manifest.read`.
+        """
+        named = parse_step_name(folder.name)
+        with contextlib.suppress(*ABSENT, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            value: dict[str, Any] = json.loads((folder / COMMIT_NAME).read_bytes())
+            told = value.pop("digest")
+            if told == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
+                metrics = {name: _decode_number(number) for name, number in value["metrics"].items()}
+                if named is None or named[0] == value["step"]:
+                    return cls(value["step"], value["serial"], metrics)
+        manifest = Manifest.read(folder)
+        return cls(manifest.step, manifest.serial, manifest.metrics)
 
 
 def encode_manifest(

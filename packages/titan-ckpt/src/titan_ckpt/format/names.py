@@ -24,6 +24,10 @@ MAX_HEADER_BYTES = 100_000_000
 """The safetensors limit on a header."""
 
 MANIFEST_NAME = "MANIFEST.json"
+COMMIT_NAME = "COMMIT.json"
+"""The commit's place in the order of commits, beside the manifest: a copy, so that no list of thousands of files need be
+parsed for it. Not part of the step."""
+
 INDEX_NAME = "INDEX.json.zst"
 STATE_NAME = "state/state.json"
 

@@ -16,7 +16,6 @@ Whatever is deleted here was proven to be ours and to be dead: its name is one t
 storage fails to answer, nothing is.
 """
 
-import contextlib
 import datetime as dt
 import logging
 import re
@@ -26,8 +25,8 @@ from pathlib import Path
 
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.index import FileRecord, Index
-from titan_ckpt.format.manifest import encode_manifest
-from titan_ckpt.format.names import INDEX_NAME, MANIFEST_NAME, remote_step_name, step_name
+from titan_ckpt.format.manifest import CommitRecord, Manifest, encode_manifest
+from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, remote_step_name, step_name
 from titan_ckpt.steps.claim import OWNER_NAME, disown, name_owner
 from titan_ckpt.steps.listing import (
     Revision,
@@ -91,13 +90,17 @@ def commit_save(
     """
     root = folder.parent
     encoded, version = index.encode()
-    write_plain(folder / INDEX_NAME, encoded)
+    record = CommitRecord(
+        step,
+        1 + max((found.record.serial for found in all_revisions(root) if found.record), default=0),
+        dict(metrics),
+    )
     manifest = encode_manifest(
         format_version=version,
         step=step,
         save_id=save_id,
         world_size=world_size,
-        serial=1 + max((found.manifest.serial for found in all_revisions(root) if found.manifest), default=0),
+        serial=record.serial,
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         versions=dict(versions),
         metrics=dict(metrics),
@@ -107,6 +110,8 @@ def commit_save(
     for note in list(folder.glob(".*")):  # savers' reports
         if note.name != OWNER_NAME:
             note.unlink()
+    write_plain(folder / COMMIT_NAME, record.encode(manifest))
+    write_plain(folder / INDEX_NAME, encoded)
     if not isinstance(folder, Path):
         write_plain(folder / MANIFEST_NAME, manifest)  # one object, whole or not at all: the commit
         disown(folder)
@@ -174,7 +179,7 @@ def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequen
         root = newest.parent
         others = [] if retention.keeps_all else all_revisions(root)
         doubted = [number for number in distrusted if number != step]
-        for gone in [*revisions_of(root, step), *_surplus(others, retention, doubted)]:
+        for gone in [*revisions_of(root, step), *_surplus(others, retention, doubted, newest)]:
             if gone.name != newest.name:
                 left += [trash] if (trash := retire(gone)) else []
     except Exception as err:  # whatever a store raises
@@ -190,14 +195,25 @@ def surplus(root: StorePath, retention: Retention, distrusted: Sequence[int] = (
     return _surplus(settled_revisions(root), retention, distrusted)
 
 
-def _surplus(found: Sequence[Revision], retention: Retention, distrusted: Sequence[int]) -> list[StorePath]:
-    valid: dict[int, Mapping[str, float]] = {}
-    for newest in newest_revisions(found):
-        if newest.manifest is None or newest.step in distrusted:
-            continue
-        with contextlib.suppress(DamageError):  # neither counted nor deleted
-            newest.manifest.check_files()
-            valid[newest.step] = newest.manifest.metrics
+def _surplus(
+    found: Sequence[Revision], retention: Retention, distrusted: Sequence[int], intact: StorePath | None = None
+) -> list[StorePath]:
+    """As `surplus`; ``intact`` need not be checked. Only steps that decide what is deleted are checked."""
+    kept = {
+        newest.step: newest for newest in newest_revisions(found) if newest.record and newest.step not in distrusted
+    }
+
+    def is_valid(step: int) -> bool:
+        path = kept[step].path
+        if intact is not None and path.name == intact.name:
+            return True
+        try:
+            Manifest.open(path)
+        except (DamageError, ValueError):  # neither counted nor deleted
+            return False
+        return True
+
+    metrics = {step: newest.record.metrics for step, newest in kept.items() if newest.record}
     # The newest revision goes last: were it to go first, a crash would leave the one before it as the step.
     revisions = sorted(found, key=lambda other: other.revision)
-    return [other.path for step in retention.surplus(valid) for other in revisions if other.step == step]
+    return [other.path for step in retention.surplus(metrics, is_valid) for other in revisions if other.step == step]

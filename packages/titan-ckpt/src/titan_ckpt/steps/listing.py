@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.errors import DamageError
-from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.manifest import CommitRecord, Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, parse_step_name
 from titan_ckpt.storage.paths import StorePath, renames
 
@@ -27,8 +27,8 @@ class Revision:
     step: int
     revision: int
     path: StorePath
-    manifest: Manifest | None
-    """None if it is damaged, or of a newer format."""
+    record: CommitRecord | None
+    """None if its manifest is damaged, or of a newer format."""
 
 
 def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
@@ -125,9 +125,9 @@ def newest_revisions(found: Sequence[Revision]) -> list[Revision]:
     for other in found:
         if other.step not in newest or newest[other.step].revision < other.revision:
             newest[other.step] = other
-    ordered = [other for other in newest.values() if other.manifest]
-    ordered.sort(key=lambda other: (other.manifest.serial if other.manifest else 0, other.step))
-    for other in sorted((other for other in newest.values() if not other.manifest), key=lambda other: other.step):
+    ordered = [other for other in newest.values() if other.record]
+    ordered.sort(key=lambda other: (other.record.serial if other.record else 0, other.step))
+    for other in sorted((other for other in newest.values() if not other.record), key=lambda other: other.step):
         smaller = [i for i, known in enumerate(ordered) if known.step < other.step]
         ordered.insert(smaller[-1] + 1 if smaller else 0, other)
     return ordered
@@ -145,7 +145,7 @@ def settled_revisions(root: StorePath) -> list[Revision]:
         found = [revision for path in before if (revision := _look(path))]
         missed = {path.name for path in before} - {revision.path.name for revision in found}
         after = {path.name for path in _step_paths(root)}
-        gone = any(revision.manifest is None and is_gone(revision.path) for revision in found)
+        gone = any(revision.record is None and is_gone(revision.path) for revision in found)
         if not gone and after == {path.name for path in before} and not any(_look(root / name) for name in missed):
             break
     return found
@@ -164,10 +164,10 @@ def _look(path: StorePath) -> Revision | None:
     parsed = parse_step_name(path.name)
     if parsed is None or not path.is_dir() or is_unfinished(path):
         return None
-    manifest = None
+    record = None
     with contextlib.suppress(DamageError, ValueError):  # whoever opens the step gets the reason
-        manifest = Manifest.read(path)
-    return Revision(*parsed, path, manifest)
+        record = CommitRecord.read(path)
+    return Revision(*parsed, path, record)
 
 
 def _open(

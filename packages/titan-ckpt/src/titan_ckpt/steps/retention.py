@@ -1,7 +1,7 @@
 """Which steps to keep. Purely a choice on a list of valid steps; deletion follows each commit."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -37,15 +37,27 @@ class Retention:
         """Whether there is no rule."""
         return self.last is None and self.every is None and self.best is None
 
-    def surplus(self, steps: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps to delete, given every valid step with its metrics in the order of their commits, oldest first."""
-        if not steps or self.keeps_all:
-            return []
-        ordered = list(steps)
-        keep = {ordered[-1], *ordered[-(self.last or 1) :]}
-        keep.update(step for step in ordered if self.every and step % self.every == 0)
-        keep.update(self._best(ordered, steps))
-        return [step for step in ordered if step not in keep]
+    def surplus(
+        self, steps: Mapping[int, Mapping[str, float]], is_valid: Callable[[int], bool] = lambda step: True
+    ) -> list[int]:
+        """The steps to delete; steps that are not valid are neither counted nor deleted.
+
+        Args:
+            steps: Every step with its metrics in the order of their commits, oldest first.
+            is_valid: Asked only of the steps that decide: those to delete, and those because of which they go.
+        """
+        left, asked = dict(steps), dict[int, bool]()
+        while left and not self.keeps_all:
+            ordered = list(left)
+            decide = {*ordered[-(self.last or 1) :], *self._best(ordered, left)}
+            drop = [step for step in ordered if step not in decide and not (self.every and step % self.every == 0)]
+            if not drop:
+                break
+            asked |= {step: is_valid(step) for step in [*drop, *decide] if step not in asked}
+            if all(asked[step] for step in [*drop, *decide]):
+                return drop
+            left = {step: metrics for step, metrics in left.items() if asked.get(step, True)}
+        return []
 
     def _best(self, ordered: Sequence[int], steps: Mapping[int, Mapping[str, float]]) -> list[int]:
         name = self.best or ""
