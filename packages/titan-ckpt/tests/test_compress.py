@@ -123,7 +123,7 @@ def test_a_flipped_bit_in_a_compressed_tensor_names_it(tmp_path):
 
 
 def test_only_a_step_with_compressed_state_needs_the_second_version_of_the_format(tmp_path):
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 3
     for name, compress in (("a", "none"), ("b", "auto")):
         path = Checkpointer(tmp_path / name, compress=compress).save(1, trained()).path
         told = json.loads((path / "MANIFEST.json").read_text())["format"]

@@ -262,3 +262,33 @@ def test_a_manifest_without_a_field_is_damage(tmp_path):
     (path / "MANIFEST.json").write_text(json.dumps({**value, "digest": _self_digest(value)}))
     with pytest.raises(DamageError, match="lacks 'serial'"):
         Manifest.open(path)
+
+
+def test_a_save_reads_no_more_of_kept_steps_than_their_commit_records(tmp_path, monkeypatch):
+    """However many steps are kept: a manifest lists every file of a step, thousands where many ranks save."""
+    with Checkpointer(tmp_path, keep_last=2, keep_every=2) as ck:
+        for step in range(1, 9):
+            ck.save(step, make_state(step))
+        opened: list[str] = []
+        real = Manifest.read.__func__
+        with monkeypatch.context() as patch:
+            noted = classmethod(lambda cls, folder: opened.append(folder.name) or real(cls, folder))
+            patch.setattr(Manifest, "read", noted)
+            ck.save(9, make_state(9))
+        assert ck.steps() == [2, 4, 6, 8, 9]
+    assert sorted(opened) == ["step-00000007", "step-00000008"], (
+        "what decides: the one to delete, the other one to keep"
+    )
+
+
+def test_a_commit_record_that_does_not_belong_to_the_manifest_is_not_believed(tmp_path):
+    with Checkpointer(tmp_path) as ck:
+        for step in (5, 3):
+            ck.save(step, make_state(step))
+        first, second = (ck.path(step) / "COMMIT.json" for step in (5, 3))
+        kept = first.read_bytes()
+        for wrong in (second.read_bytes(), b"", b"{}", b"[]", kept.replace(b'"serial": 1', b'"serial": 9')):
+            first.write_bytes(wrong)
+            assert ck.steps() == [5, 3]
+        first.unlink()
+        assert ck.steps() == [5, 3]
