@@ -190,7 +190,7 @@ def test_a_claim_of_another_machine_is_taken_over_with_a_warning(tmp_path, caplo
     take_root(tmp_path, Process("elsewhere", 7, "1"))
     mine = Process.of(os.getpid())
     take_root(tmp_path, mine)
-    assert "was saved to by process 7 on elsewhere" in caplog.text
+    assert "is claimed by process 7 on elsewhere" in caplog.text
     caplog.clear()
     take_root(tmp_path, mine)
     assert caplog.text == ""

@@ -133,7 +133,7 @@ def test_an_import_of_a_dcp_checkpoint_names_the_entries_if_none_is_the_model(tm
 
 
 def test_missing_and_damaged_dcp_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match="is no DCP checkpoint"):
+    with pytest.raises(ValueError, match="is not a DCP checkpoint"):
         import_dcp(tmp_path, tmp_path / "root")
     dcp.save({"w": torch.ones(500, 4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     file = next((tmp_path / "dcp").glob("*.distcp"))
@@ -142,7 +142,7 @@ def test_missing_and_damaged_dcp_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="'w' is damaged or not plain data and tensors"):
         import_dcp(tmp_path / "dcp", tmp_path / "root")
     file.unlink()
-    with pytest.raises(ValueError, match=r"lacks '__0_0\.distcp', which holds 'w'"):
+    with pytest.raises(ValueError, match=r"is missing '__0_0\.distcp', which holds 'w'"):
         import_dcp(tmp_path / "dcp", tmp_path / "root")
     (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04K\x05.")
     with pytest.raises(ValueError, match="holds a int, not DCP's metadata"):

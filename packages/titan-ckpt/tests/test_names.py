@@ -156,7 +156,7 @@ def test_a_missing_expert_and_a_missing_half_are_refused(tmp_path):
     save_file(
         {f"model.layers.0.mlp.experts.{j}.up_proj.weight": torch.ones(2, 2) for j in (0, 2)}, tmp_path / "a.safetensors"
     )
-    with pytest.raises(ValueError, match=r"'layers.0.moe.experts.w3' lacks experts \[1\] of 3"):
+    with pytest.raises(ValueError, match=r"'layers.0.moe.experts.w3' is missing experts \[1\] of 3"):
         import_hf_step(tmp_path, tmp_path / "out", names=QWEN3)
     state = experts()
     del state["layers.2.moe.experts.w3"]

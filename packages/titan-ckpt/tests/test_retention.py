@@ -44,7 +44,7 @@ def test_retention_keeps_last_every_and_best():
     with pytest.raises(ValueError, match="keep_last=0 would keep nothing"):
         Retention(last=0)
     for value in (True, 2.0, "2"):
-        with pytest.raises(ValueError, match=r"keep_every=.* is no whole number"):
+        with pytest.raises(ValueError, match=r"keep_every=.* is not a whole number"):
             Retention(every=value)
 
 
@@ -260,7 +260,7 @@ def test_a_manifest_without_a_field_is_damage(tmp_path):
     value = json.loads((path / "MANIFEST.json").read_text())
     del value["digest"], value["serial"]
     (path / "MANIFEST.json").write_text(json.dumps({**value, "digest": _self_digest(value)}))
-    with pytest.raises(DamageError, match="lacks 'serial'"):
+    with pytest.raises(DamageError, match="missing 'serial'"):
         Manifest.open(path)
 
 

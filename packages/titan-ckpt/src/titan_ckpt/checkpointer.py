@@ -61,7 +61,7 @@ class Checkpointer:
     Raises:
         ValueError: If a retention rule would keep nothing, a group is given without torch.distributed, or ``root`` is in
             this process's memory only but other processes are to write there.
-        TypeError: If ``keep_last`` or ``keep_every`` is no whole number.
+        TypeError: If ``keep_last`` or ``keep_every`` is not a whole number.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Checkpointer:
             metrics: Numbers to judge the step by, for ``keep_best``; rank 0's are taken.
 
         Raises:
-            TypeError: If ``step`` is no whole number, or the state holds something that is neither plain data nor a
+            TypeError: If ``step`` is not a whole number, or the state holds something that is neither plain data nor a
                 tensor; the message has its path.
             ValueError: If names clash, the ranks' parts do not make up whole tensors, or another running process saves
                 to this folder, such as the one that this one is a fork of.
@@ -285,7 +285,7 @@ class Checkpointer:
         """
         folders = dict(listing.step_folders(self.root))
         if step not in folders:
-            raise ValueError(f"there is no step {step} below {self.root}; there are {sorted(folders)}.")
+            raise ValueError(f"{self.root} has no step {step}; it has {sorted(folders)}.")
         return folders[step]
 
     @property
@@ -339,7 +339,7 @@ class Checkpointer:
         busy = self._flight is not None and not self._flight.done
         skips = any(reply == b"1" for reply in self._comm.all_gather(b"1" if busy else b"0"))
         if skips:
-            _log.warning("step %d is not saved: the save before it is still in flight", step)
+            _log.warning("step %d is skipped: the previous save is still in flight", step)
         return skips
 
     def _open(self) -> None:
@@ -357,7 +357,7 @@ class Checkpointer:
                 for path in leftovers.sweep(self.root):
                     _log.info("removed %s, left by a save or deletion that did not finish", path)
             except OSError as err:
-                error = CheckpointError(f"{self.root} cannot be used as a checkpoint folder: {err}")
+                error = CheckpointError(f"{self.root} cannot be used as the checkpoint folder: {err}")
             except ValueError as err:
                 error = err
         self._comm.agree(error, f"opening {self.root}")
@@ -391,4 +391,4 @@ def _whole(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError as err:
-        raise TypeError(f"{name}={value!r} is no whole number but {type(value).__name__}. Give an int.") from err
+        raise TypeError(f"{name}={value!r} is not a whole number but {type(value).__name__}. Give an int.") from err

@@ -114,14 +114,14 @@ def _step_number(text: str) -> int:
         step = int(text)
         check_step(step)
     except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text} is no step's number. Use 0 or more.") from err
+        raise argparse.ArgumentTypeError(f"{text} is not a step number. Use an integer from 0.") from err
     return step
 
 
 def _count(text: str) -> int:
     """Steps to keep: none would delete every step."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} would keep nothing. Use 1 or more.")
+        raise argparse.ArgumentTypeError(f"{text} would keep no step. Use 1 or more.")
     return int(text)
 
 

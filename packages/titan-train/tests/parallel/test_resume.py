@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.filterwarnings("ignore:.*random generators are seeded anew")
+@pytest.mark.filterwarnings("ignore:.*random generators are reseeded")
 def test_a_run_continues_on_other_layouts_with_the_losses_of_one_process(case, folder):
     model, layouts = LAYOUTS[case]
     want = run_ranks(composition.run, 1, folder, "single", model, init=False)[0][0]

@@ -1,4 +1,4 @@
-"""The memory a save is staged in: one anonymous file a rank, which the saver process maps too.
+"""The memory a save is staged in: one anonymous file per rank, which the saver process maps too.
 
 It is as large as what the rank writes and kept from save to save, so that staging is a plain memory copy (a fresh
 buffer costs ten times that in page faults). From CUDA tensors the copies go over a stream of their own into page-locked

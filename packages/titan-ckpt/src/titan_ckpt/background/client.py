@@ -52,7 +52,7 @@ class BackgroundSaver:
                 ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
                 with theirs:
-                    # Memory: neither holds it a launcher's pipe open, nor does a full disk lose the last words.
+                    # memfd, not a file or pipe: it survives a full disk and does not hold the launcher's pipe open.
                     errors = os.memfd_create("titan-ckpt-saver-errors", os.MFD_CLOEXEC)
                     undo.callback(os.close, errors)
                     self._child = subprocess.Popen(
@@ -194,13 +194,13 @@ class BackgroundSaver:
         result.finish(None, text)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the process end; it finishes what it was given, unobserved if that takes longer than ``timeout_s``."""
+        """Shut down. Pending saves finish in the background if they take longer than ``timeout_s``."""
         self._await_prepared()
         self._submitted.put(None)
         try:
             self._child.wait(_ENDING_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
-            _log.warning("the saver process %d is still at work; it ends by itself", self.process.pid)
+            _log.warning("the saver process %d is still working; it exits when it is done", self.process.pid)
         if self._arena_used.acquire(blocking=False):  # else a copy is being made: it goes with the last user
             self._targets = []
             self._arena.close()
@@ -225,7 +225,7 @@ class _Link:
         size = os.fstat(self._errors).st_size
         lines = os.pread(self._errors, 2048, max(0, size - 2048)).decode(errors="replace").split("\n")
         said = " | ".join(line.strip() for line in lines[-4:] if line.strip())
-        return how + (f", its last words: {said}" if said else "")
+        return how + (f", its last output: {said}" if said else "")
 
     def close(self) -> None:
         """Have the process end, wait for that, and free what is held for it."""

@@ -49,9 +49,11 @@ class SaveJob:
             CheckpointError: If it failed, or was skipped.
         """
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"step {self.step} is not committed after {timeout_s} s; it goes on in the background.")
+            raise TimeoutError(
+                f"step {self.step} is not committed after {timeout_s} s; it continues in the background."
+            )
         if self._path is None:
-            why = self._error or "it was skipped: the save before it was still in flight"
+            why = self._error or "it was skipped, because the previous save was still in flight"
             raise CheckpointError(f"step {self.step} was not saved: {why}")
         return self._path
 

@@ -95,7 +95,7 @@ def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
     if isinstance(err, NotCommitted):
         text = f"step {job.step} was not committed: {err}"
     elif isinstance(err, FileNotFoundError) and not in_place(job):
-        text = f"step {job.step} was not committed: rank 0 gave up, for a reason of its own, or its folder was deleted"
+        text = f"step {job.step} was not committed: rank 0 gave up, or its folder was deleted"
     else:
         kind = "" if isinstance(err, OSError) else f"{type(err).__name__}: "
         text = f"rank {job.rank} cannot write below {job.folder}: {kind}{err}. Earlier steps are intact."

@@ -1,6 +1,6 @@
 """Names and byte layouts of the files of a step: the part of the format that needs nothing but the standard library.
 
-A step is a folder ``step-00000100`` with plain safetensors files, one a rank and section, JSON state files, an index
+A step is a folder ``step-00000100`` with plain safetensors files, one per rank and section, JSON state files, an index
 and a manifest. FORMAT.md describes all of it byte by byte; this module is its first half in code: file names and the
 safetensors header. `titan_ckpt.format.index` and `titan_ckpt.format.manifest` are the other half.
 """
@@ -39,7 +39,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
 }  # fmt: skip
-"""Safetensors dtype name to bytes an element."""
+"""Safetensors dtype name to bytes per element."""
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.r(\d+)(?:\.[0-9a-f]{16})?)?")
 _FILE = re.compile(r"(?:(?:optim|state)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")

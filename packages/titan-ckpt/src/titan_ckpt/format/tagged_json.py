@@ -63,7 +63,7 @@ def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
     encoded = leaf(value, path) if leaf else UNKNOWN
     if encoded is UNKNOWN:
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: only plain data and "
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store: only plain data and "
             "tensors can be saved, so that loading never runs code. Save its fields instead, or give the object "
             "state_dict() and load_state_dict() that use plain data."
         )

@@ -16,8 +16,8 @@ from titan_ckpt.format.index import FileRecord, Index, StoredTensor
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
 
 _NO_FILE = (
-    "which is no file of a step: those lie in its folder, in optim/ or in state/. Do not use this step; somebody has "
-    "written it to have other files read."
+    "which is not a file of a step: those are in its folder, in optim/ or in state/. Do not use this step: it was "
+    "crafted to make other files be read."
 )
 
 
@@ -59,7 +59,7 @@ def check_manifest(value: dict[str, Any]) -> None:
     numbers = ("format", "step", "world_size", "serial")
     missing = [name for name in [*numbers, *kinds] if name not in value]
     if missing:
-        raise ValueError(f"it lacks {', '.join(map(repr, missing))}.")
+        raise ValueError(f"it is missing {', '.join(map(repr, missing))}.")
     wrong = [name for name, kind in kinds.items() if not isinstance(value[name], kind)]
     wrong += [name for name in numbers if not _ints([value[name]])]
     if wrong:

@@ -54,7 +54,7 @@ def import_dcp(
         is in ``extra`` under its name in the DCP checkpoint (``extra["train_state.step"]``, say); a log line lists it.
 
     Raises:
-        ValueError: If this is no DCP checkpoint, it has no such model, a file is missing or damaged, or a pickle in it
+        ValueError: If this is not a DCP checkpoint, it has no such model, a file is missing or damaged, or a pickle in it
             asks for anything but plain data and tensors.
     """
     source = _Source(Path(folder))
@@ -194,7 +194,7 @@ class _Source:
             raise ValueError(f"{self.folder}: {name!r} is stored through {place.transform_descriptors}; save it plain.")
         path = self.folder / place.relative_path
         if "/" in place.relative_path or not path.is_file():
-            raise ValueError(f"{self.folder} lacks {place.relative_path!r}, which holds {name!r}.")
+            raise ValueError(f"{self.folder} is missing {place.relative_path!r}, which holds {name!r}.")
         with path.open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)

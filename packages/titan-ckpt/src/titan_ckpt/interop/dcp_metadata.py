@@ -29,7 +29,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
     """
     path = folder / METADATA_NAME
     if not path.is_file():
-        raise ValueError(f"{folder} has no {METADATA_NAME}: it is no DCP checkpoint, or its save did not finish.")
+        raise ValueError(f"{folder} has no {METADATA_NAME}: it is not a DCP checkpoint, or its save did not finish.")
     with path.open("rb") as file:
         try:
             found: Any = _Unpickler(file).load()

@@ -333,7 +333,7 @@ def _encoded(packed: Any, fqn: str) -> Any:
         value = torch.load(packed, weights_only=True)
     except pickle.UnpicklingError as err:
         raise TypeError(
-            f"{fqn} is an object, which a checkpoint cannot hold: only plain data and tensors can be saved, so that "
+            f"{fqn} is an object, which a checkpoint cannot store: only plain data and tensors can be saved, so that "
             "loading never runs code. Give it a state_dict of plain data."
         ) from err
     sink = TensorSink()

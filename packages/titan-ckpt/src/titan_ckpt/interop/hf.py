@@ -119,7 +119,7 @@ def import_hf(
 
     Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
     dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
-    one a tensor, one a row, or blocks), unless the model holds those scales itself.
+    one per tensor, one per row, or blocks), unless the model holds those scales itself.
 
     Args:
         folder: Holds ``model.safetensors``, or files and their index.
@@ -148,7 +148,9 @@ def import_hf(
             f"unexpected {unexpected[:6]}. Check the key map and the model's configuration, or pass strict=False."
         )
     if missing:
-        _log.warning("%s lacks %d tensors of the model, which keep their values: %s", folder, len(missing), missing[:8])
+        _log.warning(
+            "%s is missing %d tensors of the model; they keep their values: %s", folder, len(missing), missing[:8]
+        )
     fills: list[tuple[View, Box, Tensor]] = []
     for name, listed in found.items():
         _check_readable(available, listed)

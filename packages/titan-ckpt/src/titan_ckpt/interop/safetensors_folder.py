@@ -79,7 +79,7 @@ class SafetensorsReader(FolderReader):
     def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
         """Every tensor by name; float8 and int8 weights as the product with their scales, without the scales.
 
-        One scale a tensor, one a row, and blocks are known. A weight whose scales mean something else, or a tensor of a
+        One scale per tensor, one per row, and blocks are known. A weight whose scales mean something else, or a tensor of a
         dtype that cannot be read, is a `RefusedView`: an error for who asks for it.
 
         Args:
@@ -104,7 +104,7 @@ class SafetensorsReader(FolderReader):
             if key in scales_of:
                 views[key] = _scaled(key, view, scales_of[key], stored, block)
             elif stray not in (None, key):
-                views[key] = _refused(key, view, f"{stray!r} beside it is no scale that this version knows how to use")
+                views[key] = _refused(key, view, f"{stray!r} beside it is not a scale that this version supports")
             else:
                 views[key] = view
         return views
@@ -143,7 +143,7 @@ def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: 
     if known is None:
         want = [-(-n // size) for n, size in zip(view.shape, block, strict=False)]
         reason = (
-            f"its scales {name!r} of shape {list(scales.shape)} are neither one a tensor nor one a row, and blocks of "
+            f"its scales {name!r} of shape {list(scales.shape)} fit neither one scale per tensor nor one per row, and blocks of "
             f"{list(block)} need {want}: say the block's size in config.json, quantization_config.weight_block_size"
         )
         return _refused(key, view, reason)
@@ -198,7 +198,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         told: Any = json.loads(index.read_bytes())
         weight_map: dict[str, str] = {str(key): str(name) for key, name in told["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
-        raise ValueError(f"{index} is no index with a weight_map ({type(err).__name__}). Fetch it again.") from err
+        raise ValueError(f"{index} is not an index with a weight_map ({type(err).__name__}). Fetch it again.") from err
     return weight_map
 
 
@@ -208,7 +208,7 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
         files = [name for name in files if not name.startswith("consolidated")]
     missing = [name for name in files if not (folder / name).is_file() or "/" in name]
     if missing or not files:
-        raise ValueError(f"{folder} lacks {missing or 'any safetensors file'}. Fetch the whole checkpoint.")
+        raise ValueError(f"{folder} is missing {missing or 'all safetensors files'}. Fetch the whole checkpoint.")
     return files
 
 
@@ -216,6 +216,6 @@ def _check_places(folder: Path, weight_map: Mapping[str, str], places: Mapping[s
     for key, name in weight_map.items():
         if key not in places:
             raise ValueError(
-                f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not hold it. Fetch "
-                "index and files anew, from one place."
+                f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not contain it. Fetch "
+                "the index and the files again, from the same place."
             )

@@ -103,7 +103,7 @@ def _transposed(view: View, name: str) -> View:
 def _stack(key: str, items: dict[int, View]) -> View:
     missing = sorted(set(range(max(items) + 1)) - set(items))
     if missing:
-        raise ValueError(f"{key!r} lacks experts {missing[:8]} of {max(items) + 1}. Fetch the whole checkpoint.")
+        raise ValueError(f"{key!r} is missing experts {missing[:8]} of {max(items) + 1}. Fetch the whole checkpoint.")
     kinds = {(items[j].dtype, items[j].shape) for j in items}
     if len(kinds) > 1:
         raise ValueError(f"the experts of {key!r} have different dtypes or shapes: {sorted(kinds)[:4]}.")

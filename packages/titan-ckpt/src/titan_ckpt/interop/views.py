@@ -5,7 +5,7 @@ projection apart or in one matrix, rotary pairs as neighbours or as halves, weig
 difference is one view here. A view has a dtype and a shape and can fill any box of itself, reading only the bytes that
 box needs; so every conversion works for any sharding, and streams.
 
-Boxes are ``(offsets, sizes)``, one number a dimension.
+Boxes are ``(offsets, sizes)``, one number per dimension.
 """
 
 import math
@@ -252,7 +252,7 @@ class ScaledView:
     """A quantized tensor times its scales, one for each block of ``block``: read as bfloat16.
 
     Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32. So DeepSeek-V3
-    (arXiv:2412.19437) is published; one scale a tensor or a row is a block as large as that.
+    (arXiv:2412.19437) is published; one scale per tensor or row is a block as large as that.
     """
 
     base: View

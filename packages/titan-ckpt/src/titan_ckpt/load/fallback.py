@@ -81,7 +81,7 @@ def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: 
         return present
     numbers = [number for number, _ in present]
     if step not in numbers:
-        raise ValueError(f"there is no step {step} below {root}; there are {numbers}.")
+        raise ValueError(f"{root} has no step {step}; it has {numbers}.")
     return present[: numbers.index(step) + 1]
 
 

@@ -1,6 +1,6 @@
 """One restore, as seen by each rank: find the step, match names, check the bytes, fill the state.
 
-Nothing of the state is touched before every rank has matched all names and checked all blocks it reads.
+No part of the state is touched before every rank has matched all names and checked all blocks it reads.
 """
 
 import collections
@@ -317,7 +317,7 @@ class _Restore:
         first = self._rank_state(0).get("rng")
         seed = 0 if first is None else first["seed"]
         _log.warning(
-            "%s was saved by %d ranks and is loaded by %d: random generators are seeded anew from (seed %d, step %d, "
+            "%s was saved by %d ranks and is loaded by %d: random generators are reseeded from (seed %d, step %d, "
             "rank), so dropout and shuffling differ from an uninterrupted run",
             manifest.path, manifest.world_size, self.comm.size, seed, manifest.step,
         )  # fmt: skip

@@ -224,7 +224,7 @@ def _merge(groups: Sequence[_Group]) -> list[_Tensor]:
             elif (tensor.dtype, tensor.shape) != (dtype, shape):
                 raise ValueError(
                     f"{section} tensor {key!r} is {tensor.dtype} {list(tensor.shape)} on rank {tensor.first} but "
-                    f"{dtype} {list(shape)} on rank {rank}. A name must mean one tensor on every rank."
+                    f"{dtype} {list(shape)} on rank {rank}. Each name must be the same tensor on every rank."
                 )
             tensor.rows.append(i)
             tensor.cuts.append((g, cut))
@@ -384,8 +384,8 @@ def _check_cover(tensor: _Tensor, boxes: Sequence[Box]) -> None:
     clash = find_overlap(boxes)
     if clash:
         raise ValueError(
-            f"{tensor.section} tensor {tensor.key!r} has overlapping parts {clash[0]} and {clash[1]} (offsets, sizes). "
-            "Two ranks hold different cuts of it."
+            f"{tensor.section} tensor {tensor.key!r} has overlapping parts {clash[0]} and {clash[1]} (offsets, sizes): "
+            "two ranks shard it differently."
         )
     volume = sum(math.prod(sizes) for _, sizes in boxes)
     raise ValueError(

@@ -83,7 +83,7 @@ def plan_step(
     try:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError):
-        error = error or TypeError(f"metrics={metrics!r} holds something that is no number. Give floats.")
+        error = error or TypeError(f"metrics={metrics!r} contains something that is not a number. Pass floats.")
     comm.agree(error, doing)
     assert collected is not None
     known = cache.structure

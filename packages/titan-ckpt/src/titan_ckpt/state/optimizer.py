@@ -199,7 +199,7 @@ def _check_known(unknown: Sequence[str]) -> None:
         raise ValueError(
             f"the step has no optimizer state for {unknown[:4]} ({len(unknown)} parameters in all): they were not "
             "given to the optimizer when it was saved. Give the optimizer the same parameters, or pass strict=False "
-            "to start their state anew."
+            "to start with new state for them."
         )
 
 

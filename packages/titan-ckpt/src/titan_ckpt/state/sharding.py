@@ -82,7 +82,7 @@ class LocalShard:
     shape: tuple[int, ...]
     """Shape of the larger tensor."""
     offsets: tuple[int, ...]
-    """Where this rank's tensor starts in it, one number a dimension."""
+    """Where this rank's tensor starts in it, one number per dimension."""
 
 
 def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> LocalPart:
@@ -210,7 +210,7 @@ def _merged(runs: Runs) -> Runs:
 
 
 def _boxes(runs: Sequence[Runs]) -> tuple[tuple[Chunk, tuple[int, ...]], ...]:
-    """Every combination of one run a dimension, with its place in the local tensor."""
+    """Every combination of one run per dimension, with its place in the local tensor."""
     placed: list[list[tuple[int, int, int]]] = []
     for run in runs:
         at = itertools.accumulate((n for _, n in run), initial=0)

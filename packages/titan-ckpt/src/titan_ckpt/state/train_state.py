@@ -100,7 +100,9 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     model = model_state(as_modules(state.model))
     strangers = [name for name in state.shards if name not in model.tensors]
     if strangers:
-        raise ValueError(f"shards names {strangers[:4]}, which are no tensors of the model on this rank.")
+        raise ValueError(
+            f"shards names {strangers[:4]}, which are not tensors of the model on this rank. Use the model's own names."
+        )
     optim = optim_state(as_optims(state.optim), model.owners)
     sink = TensorSink()
     dp = state.dp or (rank, size)

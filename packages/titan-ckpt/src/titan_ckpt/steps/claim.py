@@ -54,7 +54,11 @@ def take_root(root: StorePath, owner: Process) -> None:
         held, holders = _read_lock(root)
         _refuse_rival(root, held, owner)
         if held is not None and not held.local:
-            _log.warning("%s was saved to by %s; if that still runs, each will delete the other's steps", root, held)
+            _log.warning(
+                "%s is claimed by %s, which cannot be checked from here; if it still runs, each deletes the other's steps",
+                root,
+                held,
+            )
         _write_lock(root, owner, holders + 1 if held == owner else 1, held)
         _refuse_rival(root, _read_lock(root)[0], owner)  # one that claimed it in the same moment
 

@@ -26,7 +26,7 @@ class Retention:
         for name in ("last", "every"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
-                raise ValueError(f"keep_{name}={value!r} is no whole number. Give a number of steps, or None.")
+                raise ValueError(f"keep_{name}={value!r} is not a whole number. Give a number of steps, or None.")
             if value is not None and value < 1:
                 raise ValueError(f"keep_{name}={value} would keep nothing. Use 1 or more, or None for no such rule.")
         if self.best_is not in ("min", "max"):

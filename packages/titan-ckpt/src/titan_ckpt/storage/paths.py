@@ -215,7 +215,7 @@ def encode_path(path: StorePath) -> Any:
         return {"store": json.loads(json.dumps(path.fs, default=_told_store)), "path": path.path}
     except (TypeError, ValueError) as err:
         raise ValueError(
-            f"the file system of {path} cannot be told to another process: {err}. Make it with options that are plain "
+            f"the file system of {path} cannot be passed to another process: {err}. Make it with options that are plain "
             "data, or save with async_=False in one process."
         ) from err
 
@@ -259,7 +259,7 @@ def _protocol(fs: Any) -> str:
 def _told_store(fs: Any) -> dict[str, Any]:
     """A file system as plain data; one among its options too."""
     if not hasattr(fs, "storage_options"):
-        raise TypeError(f"{fs!r} is no plain data")
+        raise TypeError(f"{fs!r} is not plain data")
     return {"protocol": _protocol(fs), "args": fs.storage_args, "options": fs.storage_options}
 
 
