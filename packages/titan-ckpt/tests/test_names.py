@@ -228,11 +228,11 @@ F8 = torch.ones(4, 64).to(torch.float8_e4m3fn)
     [
         (
             {"weight_scale": torch.ones(4, 2)},
-            r"'weight_scale' of shape \[4, 2\] are neither one a tensor nor one a row",
+            r"'weight_scale' of shape \[4, 2\] fit neither one scale per tensor nor one per row",
         ),
         ({"weight_scale": torch.ones(4, 1, dtype=torch.uint8)}, "'weight_scale' are of dtype U8, not floating-point"),
         ({"weight_scale": torch.ones(4, 1), "weight_zero_point": torch.ones(4, 1)}, "'weight_zero_point' beside it"),
-        ({"scale_weight": torch.ones(())}, "'scale_weight' beside it is no scale that this version knows"),
+        ({"scale_weight": torch.ones(())}, "'scale_weight' beside it is not a scale that this version supports"),
     ],
     ids=["groups", "exponents", "zero-points", "other-name"],
 )
