@@ -1,6 +1,6 @@
 """Calling an op without torch's dispatcher, where nobody is watching.
 
-A custom op costs 60 to 100 microseconds of host time per call, and a linear layer's forward and backward make six. Eager
+A custom op costs tens of microseconds of host time per call, and a linear layer's forward and backward make six. Eager
 code on plain tensors does not need what that buys: schemas, fakes and hooks for modes. `run_op` runs the op's Python body
 then, the same function that the dispatcher would reach, and goes through the custom op wherever something has to see
 it: ``torch.compile``, a dispatch mode (selective checkpointing, FakeTensor, tracing, counting), a tensor subclass.
