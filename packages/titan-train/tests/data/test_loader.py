@@ -200,8 +200,8 @@ def test_resume_on_other_data_is_refused_naming_the_field_unless_allowed(countin
     [
         ({"step": 3}, "has no 'fingerprint'"),
         ({"version": 2}, "has version 2"),
-        ({"samples": -1}, "counts samples=-1"),
-        ({"samples": 1.5}, "counts samples=1.5"),
+        ({"samples": -1}, "has samples=-1"),
+        ({"samples": 1.5}, "has samples=1.5"),
     ],
 )
 def test_a_state_that_is_none_is_refused(dataset, state, message):

@@ -51,7 +51,7 @@ def test_files_that_are_not_whole_or_not_of_the_vocabulary_are_refused(tmp_path,
     with pytest.raises(ValueError, match=r"m.bin is missing"):
         MegatronTokens(prefix, vocab_size=256)
     write_megatron(prefix, documents)
-    with pytest.raises(ValueError, match=r"holds token id 2[0-9]+, and the tokenizer has 200"):
+    with pytest.raises(ValueError, match=r"holds token id 2[0-9]+, but the tokenizer has 200"):
         MegatronTokens(prefix, vocab_size=200)
     (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
     with pytest.raises(ValueError, match="it was cut"):

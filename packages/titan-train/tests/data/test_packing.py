@@ -135,7 +135,7 @@ def test_attention_inside_the_boundaries_equals_attention_of_separate_documents(
 
 
 def test_a_source_shorter_than_a_sample_is_refused_with_the_longest_that_fits(array_source):
-    with pytest.raises(ValueError, match=r"source 'a' holds 5 tokens.*Use seq_len=4 or less"):
+    with pytest.raises(ValueError, match=r"source 'a' has 5 tokens.*Use seq_len=4 or less"):
         PackedDataset({"a": array_source(np.arange(5))}, seq_len=5, seed=0)
 
 
@@ -143,14 +143,14 @@ def test_more_epochs_than_allowed_are_refused(counting_dataset):
     dataset = counting_dataset(10, max_epochs={"a": 2})
     dataset.tokens(np.arange(20))
     dataset.check_samples(20)
-    with pytest.raises(ValueError, match=r"source 'a' was read 2 times"):
+    with pytest.raises(ValueError, match=r"source 'a' has been read 2 times"):
         dataset.check_samples(21)
-    with pytest.raises(ValueError, match=r"source 'a' was read 2 times.*max_epochs=2"):
+    with pytest.raises(ValueError, match=r"source 'a' has been read 2 times.*max_epochs=2"):
         dataset.tokens([20])
 
 
 def test_negative_sample_and_unmatched_weights_are_refused(counting_dataset, array_source):
     with pytest.raises(ValueError, match="sample -1 does not exist"):
         counting_dataset().tokens([-1])
-    with pytest.raises(ValueError, match=r"weights are given for \['b'\], and the sources are \['a'\]"):
+    with pytest.raises(ValueError, match=r"the weights name \['b'\], but the sources are \['a'\]"):
         PackedDataset({"a": array_source(np.arange(50))}, seq_len=4, seed=0, weights={"b": 1.0})

@@ -83,7 +83,7 @@ def test_files_and_tokens_that_do_not_fit_are_refused(ranks_file):
         TiktokenTokenizer(b"YQ== 0\n")
     with pytest.raises(ValueError, match="eos_token='<eos>' is not among the special tokens"):
         TiktokenTokenizer(ranks_file, eos_token="<eos>")
-    with pytest.raises(ValueError, match="Name it as eos_token"):
+    with pytest.raises(ValueError, match="ends a document as eos_token"):
         TiktokenTokenizer(ranks_file, special_tokens=("<x>",))
     with pytest.raises(ValueError, match="rejected the pattern"):
         TiktokenTokenizer(ranks_file, pattern="([")
