@@ -162,7 +162,7 @@ def rejections() -> list[Any]:
         ("override", lambda: plan(TinyLM(), {"shard": 2}, Policy(reshard_overrides={"x": True})), "matches no unit"),
         ("ddp", lambda: plan(TinyLM(), {"shard": 2}, Policy(mode="ddp")), "ddp replicates"),
         ("fsdp", lambda: plan(TinyLM(), {"replicate": 2}, Policy()), "use mode='hsdp'"),
-        ("size", lambda: plan(TinyLM(), {"shard": 0}), "no number of ranks"),
+        ("size", lambda: plan(TinyLM(), {"shard": 0}), "not a number of ranks"),
         ("axis", lambda: plan(TinyLM(), {"tp": 2}), "only 'shard' and 'replicate'"),
         (
             "mesh",

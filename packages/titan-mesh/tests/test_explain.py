@@ -21,7 +21,7 @@ def test_table_tells_size_stride_groups_crossing_link_and_ranks():
     assert words(text, "tp") == ["tp", "8", "1", "12", "no", "nvlink", "0-7"]
     assert words(text, "dp")[-2:] == ["(=", "dp_shard)"]
     assert "off (size 1): dp_replicate, cp, ep" in text
-    assert "communicators: 3 a rank, 68 in all" in text
+    assert "communicators: 3 per rank, 68 in total" in text
 
 
 def test_table_tells_a_rack_sized_nvlink_domain_and_experts():

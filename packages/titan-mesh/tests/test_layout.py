@@ -211,7 +211,7 @@ def test_flatten_adds_a_name_and_leaves_the_layout_as_it_was(example):
     [
         ("tp", ("pp", "tp"), "the name is taken"),
         ("fsdp", ("pp", "tp"), "the name is taken by dp_shard x cp"),
-        ("both", ("pp", "tpp"), "'tpp' is no axis"),
+        ("both", ("pp", "tpp"), "'tpp' is not an axis"),
         ("both", ("tp", "tp"), "each once"),
         ("none", (), "at least one"),
     ],
@@ -236,7 +236,7 @@ def test_flatten_refuses_taken_names_and_unknown_axes(example, name, axes, named
         (lambda layout: layout.rank(pp=0, dp=0, fsdp=1, tp=0), "dp_shard is given twice"),
         (lambda layout: layout.rank(ep=0), "expert view"),
         (lambda layout: layout.view("spares"), "'dense' and 'sparse'"),
-        (lambda layout: layout.view("sparse").size("tp"), "'tp' is no axis"),
+        (lambda layout: layout.view("sparse").size("tp"), "'tp' is not an axis"),
     ],
 )
 def test_layout_refuses_what_it_does_not_know(example, call, named):

@@ -74,7 +74,7 @@ INVALID = {
     "order without an axis": ("tp8 order=pp-dp-tp", 8, ["leaves out cp"]),
     "order with an axis twice": ("tp8 order=pp-dp-dp_shard-cp-tp", 8, ["names dp_shard 2 times"]),
     "order with ep": ("tp8 order=pp-dp-cp-ep-tp", 8, ["'ep'", "expert view"]),
-    "order with an unknown axis": ("tp8 order=pp-dp-cp-xp-tp", 8, ["'xp'", "is no axis"]),
+    "order with an unknown axis": ("tp8 order=pp-dp-cp-xp-tp", 8, ["'xp'", "is not an axis"]),
     "world of no ranks": ("tp1", 0, ["world_size=0", "Nearest valid: world_size=1"]),
 }
 

@@ -102,8 +102,6 @@ class AttentionPart(NamedTuple):
 class DenseBackend(Backend):
     """A backend whose kernel knows full and square causal blocks, and perhaps an additive mask."""
 
-    takes_mask: bool
-
     @abstractmethod
     def block_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float

@@ -17,7 +17,6 @@ class CpuFlash(DenseBackend):
 
     name = "cpu_flash"
     summary = "torch's CPU flash attention"
-    takes_mask = True
 
     def why_not(self, request: Request) -> str | None:
         """Needs the CPU and a float dtype."""

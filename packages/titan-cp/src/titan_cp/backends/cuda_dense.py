@@ -28,8 +28,6 @@ def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class _CudaDense(DenseBackend):
-    takes_mask = False
-
     def why_not(self, request: Request) -> str | None:
         """Needs a half-precision dtype on CUDA, and no window."""
         if request.window:
@@ -71,7 +69,7 @@ class CudaCudnn(_CudaDense):
     summary = "cuDNN's fused attention, one call a tile"
 
     def why_not(self, request: Request) -> str | None:
-        """As flash, up to 128 channels a head."""
+        """As flash, up to 128 channels per head."""
         return super().why_not(request) or why_not_cuda(request, (torch.bfloat16, torch.float16), 128)
 
     def block_forward(

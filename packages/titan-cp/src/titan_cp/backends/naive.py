@@ -12,7 +12,6 @@ class Naive(DenseBackend):
 
     name = "naive"
     summary = "plain torch operations, O(S²/N²) memory"
-    takes_mask = True
     narrow_values = True
 
     def why_not(self, request: Request) -> str | None:

@@ -64,7 +64,7 @@ def explain(
     Args:
         device: Where the tensors live.
         dtype: Their dtype.
-        head_dim: Channels a head.
+        head_dim: Channels per head.
         packed: Whether there is more than one document.
         window: Whether there is a sliding window.
     """

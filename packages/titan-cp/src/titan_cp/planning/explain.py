@@ -28,7 +28,7 @@ def explain_plan(plan: PlanNumbers) -> str:
         f"sent        {_size(costs.forward_bytes)} forward, {_size(costs.backward_bytes)} backward",
         f"kept        {_size(kept)} from forward to backward",
         f"peak        {forward} forward, {backward} backward (estimate: kept + buffers)",
-        f"work        {least} to {most} pair-heads a rank, imbalance {plan.imbalance:.3f}",
+        f"work        {least} to {most} pair-heads per rank, imbalance {plan.imbalance:.3f}",
     ]
     if plan.method in ("ring", "usp") and plan.ring_degree > 1:
         lines.append(f"ring        {_ring_line(plan)}")

@@ -53,7 +53,7 @@ def plan_ranges(
         size: Number of ranks; `layout_multiple` must divide ``S`` (the caller has checked).
         causal: Whether a token attends only to itself and earlier tokens.
         window: Sliding window in tokens, None for no window.
-        block_size: Tokens a block, for ``block``.
+        block_size: Tokens per block, for ``block``.
 
     Returns:
         One `Ranges` for each rank, together covering ``[0, S)`` exactly once.

@@ -56,7 +56,7 @@ class PlanNumbers:
     dtype: torch.dtype
     """Dtype of the queries."""
     block_size: int
-    """Tokens a block of the ``block`` layout."""
+    """Tokens per block of the ``block`` layout."""
     reasons: tuple[str, str] = field(repr=False, compare=False)
     """Why this method, and why this layout."""
     _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(

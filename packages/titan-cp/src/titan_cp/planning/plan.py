@@ -65,7 +65,7 @@ def plan(
         ulysses_degree: Ranks that share the heads under ``usp``; None for the divisor of ``size`` that sends least.
         causal: Whether a token attends only to itself and earlier tokens.
         window: A token attends to tokens less than ``window`` away; None for no limit.
-        block_size: Tokens a block of the ``block`` layout.
+        block_size: Tokens per block of the ``block`` layout.
         pad: Pad to the next legal length, as one more document that no other attends to.
 
     Returns:

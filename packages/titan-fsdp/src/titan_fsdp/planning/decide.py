@@ -43,7 +43,7 @@ def sizes_of(mesh: MeshOrSizes, mode: str | None) -> Sizes:
     sizes = Sizes(**mesh)
     for name, size in mesh.items():
         if size < 1:
-            raise ValueError(f"sizes[{name!r}]={size} is no number of ranks. Use 1 or more.")
+            raise ValueError(f"sizes[{name!r}]={size} is not a number of ranks. Use 1 or more.")
     if mode == "ddp" and sizes.shard > 1:
         raise ValueError(f"mode='ddp' with shard={sizes.shard}: ddp replicates. Use {{'replicate': …}} or mode='hsdp'.")
     if mode == "fsdp" and sizes.replicate > 1:

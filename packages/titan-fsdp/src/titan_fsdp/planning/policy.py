@@ -121,7 +121,7 @@ class Comm:
         _one_of("comm.reduce_scatter", self.reduce_scatter, ("native", "bf16"))
         _one_of("comm.ddp_hook", self.ddp_hook, (None, "fp16", "bf16", "powersgd"))
         if self.powersgd_rank < 1:
-            raise ValueError(f"comm.powersgd_rank={self.powersgd_rank} is no matrix rank. Use 1 or more.")
+            raise ValueError(f"comm.powersgd_rank={self.powersgd_rank} is not a matrix rank. Use 1 or more.")
         if self.powersgd_start_step < 2:
             raise ValueError(
                 f"comm.powersgd_start_step={self.powersgd_start_step}: PowerSGD with error feedback must "

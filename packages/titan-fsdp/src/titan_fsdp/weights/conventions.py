@@ -238,7 +238,7 @@ def _children_first(module: nn.Module, path: str, model: Any, seen: set[int]) ->
 
 
 def _arguments(method: Any) -> int | None:
-    """How many arguments ``method`` must be given; None if it is no method, or has others than positional ones."""
+    """How many arguments ``method`` must be given; None if it is not a method, or has others than positional ones."""
     if not callable(method):
         return None
     try:

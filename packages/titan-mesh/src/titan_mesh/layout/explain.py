@@ -79,7 +79,7 @@ def explain_layout(layout: RankLayout) -> str:
     lines += [f"off (size 1): {', '.join(off)}"] if off else []
     lines += [f"flattens: {'; '.join(flattens)}"] if flattens else []
     in_all = sum(row.num_groups for row in shared)
-    lines.append(f"communicators: {len(shared)} a rank, {in_all} in all; names with equal groups share")
+    lines.append(f"communicators: {len(shared)} per rank, {in_all} in total; names with equal groups share one")
     return "\n".join(lines)
 
 

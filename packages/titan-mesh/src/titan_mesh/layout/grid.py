@@ -66,7 +66,7 @@ class Grid:
         return tuple(sorted(self.ranks[base + offset] for offset in self.offsets(axes)))
 
     def coord(self, rank: int) -> dict[str, int]:
-        """The coordinates of ``rank``, one an axis.
+        """The coordinates of ``rank``, one per axis.
 
         Raises:
             ValueError: ``rank`` is not on the grid.
@@ -110,5 +110,5 @@ class Grid:
     def _index(self, axis: str) -> int:
         if axis not in self.axes:
             hint = nearest_name(axis, self.axes)
-            raise ValueError(f"{axis!r} is no axis of this grid ({', '.join(self.axes)}).{hint}")
+            raise ValueError(f"{axis!r} is not an axis of this grid ({', '.join(self.axes)}).{hint}")
         return self.axes.index(axis)

@@ -72,7 +72,7 @@ class RankLayout:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(
-                    f"flatten {name!r} of {tuple(axes)}: {axis!r} is no axis of this layout ({', '.join(AXES)})."
+                    f"flatten {name!r} of {tuple(axes)}: {axis!r} is not an axis of this layout ({', '.join(AXES)})."
                     f"{nearest_name(axis, AXES)}"
                 )
         if len(set(axes)) != len(axes) or not axes:

@@ -89,7 +89,7 @@ class MeshSpec:
         ``order=pp-dp-cp-tp`` sets the order, and ``expert_order=ep-efsdp-etp`` that of the expert view.
 
         Raises:
-            ValueError: An item is no axis and number, an axis is unknown or named twice, or `MeshSpec` rejects it.
+            ValueError: An item is not an axis and a number, an axis is unknown or named twice, or `MeshSpec` rejects it.
         """
         degrees: dict[str, int] = {}
         orders = {"order": DEFAULT_ORDER, "expert_order": DEFAULT_EXPERT_ORDER}
@@ -273,7 +273,7 @@ def _parse_order(order: object) -> tuple[str, ...]:
         if name not in AXES:
             why = " Its place is in expert_order, the order of the expert view." if name in EXPERT_AXES else ""
             hint = nearest_name(name, AXES)
-            raise ValueError(f"{name!r} in order={order!r} is no axis.{why} The axes are {', '.join(AXES)}.{hint}")
+            raise ValueError(f"{name!r} in order={order!r} is not an axis.{why} The axes are {', '.join(AXES)}.{hint}")
         if names.count(name) > 1:
             raise ValueError(f"order={order!r} names {name} {names.count(name)} times. Name each axis once.")
     missing = [name for name in AXES if name not in names]
@@ -291,7 +291,7 @@ def _check_degree(name: str, degree: object) -> None:
         return
     if name in _EXPERT_DEGREES:
         raise ValueError(
-            f"{name}={degree} is not a number of ranks, and cannot be inferred: {name} is no factor of the world size. "
+            f"{name}={degree} is not a number of ranks, and cannot be inferred: {name} is not a factor of the world size. "
             f"Nearest valid: {name}=1."
         )
     nearest = -1 if degree < 0 else 1
