@@ -313,3 +313,21 @@ def test_optimizer_state_by_number_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="get_state_dict"):
         import_dcp(tmp_path / "by_number", tmp_path / "root")
     import_dcp(tmp_path / "by_number", tmp_path / "root", optim="")
+
+
+def test_dcp_load_takes_nested_names_of_a_native_step(tmp_path):
+    model = torch.nn.Linear(6, 4)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optim.step()
+    path = Checkpointer(tmp_path).save(1, TrainState(model=model, optim=optim, rng=False)).path
+    moments = {
+        name: {key: torch.zeros_like(value) for key, value in optim.state[param].items()}
+        for name, param in model.named_parameters()
+    }
+    weights = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load({"model": weights, "optim": {"state": moments}}, storage_reader=TitanStorageReader(path), no_dist=True)
+    for name, param in model.named_parameters():
+        assert torch.equal(weights[name], param)
+        for key, value in optim.state[param].items():
+            assert torch.equal(moments[name][key], value)

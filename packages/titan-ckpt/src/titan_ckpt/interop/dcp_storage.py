@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from titan_ckpt.errors import DamageError, malformed_is_damage
 from titan_ckpt.format.header import Entry
-from titan_ckpt.format.index import FileRecord, Index, StoredChunk, pack_tensor
+from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, check_step, shard_name
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.load.copies import box_copies, check_copies, read_tensor, run_copies
@@ -232,21 +232,19 @@ class TitanStorageReader(StorageReader):
     def __init__(self, step: StorePath | os.PathLike[str] | str) -> None:
         super().__init__()
         self._reader = StepReader(step)
+        self._names: dict[str, StoredTensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Called by DCP before a load; a ``checkpoint_id`` is taken as the step's folder."""
         if checkpoint_id is not None:
-            self._reader = StepReader(str(checkpoint_id))
+            self._reader, self._names = StepReader(str(checkpoint_id)), {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Called by DCP: what the step holds, in DCP's terms."""
-        index = self._reader.index
-        names = {key: key for key in index.tensors["model"]} | index.tied
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._extra()
         }
-        for name, key in names.items():
-            stored = index.tensors["model"][key]
+        for name, stored in self._named().items():
             boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks]
             properties = TensorProperties(dtype=DTYPES[stored.dtype])
             entries[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), boxes)
@@ -292,11 +290,23 @@ class TitanStorageReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
     def _copies(self, item: ReadItem, into: Tensor) -> list[Any]:
-        stored = self._reader.index.find("model", item.storage_index.fqn)
-        assert stored is not None
+        stored = self._named()[item.storage_index.fqn]
         origin = item.storage_index.offset or ()
         offsets = tuple(at + inner for at, inner in zip(origin, item.storage_offsets, strict=True))
         return box_copies(stored, (offsets, tuple(item.lengths)), into)
+
+    def _named(self) -> dict[str, StoredTensor]:
+        """Tensors by the names that DCP gives them: weights alone (``weight``) or below ``model`` (``model.weight``), and
+        optimizer state below ``optim`` (``optim.state.weight.exp_avg``).
+        """
+        if not self._names:
+            index = self._reader.index
+            model = {name: index.tensors["model"][key] for name, key in index.tied.items()} | index.tensors["model"]
+            for key, stored in index.tensors["optim"].items():
+                param, _, state = key.rpartition("/")
+                self._names[f"optim.state.{param}.{state}"] = stored
+            self._names |= {f"model.{name}": stored for name, stored in model.items()} | model
+        return self._names
 
     def _extra(self) -> dict[str, Any]:
         encoded = self._reader.shared_state()["extra"]
