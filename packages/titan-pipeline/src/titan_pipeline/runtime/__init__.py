@@ -2,6 +2,7 @@
 
 ====================  ==============================================================
 `executor`            runs the programs of one rank: `Executor`
+`agreement`           all ranks have one schedule; what a split backward gains
 `program`             one rank's part of a schedule, compiled
 `step`                one step: walk the program
 `stage`               stages of a model
@@ -12,6 +13,7 @@
 ====================  ==============================================================
 """
 
+from titan_pipeline.runtime.agreement import DeferredWork, solve_on_rank0
 from titan_pipeline.runtime.executor import Executor, PipelineResult
 from titan_pipeline.runtime.optimizer import Optimistic, clip_grad_norm
 from titan_pipeline.runtime.stage.cut import split_layers
@@ -31,6 +33,7 @@ from titan_pipeline.runtime.weight_grad.rules import NORM_RULES
 
 __all__ = [
     "NORM_RULES",
+    "DeferredWork",
     "DeviceTransport",
     "Executor",
     "GlooTransport",
@@ -50,6 +53,7 @@ __all__ = [
     "find_tied_weights",
     "grouped_linear",
     "schedule_from_torch",
+    "solve_on_rank0",
     "split_layers",
     "torch_runtime",
 ]

@@ -21,6 +21,7 @@ from titan_pipeline.analysis.measure import Measurement
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.analysis.verify import verify
 from titan_pipeline.ir.schedule import Kind, Schedule
+from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, warn_of_low_shares
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, reduce_tied
@@ -45,7 +46,7 @@ class PipelineResult:
 
 
 class Executor:
-    """Runs the programs of one rank.
+    """Runs the programs of one rank. Construction is collective: every rank of the pipeline builds its own.
 
     Args:
         schedule: Verified at construction; give the same on every rank.
@@ -90,10 +91,20 @@ class Executor:
         self._began = 0.0
         self._broken = False
         self._forward_program: Program | None = None
+        self.deferred: DeferredWork | None = None
+        """How much of the weight gradients waits for W actions, and the bubble that follows; None for a schedule that
+        does not split backwards. A forecast, made when the schedule is set; stages report what happened."""
         self.swap(schedule)
 
     def swap(self, schedule: Schedule) -> None:
-        """Use another schedule from the next step on; the placement of stages must stay. Call on every rank."""
+        """Use another schedule from the next step on; the placement of stages must stay.
+
+        Collective: call it on every rank, with the same schedule.
+
+        Raises:
+            ValueError: If the schedule does not fit the stages, or the ranks gave different ones.
+            ScheduleError: If the schedule cannot run.
+        """
         if schedule.num_ranks != self.transport.num_ranks:
             raise ValueError(
                 f"the schedule is for {schedule.num_ranks} ranks, the transport has {self.transport.num_ranks}."
@@ -111,6 +122,9 @@ class Executor:
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
         for stage in self.stages.values():
             stage.configure(stage.index in split)
+        self.deferred = agree(schedule, self.stages, self.transport)
+        if self.deferred is not None:
+            warn_of_low_shares(schedule, self.deferred, self.stages)
         self.schedule = schedule
         self._program = compile_program(schedule, self.rank)
         self._forward_program = None
@@ -141,7 +155,9 @@ class Executor:
             ValueError: Inputs, targets or the schedule do not fit; every other rank then raises `PipelineAborted`.
         """
         batch = Batch(inputs, targets, extras, denominator, aux_weight, training=True)
-        return self._run(self._program, batch)[0]
+        result = self._run(self._program, batch)[0]
+        self._check_deferred()
+        return result
 
     def evaluate(
         self,
@@ -195,6 +211,20 @@ class Executor:
         for stage in self.stages.values():
             stage.clear()
         self._broken = False
+
+    def _check_deferred(self) -> None:
+        """Warn once if a stage of this rank deferred less than was forecast."""
+        work = self.deferred
+        if work is None:
+            return
+        shares = tuple(
+            min(share, getattr(self.stages.get(s), "deferred_share", 1.0)) for s, share in enumerate(work.shares)
+        )
+        if shares == work.shares:
+            return
+        late = {s: self.stages[s] for s in self.stages if shares[s] < LOW_SHARE <= work.shares[s]}
+        self.deferred = expected_gain(self.schedule, shares)
+        warn_of_low_shares(self.schedule, self.deferred, late)
 
     def _evaluation(self) -> Program:
         if self._forward_program is None:
