@@ -25,6 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 WIDTH = 6
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ranks run with one thread; so does the reference, since a kernel may sum in another order on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def build_layers(num_stages):
     torch.manual_seed(1)
     return [

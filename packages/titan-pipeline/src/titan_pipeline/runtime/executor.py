@@ -41,6 +41,8 @@ class PipelineResult:
     """What it was divided by: tokens, or microbatches."""
     losses: tuple[Any, ...]
     """Loss sums by microbatch, on the last stage's rank; empty elsewhere."""
+    metrics: tuple[Any, ...] = ()
+    """What the loss function returned beside the loss, by microbatch, on the last stage's rank."""
     aux_loss: float = 0.0
     """Weighted sum of all stages' auxiliary losses, the same on every rank; not part of ``loss``."""
 
@@ -260,7 +262,8 @@ class Executor:
             raise PipelineAborted(first)
         loss_sum, divisor, _ = reports[self.schedule.placement[-1]]
         aux = sum(report[2] for report in reports)
-        return PipelineResult(loss_sum / divisor, divisor, tuple(run.losses), aux), run.outputs
+        metrics = tuple(run.metrics[mb] for mb in sorted(run.metrics))
+        return PipelineResult(loss_sum / divisor, divisor, tuple(run.losses), metrics, aux), run.outputs
 
 
 def _synchronized(synchronize: Callable[[], None]) -> Callable[[], float]:

@@ -11,6 +11,7 @@ from titan_pipeline.runtime.program import Program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.messages import Key, PeerFailure, PipelineAborted
+from titan_pipeline.runtime.transport.tree import TensorTree
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -58,6 +59,7 @@ class StepRun:
         self.denominator = 1.0 if batch.denominator is None else batch.denominator
         self.losses: list[Any] = []
         self.outputs: dict[int, Any] = {}
+        self.metrics: dict[int, Any] = {}
         self.spans: list[Slot] = []
         self.began = 0.0
         """Wall-clock time at which the program started."""
@@ -146,6 +148,10 @@ class StepRun:
             self._forward[s, mb] = outputs
         elif target is not None:
             self._loss_parts[mb] = outputs[0]
+            if len(outputs) > 1:
+                self.metrics[mb] = outputs[1]
+        elif isinstance(outputs, TensorTree):
+            self.outputs[mb] = outputs.unpack(lambda t, _: t)[0]
         else:
             self.outputs[mb] = outputs[0] if len(outputs) == 1 else outputs
 

@@ -8,12 +8,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from titan_pipeline.runtime.stage.data_parallel import Gather, wrapping_of
+from titan_pipeline.runtime.transport.tree import TensorTree, is_flat
 from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
 from titan_pipeline.runtime.weight_grad.queue import Rule, WeightGradQueue
 
 
 class TorchStage:
-    """A stage that is an ``nn.Module`` taking and returning tensors (or tuples of them).
+    """A stage that is an ``nn.Module``.
+
+    What it returns, the next stage's module is called with: a tuple as its arguments, anything else (a tensor, dict, list or
+    dataclass of tensors, None and plain values) as the only one. Tensors may have any number, shape and data type; those
+    that need no gradient here (detach them to say so) get none.
 
     The module may be wrapped by DistributedDataParallel or FSDP2 (itself or its children): gradients are then reduced
     once per step, when the stage's last gradient is there.
@@ -21,7 +26,8 @@ class TorchStage:
     Args:
         module: The stage's layers.
         index: Position in the model.
-        loss: On the last stage: ``loss(output, target)``, summed over tokens, not averaged.
+        loss: On the last stage: ``loss(output, target)``, summed over tokens, not averaged; or ``(loss, metrics)``, with
+            anything beside it that `PipelineResult.metrics` then holds.
         aux_loss: Called with the module after each training forward: a scalar to add to the loss (such as a
             mixture-of-experts balance loss, its coefficient included), or None. See `Executor.step` for its weight.
         keywords: Names of the microbatch's extra inputs that this module takes; None for all of them.
@@ -109,23 +115,42 @@ class TorchStage:
     ) -> tuple[Any, ...]:
         """See `Stage.forward`."""
         if not training:
+            args, _ = self._taken(inputs, False)
             with torch.no_grad():
-                return self._run(inputs, target, extra)
-        if self.index > 0:
-            inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in cast(tuple[Tensor, ...], inputs))
+                return self._run(args, target, extra, False)
+        args, kept = self._taken(inputs, self.index > 0)
         with self._wrapping.forward():
             if self._engine is None:
-                outputs = self._run(inputs, target, extra)
+                outputs = self._run(args, target, extra, True)
             else:
                 with self._engine.recording():
-                    outputs = self._run(inputs, target, extra)
+                    outputs = self._run(args, target, extra, True)
+        metrics: tuple[Any, ...] = ()
         if target is not None:
+            outputs, metrics = outputs[:1], outputs[1:]
             self._seed = outputs[0].detach()  # dtype and device of the loss
-        tracked = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
+        tracked = [o.requires_grad for o in outputs]
         # Only the edge into the graph is kept, not the output itself: after the send nobody needs its data.
         edges = [get_gradient_edge(o) for o, t in zip(outputs, tracked, strict=True) if t]
-        self._kept[microbatch] = _Kept(inputs, edges, tracked)
-        return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
+        self._kept[microbatch] = _Kept(kept, edges, tracked)
+        sent = [o.detach() for o in outputs]
+        if isinstance(outputs, TensorTree):
+            return TensorTree.of(sent, outputs.structure)
+        return (*sent, *metrics)
+
+    def _taken(self, inputs: tuple[Any, ...], differentiable: bool) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """Arguments of the module, and their tensors as leaves of this stage's graph."""
+
+        def leaf(tensor: Tensor, wanted: bool) -> Tensor:
+            return tensor.detach().requires_grad_(wanted and differentiable)
+
+        if isinstance(inputs, TensorTree):
+            value, tensors = inputs.unpack(leaf)
+            return (value if isinstance(value, tuple) else (value,)), tensors
+        if not differentiable:
+            return inputs, inputs
+        tensors = tuple(leaf(x, x.is_floating_point() or x.is_complex()) for x in cast(tuple[Tensor, ...], inputs))
+        return tensors, tensors
 
     def backward(self, microbatch: int, grads: tuple[Any, ...], defer: bool) -> tuple[Any, ...]:
         """See `Stage.backward`."""
@@ -147,7 +172,7 @@ class TorchStage:
                 self._wrapping.after_weights()
         if self.index == 0:
             return ()
-        return tuple(x.grad if x.is_floating_point() else None for x in inputs)
+        return tuple(x.grad for x in inputs)
 
     def backward_weight(self, microbatch: int) -> None:
         """See `Stage.backward_weight`."""
@@ -187,10 +212,15 @@ class TorchStage:
         value = aux.detach()
         self._aux_sum = value if self._aux_sum is None else self._aux_sum + value
         outputs = output if isinstance(output, tuple) else (output,)
+        if not isinstance(outputs[0], Tensor):
+            raise ValueError(
+                f"stage {self.index} has an auxiliary loss, but its module returns a {type(output).__name__}. Return a "
+                "tensor, or a tuple that starts with one."
+            )
         joined = (_WithAuxLoss.apply(outputs[0], aux, self._aux_weight), *outputs[1:])
         return joined if isinstance(output, tuple) else joined[0]
 
-    def _run(self, inputs: tuple[Any, ...], target: Any, extra: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _run(self, inputs: tuple[Any, ...], target: Any, extra: Mapping[str, Any], training: bool) -> tuple[Any, ...]:
         if self._keywords is not None:
             missing = [k for k in self._keywords if k not in extra]
             if missing:
@@ -202,8 +232,19 @@ class TorchStage:
                 raise ValueError(
                     f"stage {self.index} is the last and got a target, but no loss. Pass loss= to TorchStage."
                 )
-            return (self._loss(output, target),)
-        return output if isinstance(output, tuple) else (output,)
+            return _loss_and_metrics(self._loss(output, target))
+        outputs: Any = (output,) if isinstance(output, Tensor) else output
+        if is_flat(outputs, training):
+            return outputs
+        return TensorTree.pack(outputs, lambda t: t.requires_grad)
+
+
+def _loss_and_metrics(result: Any) -> tuple[Any, ...]:
+    """The loss, and what the loss function returned beside it, without its graph."""
+    if not isinstance(result, tuple):
+        return (result,)
+    loss, metrics = cast(tuple[Any, Any], result)
+    return loss, TensorTree.pack(metrics, lambda t: False).unpack(lambda t, _: t.detach())[0]
 
 
 class _Kept(NamedTuple):

@@ -3,6 +3,7 @@
 =============  =====================================================================
 `base`         what the executor asks of a transport
 `messages`     headers, payloads, the news of a failure
+`tree`         stage outputs of any structure as tensors and back
 `threads`      ranks as threads of one process
 `gloo`         a torch.distributed process group
 `device`       tensors stay on their accelerator

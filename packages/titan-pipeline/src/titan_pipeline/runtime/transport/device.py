@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_pipeline.runtime.transport.gloo import GlooTransport
-from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure, Specs
+from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure, Specs, on_wire, with_structure
+from titan_pipeline.runtime.transport.tree import TensorTree
 
 _PATIENCE = 1.0
 """Seconds given to the news of a failure when a data channel broke before it arrived."""
@@ -140,7 +141,7 @@ class DeviceTransport(GlooTransport):
         return failure
 
     def _send_tensors(self, target: int, payload: Payload) -> None:
-        tensors = [t.detach().contiguous() for t in payload if t is not None]
+        tensors = [on_wire(t.detach().contiguous()) for t in payload if t is not None]
         if tensors:
             channel = self._channels[self.rank, target]
             ops = [dist.P2POp(dist.isend, t, group=channel, group_peer=_other(channel)) for t in tensors]
@@ -160,10 +161,10 @@ class DeviceTransport(GlooTransport):
         tensors = [t for t in payload if t is not None]
         if tensors:
             channel = self._channels[source, self.rank]
-            ops = [dist.P2POp(dist.irecv, t, group=channel, group_peer=_other(channel)) for t in tensors]
+            ops = [dist.P2POp(dist.irecv, on_wire(t), group=channel, group_peer=_other(channel)) for t in tensors]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()  # on an accelerator: its stream waits, the host does not
-        return payload
+        return with_structure(payload, promised.structure if isinstance(promised, TensorTree) else None)
 
 
 def _other(channel: dist.ProcessGroup) -> int:

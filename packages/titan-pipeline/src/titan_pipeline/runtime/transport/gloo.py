@@ -24,11 +24,15 @@ from titan_pipeline.runtime.transport.messages import (
     PeerFailure,
     PipelineAborted,
     Specs,
+    announces_failure,
     decode_failure,
     decode_header,
     encode_failure,
     encode_header,
     failure_header,
+    on_wire,
+    rest_of,
+    with_structure,
 )
 
 
@@ -73,9 +77,10 @@ class GlooTransport:
     def send(self, target: int, key: Key, payload: Payload) -> None:
         """WeightGradQueue header and tensors; they are kept alive until the step closes."""
         self._left[target] -= 1
-        header = encode_header(key, payload)
+        headers = encode_header(key, payload)
         try:
-            self._post(header, target)
+            for header in headers:
+                self._post(header, target)
             self._send_tensors(target, payload)
         except RuntimeError as err:
             raise PipelineAborted(PeerFailure(target, -1, "", f"it takes no messages any more: {err}")) from err
@@ -141,7 +146,7 @@ class GlooTransport:
     def _send_tensors(self, target: int, payload: Payload) -> None:
         for tensor in payload:
             if tensor is not None:
-                self._post(tensor.detach().cpu().contiguous(), target)
+                self._post(on_wire(tensor.detach().cpu().contiguous()), target)
 
     def _announced(self, source: int, key: Key) -> None:
         """Called in the listening thread before a message can be taken."""
@@ -152,7 +157,7 @@ class GlooTransport:
         for spec in specs:
             tensor = None if spec is None else torch.empty(spec[1], dtype=spec[0])
             if tensor is not None:
-                dist.recv(tensor, group=self._group, group_src=source)
+                dist.recv(on_wire(tensor), group=self._group, group_src=source)
             payload.append(tensor)
         return tuple(payload)
 
@@ -165,16 +170,18 @@ class GlooTransport:
             for key in keys:
                 header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
                 dist.recv(header, group=self._group, group_src=source)
-                decoded = decode_header(header)
-                if decoded is None:
+                if announces_failure(header):
                     text = torch.empty(TEXT_LENGTH, dtype=torch.uint8)
                     dist.recv(text, group=self._group, group_src=source)
                     failure = decode_failure(text)
                     assert failure is not None
                     self._receiver.fail(failure)
                     return
-                got, specs = decoded
-                payload = self._receive_tensors(source, specs)
+                rest = torch.empty(rest_of(header), dtype=torch.int64)
+                if rest.numel():
+                    dist.recv(rest, group=self._group, group_src=source)
+                got, specs, structure = decode_header(torch.cat([header, rest]))
+                payload = with_structure(self._receive_tensors(source, specs), structure)
                 if got != key:
                     raise RuntimeError(f"expected message {key} from rank {source}, got {got}")
                 self._announced(source, key)

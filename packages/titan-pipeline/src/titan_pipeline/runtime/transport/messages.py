@@ -1,7 +1,8 @@
 """What travels between ranks: tuples of tensors with a key, and the news of a failure.
 
 Microbatches may differ in shape, so every message starts with a header of fixed size that says what follows: the key
-(checked on arrival, so that a disorder is an error and never wrong data) and the shape and dtype of each tensor. A
+(checked on arrival, so that a disorder is an error and never wrong data), the shape and dtype of each tensor, and the
+structure around them. A
 header can instead announce a failure; its text follows.
 """
 
@@ -10,20 +11,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titan_pipeline.runtime.transport.tree import TensorTree, as_bytes
+
 HEADER_LENGTH = 64
-_MAX_TENSORS, _MAX_DIMS = 6, 8
 _DATA, _FAILURE = 1, 2
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
-    torch.int16, torch.int8,
+_FIXED = 7
+"""Numbers of a header before the data types and shapes."""
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "float32", "bfloat16", "float16", "float64", "int64", "int32", "bool", "uint8", "int16", "int8", "complex64",
+        "complex128", "complex32", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+        "float8_e5m2fnuz", "float8_e8m0fnu",
+    )
 )  # fmt: skip
+_COMMON = frozenset(_DTYPES[:10])
+"""What every backend moves; other types travel as bytes."""
 TEXT_LENGTH = 2048
 
 Key = tuple[int, int, int]
 """What a message is: kind (0 activation, 1 gradient, 2 tied gradient, 3 tied sum), stage it is for, microbatch."""
 
 Payload = tuple[Tensor | None, ...]
-"""Tensors of one message; None stands for "no gradient"."""
+"""Tensors of one message; None stands for "no gradient". A `TensorTree` also has a structure."""
 
 
 Specs = list[tuple[torch.dtype, tuple[int, ...]] | None]
@@ -55,37 +65,49 @@ class PipelineAborted(RuntimeError):
         self.failure = failure
 
 
-def encode_header(key: Key, payload: Payload) -> Tensor:
-    """The header of a message, int64 of shape ``[HEADER_LENGTH]``."""
-    if len(payload) > _MAX_TENSORS:
-        raise ValueError(f"a stage returns {len(payload)} tensors, but a message holds {_MAX_TENSORS}. Pack them.")
-    values = [_DATA, *key, len(payload)]
+def encode_header(key: Key, payload: Payload) -> list[Tensor]:
+    """The header of a message: int64 of shape ``[HEADER_LENGTH]``, and what does not fit it as a second tensor."""
+    structure = payload.structure if isinstance(payload, TensorTree) else b""
+    specs: list[int] = []
     for tensor in payload:
-        if tensor is None:
-            values += [-1, 0]
-            continue
-        if tensor.dim() > _MAX_DIMS:
-            raise ValueError(
-                f"a stage returns a tensor of {tensor.dim()} dimensions; a message allows {_MAX_DIMS}. Reshape it."
-            )
-        values += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    if len(values) > HEADER_LENGTH:
-        raise ValueError(f"the shapes of {len(payload)} tensors do not fit a header of {HEADER_LENGTH} numbers.")
-    return torch.tensor(values + [0] * (HEADER_LENGTH - len(values)), dtype=torch.int64)
+        specs += [-1, 0] if tensor is None else [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    values = [_DATA, *key, len(payload), _FIXED + len(specs) + len(structure), len(structure), *specs, *structure]
+    first = torch.tensor(values[:HEADER_LENGTH] + [0] * (HEADER_LENGTH - len(values)), dtype=torch.int64)
+    rest = values[HEADER_LENGTH:]
+    return [first, torch.tensor(rest, dtype=torch.int64)] if rest else [first]
 
 
-def decode_header(header: Tensor) -> tuple[Key, Specs] | None:
-    """Key and what follows; None if the header announces a failure."""
+def announces_failure(header: Tensor) -> bool:
+    """Whether a header is that of `failure_header`."""
+    return int(header[0]) == _FAILURE
+
+
+def rest_of(header: Tensor) -> int:
+    """How many numbers follow a header, in a tensor of their own."""
+    return max(0, int(header[5]) - HEADER_LENGTH)
+
+
+def decode_header(header: Tensor) -> tuple[Key, Specs, bytes | None]:
+    """Key, what follows, and the structure around it; from a header with its rest appended."""
     values: list[int] = header.tolist()
-    if values[0] == _FAILURE:
-        return None
-    at = 5
+    at = _FIXED
     specs: Specs = []
     for _ in range(values[4]):
         code, dims = values[at], values[at + 1]
         specs.append(None if code < 0 else (_DTYPES[code], tuple(values[at + 2 : at + 2 + dims])))
         at += 2 + dims
-    return (values[1], values[2], values[3]), specs
+    structure = bytes(values[at : at + values[6]]) if values[6] else None
+    return (values[1], values[2], values[3]), specs, structure
+
+
+def on_wire(tensor: Tensor) -> Tensor:
+    """The tensor in a form that every backend moves; it shares the memory of a contiguous one."""
+    return tensor if tensor.dtype in _COMMON else as_bytes(tensor)
+
+
+def with_structure(payload: Payload, structure: bytes | None) -> Payload:
+    """The payload as it was sent."""
+    return payload if structure is None else TensorTree.of([t for t in payload if t is not None], structure)
 
 
 def failure_header() -> Tensor:

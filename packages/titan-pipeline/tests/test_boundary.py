@@ -1,0 +1,161 @@
+"""What crosses from stage to stage: any structure, any number of tensors, any data type; and metrics beside the loss."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+testing = pytest.importorskip("titan_testing")
+
+from titan_pipeline import Schedule, build_schedule  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
+from torch import nn  # noqa: E402
+
+# float64; the loss is divided before or after the sum: fewer than 64 terms of order one, rounded by 2^-53 each
+BOUND = 64 * 2.0**-53
+
+
+@dataclass
+class State:
+    hidden: Any
+    mask: Any
+    names: Any = None
+
+
+class Layer(nn.Module):
+    """Takes and returns a structure of the kind that ``kind`` names."""
+
+    def __init__(self, kind, first):
+        super().__init__()
+        self.kind, self.first = kind, first
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, *args):
+        hidden, mask = self.take(args)
+        return self.give(hidden + torch.tanh(self.inner(hidden)) * mask, mask)
+
+    def take(self, args):
+        if self.first:
+            (x,) = args
+            return x, (x[:, :1] > 0).double().detach()
+        if self.kind == "dict":
+            assert args[0]["nothing"] is None
+            assert not args[0]["parts"][1].requires_grad
+            return args[0]["parts"]
+        if self.kind == "dataclass":
+            assert args[0].names == ("a", 3)
+            return args[0].hidden, args[0].mask.to(torch.float64)
+        if self.kind == "many":
+            return sum(args[:12]) / 12, args[12]
+        z, mask = args
+        return z.real, mask.to(torch.float64)
+
+    def give(self, hidden, mask):
+        if self.kind == "dict":
+            return {"parts": [hidden, mask], "nothing": None, "count": 2}
+        if self.kind == "dataclass":
+            return State(hidden, mask.to(torch.float8_e4m3fn), ("a", 3))
+        if self.kind == "many":
+            return (*[hidden * 1] * 12, mask)
+        return torch.complex(hidden, torch.zeros_like(hidden)), mask.bool()
+
+
+class Last(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args):
+        out = self.layer(*args)
+        out = out["parts"][0] if isinstance(out, dict) else out.hidden if isinstance(out, State) else out[0]
+        return out.real if out.is_complex() else out
+
+
+def build(kind, num_stages):
+    torch.manual_seed(0)
+    layers = [Layer(kind, s == 0).double() for s in range(num_stages)]
+    return [*layers[:-1], Last(layers[-1])]
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def loss_and_metrics(output, target):
+    loss = nn.functional.mse_loss(output, target)
+    return loss, {"largest": (output - target).abs().max(), "rows": len(output)}
+
+
+def train(transport, schedule, modules):
+    stages = [TorchStage(modules[s], s, loss=loss_and_metrics) for s in schedule.stages_of(transport.rank)]
+    executor = Executor(schedule, stages, transport)
+    batch = data()
+    result = executor.step(batch, batch)
+    evaluated = executor.evaluate(batch, batch)
+    outputs = executor.infer(batch)
+    assert result.loss == pytest.approx(evaluated.loss, rel=1e-12)
+    return result, outputs, {s.index: [p.grad for p in s.module.parameters()] for s in stages}
+
+
+def _gloo(text, kinds):
+    schedule = Schedule.from_text(text)
+    returned = []
+    for kind in kinds:
+        result, outputs, grads = train(GlooTransport(), schedule, build(kind, schedule.num_stages))
+        returned.append((result.loss, [m["rows"] for m in result.metrics], outputs, grads))
+    return returned
+
+
+def reference(kind, num_stages):
+    modules, outputs = build(kind, num_stages), []
+    for x in data():
+        value = (x,)
+        for m in modules:
+            value = m(*value) if isinstance(value, tuple) else m(value)
+        (nn.functional.mse_loss(value, x) / 4).backward()
+        outputs.append(value.detach())
+    return outputs, [[p.grad for p in m.parameters()] for m in modules]
+
+
+KINDS = ["dict", "dataclass", "many", "complex"]
+
+
+def check(grads, expected):
+    for s, got in grads.items():
+        for g, e in zip(got, expected[s], strict=True):
+            torch.testing.assert_close(g, e, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_structure_crosses_between_threads(kind, name):
+    schedule = build_schedule(name, 2, 4)
+    outputs, expected = reference(kind, schedule.num_stages)
+    modules = build(kind, schedule.num_stages)
+    results = ThreadHub(2).run(lambda t: train(t, schedule, modules))
+    last = schedule.placement[-1]
+    for rank, (result, got, grads) in enumerate(results):
+        check(grads, expected)
+        assert len(result.metrics) == (4 if rank == last else 0)
+        for g, e in zip(got, outputs, strict=False):
+            torch.testing.assert_close(g, e, rtol=0, atol=BOUND)
+    assert all(m["rows"] == 2 and not m["largest"].requires_grad for m in results[last][0].metrics)
+
+
+def test_any_structure_crosses_between_processes():
+    schedule = build_schedule("zbv", 2, 4)
+    for rank, returned in enumerate(testing.run_ranks(_gloo, 2, schedule.to_text(), KINDS)):
+        for kind, (_, rows, _, grads) in zip(KINDS, returned, strict=True):
+            check(grads, reference(kind, schedule.num_stages)[1])
+            assert rows == ([2] * 4 if rank == schedule.placement[-1] else [])
+
+
+def test_an_auxiliary_loss_needs_a_tensor_to_join():
+    module = Layer("dict", True).double()
+    stage = TorchStage(module, 0, aux_loss=lambda m: m.inner.weight.sum(), loss=lambda o, t: o["parts"][0].sum())
+    executor = Executor(build_schedule("gpipe", 1, 4), [stage])
+    with pytest.raises(ValueError, match="Return a tensor, or a tuple that starts with one"):
+        executor.step(copy.deepcopy(data()), data())
