@@ -193,7 +193,7 @@ def launched(case: Case, folder, common, layout):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run_dir = Path(folder) / "runs" / name
