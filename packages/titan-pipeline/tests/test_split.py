@@ -67,7 +67,7 @@ def test_named_cuts_are_checked():
 
     layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4)))
     assert [len(s) for s in split_layers(layers, 2, starts=["3"])] == [3, 1]
-    for starts, message in ((["9"], "are no layers"), (["3", "1"], "not in the order"), ([], "make 1 stages")):
+    for starts, message in ((["9"], "are not layers"), (["3", "1"], "not in the order"), ([], "make 1 stages")):
         with pytest.raises(ValueError, match=message):
             split_layers(layers, 3 if len(starts) == 2 else 2, starts=starts)
     with pytest.raises(ValueError, match="one per layer"):

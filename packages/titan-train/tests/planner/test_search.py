@@ -10,13 +10,13 @@ from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import search
-from titan_train.planner.search.space import Request
+from titan_train.planner.search.space import PlanRequest
 from titan_train.planner.translate import config_toml, setup_of_config, shape_of_config
 
 
-def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> Request:
+def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> PlanRequest:
     precisions = ("bf16", "tensorwise") if machine == "h100" else ("bf16",)
-    return Request(
+    return PlanRequest(
         shape=find_shape(model), machine=load_machine(machine), gpus=gpus, seq_len=seq_len, global_batch=batch,
         precisions=precisions, **rest,
     )  # type: ignore[arg-type]  # fmt: skip

@@ -25,7 +25,7 @@ from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, exp
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, reduce_tied
-from titan_pipeline.runtime.step import Batch, StepRun
+from titan_pipeline.runtime.step import StepBatch, StepRun
 from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
 from titan_pipeline.runtime.transport.threads import ThreadHub
@@ -156,7 +156,7 @@ class Executor:
             PipelineAborted: Another rank failed.
             ValueError: Inputs, targets or the schedule do not fit; every other rank then raises `PipelineAborted`.
         """
-        batch = Batch(inputs, targets, extras, denominator, aux_weight, training=True)
+        batch = StepBatch(inputs, targets, extras, denominator, aux_weight, training=True)
         result = self._run(self._program, batch)[0]
         self._check_deferred()
         return result
@@ -170,13 +170,13 @@ class Executor:
         denominator: float | None = None,
     ) -> PipelineResult:
         """The loss of one batch without gradients; any schedule, as many microbatches as a step has."""
-        return self._run(self._evaluation(), Batch(inputs, targets, extras, denominator, None, training=False))[0]
+        return self._run(self._evaluation(), StepBatch(inputs, targets, extras, denominator, None, training=False))[0]
 
     def infer(
         self, inputs: Sequence[Any] | None = None, *, extras: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Any]:
         """The outputs of the last stage by microbatch, on its rank; an empty list elsewhere."""
-        outputs = self._run(self._evaluation(), Batch(inputs, None, extras, None, None, training=False))[1]
+        outputs = self._run(self._evaluation(), StepBatch(inputs, None, extras, None, None, training=False))[1]
         return [outputs[mb] for mb in sorted(outputs)]
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -233,7 +233,7 @@ class Executor:
             self._forward_program = compile_program(self.schedule.for_evaluation(), self.rank)
         return self._forward_program
 
-    def _run(self, program: Program, batch: Batch) -> tuple[PipelineResult, dict[int, Any]]:
+    def _run(self, program: Program, batch: StepBatch) -> tuple[PipelineResult, dict[int, Any]]:
         if self._broken:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
         transport, training = self.transport, batch.training

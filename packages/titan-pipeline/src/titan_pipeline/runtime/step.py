@@ -17,7 +17,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """What a step was called with."""
 
     inputs: Sequence[Any] | None
@@ -43,7 +43,7 @@ class StepRun:
     def __init__(
         self,
         program: Program,
-        batch: Batch,
+        batch: StepBatch,
         stages: Mapping[int, Stage],
         transport: Transport,
         count_tokens: Callable[[Any], float] | None,

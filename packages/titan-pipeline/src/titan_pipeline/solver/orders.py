@@ -48,7 +48,7 @@ class Problem:
             self.source += [(stages + s + 1) * m + k if above else -1 for k in range(m)]
             self.hop += [costs.hop(s, placement[s + 1], placement[s]) if above else 0.0] * m
 
-    def decode(self, orders: Sequence[Order], patience: Sequence[float], record: bool = False) -> Decoded | None:
+    def decode(self, orders: Sequence[Order], patience: Sequence[float], record: bool = False) -> Decoded | None:  # noqa: C901 (see below)
         """Play the orders; None if they wait for each other or break a limit.
 
         One long function on purpose: the search calls it thousands of times per second, and a call per action would

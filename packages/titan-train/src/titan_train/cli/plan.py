@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 if TYPE_CHECKING:
-    from titan_train.planner.search.space import Request
+    from titan_train.planner.search.space import PlanRequest
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -72,10 +72,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-def build_request(arguments: argparse.Namespace) -> "Request":
+def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     """The search that the words ask for."""
     from titan_train.planner.hardware.machine import load_machine
-    from titan_train.planner.search.space import Request
+    from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
     from titan_train.planner.translate import shape_named
 
@@ -90,7 +90,7 @@ def build_request(arguments: argparse.Namespace) -> "Request":
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
-    return Request(
+    return PlanRequest(
         shape=shape_named(arguments.model),
         machine=machine,
         gpus=arguments.gpus,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_train.tokenizers import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
-from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Piece, read_pieces
+from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
 
 _SPACE = "\u2581"
 
@@ -86,7 +86,7 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> str | None:
     return _file(model, special, plain, normalizer=space_in, decoder=decoder)
 
 
-def _merges(pieces: Sequence[Piece]) -> list[list[str]]:
+def _merges(pieces: Sequence[VocabPiece]) -> list[list[str]]:
     """Every way to join two pieces into a learned one: the best score first, as the library joins them."""
     ids = {piece.text: number for number, piece in enumerate(pieces)}
     found: list[tuple[float, int, int, list[str]]] = []

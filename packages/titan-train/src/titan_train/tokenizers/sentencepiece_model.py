@@ -13,7 +13,7 @@ _UNIGRAM, _BPE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VocabPiece:
     """One entry of the vocabulary."""
 
     text: str
@@ -26,20 +26,20 @@ class Piece:
 class Pieces:
     """A model's vocabulary."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabPiece, ...]
     kind: str
     """unigram, bpe, or other."""
 
 
 def read_pieces(model: bytes) -> Pieces:
     """The vocabulary of a model that the library has loaded."""
-    pieces: list[Piece] = []
+    pieces: list[VocabPiece] = []
     kind = _UNIGRAM
     for field, value in _fields(model):
         if field == 1 and isinstance(value, bytes):
             parts = dict(_fields(value))
             score = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))[0]  # type: ignore[arg-type]
-            pieces.append(Piece(bytes(parts[1]).decode(), score, int(parts.get(3, NORMAL))))  # type: ignore[arg-type]
+            pieces.append(VocabPiece(bytes(parts[1]).decode(), score, int(parts.get(3, NORMAL))))  # type: ignore[arg-type]
         elif field == 2 and isinstance(value, bytes):
             kind = int(dict(_fields(value)).get(3, _UNIGRAM))  # type: ignore[arg-type]
     return Pieces(tuple(pieces), {_UNIGRAM: "unigram", _BPE: "bpe"}.get(kind, "other"))

@@ -53,7 +53,7 @@ def _named_cuts(names: list[str], starts: Sequence[str], num_stages: int) -> lis
         raise ValueError(f"{len(starts)} starts make {len(starts) + 1} stages, not num_stages={num_stages}.")
     unknown = [s for s in starts if s not in names]
     if unknown:
-        raise ValueError(f"starts {unknown} are no layers. The layers are {names}.")
+        raise ValueError(f"starts {unknown} are not layers. The layers are {names}.")
     bounds = [0, *(names.index(s) for s in starts), len(names)]
     if any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(f"starts={list(starts)} are not in the order of the layers {names}, or leave a stage empty.")

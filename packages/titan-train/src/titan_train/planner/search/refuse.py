@@ -7,7 +7,7 @@ from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.search.search import Searcher
-from titan_train.planner.search.space import Request
+from titan_train.planner.search.space import PlanRequest
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
@@ -71,7 +71,7 @@ def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | 
     return None
 
 
-def refuse_search(request: Request, closest: StepEstimate | None) -> str:
+def refuse_search(request: PlanRequest, closest: StepEstimate | None) -> str:
     """The sentence for a search that found nothing."""
     given = f"{request.shape.name} on {request.gpus} x {request.machine.title} at {request.seq_len:,} tokens"
     if closest is None:

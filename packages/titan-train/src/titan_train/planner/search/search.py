@@ -18,7 +18,7 @@ from titan_train.planner.cost.step import context_of, step_time
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.memory.states import state_bytes
-from titan_train.planner.search.space import Request, base_setup, batches, degrees
+from titan_train.planner.search.space import PlanRequest, base_setup, batches, degrees
 from titan_train.planner.setup import Setup
 
 _TIE = 0.02
@@ -38,7 +38,7 @@ _RECOMPUTE_TE = (
 class Ranking:
     """The outcome of a search."""
 
-    request: Request
+    request: PlanRequest
     best: list[StepEstimate]
     """Best first."""
     families: dict[str, StepEstimate]
@@ -58,7 +58,7 @@ class Ranking:
 class Searcher:
     """One search; keeps the costs of blocks that many setups share."""
 
-    def __init__(self, request: Request, *, offload: float = 0.0) -> None:
+    def __init__(self, request: PlanRequest, *, offload: float = 0.0) -> None:
         self.request = request
         self.offload = offload
         self.costs: dict[tuple[Any, ...], list[BlockCost]] = {}
@@ -200,7 +200,7 @@ def pareto(found: list[StepEstimate]) -> list[StepEstimate]:
     return front
 
 
-def search(request: Request, top: int = 10) -> Ranking:
+def search(request: PlanRequest, top: int = 10) -> Ranking:
     """Search all setups of ``request``; where none fits, also those that keep parameters and optimizer on the host."""
     found = Searcher(request).run(top)
     if found.best or request.stack in ("te", "te_graphs", "xla"):

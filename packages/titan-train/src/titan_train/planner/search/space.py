@@ -17,7 +17,7 @@ _STAGES = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What is asked for."""
 
     shape: ModelShape
@@ -48,7 +48,7 @@ class Request:
         return self.max_memory_gib * 2**30 if self.max_memory_gib else 0.92 * self.machine.memory_bytes
 
 
-def degrees(request: Request) -> Iterator[dict[str, int]]:
+def degrees(request: PlanRequest) -> Iterator[dict[str, int]]:
     """Legal degrees, without batch and schedule."""
     shape, gpus = request.shape, request.gpus
     attention = [b.attention for b in shape.blocks if b.attention is not None]
@@ -80,7 +80,7 @@ def degrees(request: Request) -> Iterator[dict[str, int]]:
                         }
 
 
-def batches(request: Request, chosen: dict[str, int]) -> Iterator[dict[str, int | str]]:
+def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, int | str]]:
     """Microbatch and schedule for given degrees."""
     pp, dp = chosen["pp"], chosen["dp_replicate"] * chosen["dp_shard"]
     local = request.global_batch // dp
@@ -99,7 +99,7 @@ def batches(request: Request, chosen: dict[str, int]) -> Iterator[dict[str, int 
                 yield {"microbatch": micro, "schedule": "interleaved_1f1b", "stages_per_rank": v}
 
 
-def base_setup(request: Request) -> Setup:
+def base_setup(request: PlanRequest) -> Setup:
     """The choices that are not searched."""
     te = request.stack in ("te", "te_graphs")
     return Setup(
@@ -113,14 +113,14 @@ def base_setup(request: Request) -> Setup:
     )
 
 
-def _values(request: Request, name: str, most: int) -> tuple[int, ...]:
+def _values(request: PlanRequest, name: str, most: int) -> tuple[int, ...]:
     if name in request.fixed:
         return (request.fixed[name],)
     top = min(most, request.gpus)
     return tuple(2**k for k in range(top.bit_length()) if 2**k <= top)
 
 
-def _replicas(request: Request, dp: int, inner: int) -> tuple[int, ...]:
+def _replicas(request: PlanRequest, dp: int, inner: int) -> tuple[int, ...]:
     """One copy, or copies whose shards fill one to four domains."""
     if "dp_replicate" in request.fixed:
         wanted = request.fixed["dp_replicate"]
