@@ -50,6 +50,7 @@ def help_pages(command: str) -> str:
         environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
         path = Path(sys.executable).parent / command
         done = subprocess.run([path, *words[1:]], capture_output=True, text=True, env=environment, timeout=60)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
         pages.append("$ " + " ".join(words) + "\n" + "\n".join(line.rstrip() for line in done.stdout.splitlines()))
     return "\n\n".join(pages) + "\n"
 

@@ -31,6 +31,13 @@ def test_the_mode_follows_the_degrees(ranks, parallel, mode, replicate, shard):
     assert resolve_mode(c.parallel, layout) == mode
 
 
+def test_experts_that_several_ranks_of_tensor_parallelism_hold_have_their_gradients_added():
+    c = config(tp=4, ep=2, sequence_parallel=True)
+    assert resolve_mode(c.parallel, build_layout(c, 4)) == "fsdp"
+    c = config(tp=4, ep=4, sequence_parallel=True)
+    assert resolve_mode(c.parallel, build_layout(c, 4)) == "none"
+
+
 def test_one_rank_in_bf16_is_wrapped_for_its_casts():
     c = config()
     assert resolve_mode(c.parallel, build_layout(c, 1), dtype="bf16") == "fsdp"

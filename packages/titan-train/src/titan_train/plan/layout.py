@@ -63,9 +63,11 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
     mode: Mode
     spec = layout.spec
     copies = spec.dp_replicate * spec.dp_shard * spec.cp  # ranks whose gradients are added
+    # experts are cut over the ranks of tp as well: with fewer parts than those, several ranks hold the same ones
+    expert_copies = copies * spec.tp // spec.ep if spec.ep > 1 else copies
     if parallel.mode != "auto":
         mode = parallel.mode
-    elif copies == 1:
+    elif copies == expert_copies == 1:
         mode = "fsdp" if dtype == "bf16" or parallel.offload != "none" else "none"
     elif spec.dp_replicate > 1:
         mode = "hsdp" if spec.dp_shard * spec.cp > 1 else "ddp"
