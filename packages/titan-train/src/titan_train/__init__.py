@@ -1,6 +1,6 @@
 """LLM pretraining from one TOML file: models, data, parallelism, trainer, launchers, report.
 
-The command is `titan-train`. The same parts serve as a library:
+The command is `titan-train`. The same parts serve as a library::
 
     from titan_train import Trainer, load_config, load_run
 

@@ -1,4 +1,4 @@
-"""A run's folder: what lies in it, who may write to it, and when a new attempt takes effect.
+"""A run's folder: what lies in it, who may write to it, and when a new attempt takes effect::
 
     runs/NAME/config.toml     the resolved configuration
               run.json        versions, command, device, times, status of every attempt

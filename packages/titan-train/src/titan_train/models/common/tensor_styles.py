@@ -1,6 +1,6 @@
 """How a family describes tensor parallelism: a table from module names to styles. Plain data, without torch.
 
-The first pattern that matches a module decides. ``*`` stands for one segment of a name, ``**`` for any number of them:
+The first pattern that matches a module decides. ``*`` stands for one segment of a name, ``**`` for any number of them::
 
     {
         "tok_embeddings": "embedding",
