@@ -1,27 +1,19 @@
 """What crosses from stage to stage: any structure, any number of tensors, any data type; and metrics beside the loss."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
+from boundary_types import State  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
 from torch import nn  # noqa: E402
 
 # float64; the loss is divided before or after the sum: fewer than 64 terms of order one, rounded by 2^-53 each
 BOUND = 64 * 2.0**-53
-
-
-@dataclass
-class State:
-    hidden: Any
-    mask: Any
-    names: Any = None
 
 
 class Layer(nn.Module):

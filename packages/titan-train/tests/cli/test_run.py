@@ -238,8 +238,10 @@ def test_a_second_run_on_the_same_folder_is_refused_in_one_line_and_harms_nothin
 def test_a_refused_resume_leaves_the_run_as_it_was(folder):
     assert run(folder, "run", "tiny.toml").returncode == 0
     before = contents(folder / "runs" / "tiny")
+    written = (folder / "runs" / "tiny" / "report.html").stat().st_mtime_ns
     refused = run(folder, "run", "tiny.toml", "--model.name", "gpt_debug", "--train.steps", "14")
     assert refused.returncode == 1
+    assert (folder / "runs" / "tiny" / "report.html").stat().st_mtime_ns == written
     assert "Traceback" not in refused.stderr
     assert contents(folder / "runs" / "tiny") == before
     assert not (folder / "runs" / "tiny" / "staged").exists()

@@ -121,7 +121,7 @@ def test_own_function_without_vocab_size_is_called_without_it(own_module: str) -
         ("{}:not_a_model", {}, ["returned a int", "torch.nn.Module"]),
         ("{}:Tiny", {"widht": 4}, ["model.args.widht=4", "'width'"]),
         ("{}:Tiny", {}, ["missing", "'width'", "[model.args]"]),
-        ("no_such_module_here.models:build", {}, ["no module 'no_such_module_here'"]),
+        ("no_such_module_here.models:build", {}, ["module 'no_such_module_here' is neither on the Python path"]),
     ],
 )
 def test_a_dotted_path_that_cannot_work_is_refused(

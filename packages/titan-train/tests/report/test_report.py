@@ -54,7 +54,7 @@ def test_a_finished_run_shows_its_numbers_layout_configuration_and_environment(m
         "Tokens 40.0k 1.00k per step",
         "Tokens per second 2.00k median; 1.00k per rank",
         "Peak memory 0.41 GiB",
-        "10.0% of the steps waiting for data",
+        "10.0% of step time waiting for data",
         "checkpoint saved × 4",
         "dp_shard 2",
         "weights.a 0.5",

@@ -23,7 +23,7 @@ from titan_train.config import Config, load_config
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.observe import RunInfo, check_trackers
+from titan_train.observe import RunInfo, check_trackers, read_run_info
 from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
@@ -88,6 +88,7 @@ def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, 
     from titan_train.launch.supervise.supervisor import Supervisor
 
     infos: list[RunInfo] = []
+    attempts_before = len(read_run_info(run_dir).get("attempts", []))
 
     def record(attempt: Attempt) -> None:
         lease.attempt(attempt.number)
@@ -103,7 +104,7 @@ def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, 
         for info in infos[-1:]:
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
-    _finish(config, run_dir, infos[-1], code)
+    _finish(config, run_dir, infos[-1], code, attempts_before)
     return code
 
 
@@ -164,14 +165,15 @@ def _be_a_torchrun_worker(config: Config) -> int:
     with Lease(run_dir):
         prepare_inputs(config)
         clear_failures(run_dir)
+        attempts_before = len(read_run_info(run_dir).get("attempts", []))
         info = _stage(config, run_dir, ranks.device_type, ranks.world_size)
         code = torchrun_worker(config, ranks, run_dir)
-        _finish(config, run_dir, info, code)
+        _finish(config, run_dir, info, code, attempts_before)
     return code
 
 
-def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
-    """Record how the run ended, write its report, say what can be done next."""
+def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_before: int) -> None:
+    """Record how the run ended, write its report unless every attempt was refused, say what can be done next."""
     step = newest_checkpoint(run_dir) or 0
     completed = code == 0 and step >= config.train.steps
     failure = first_failure(run_dir) if code else None
@@ -180,7 +182,8 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int) -> None:
         step=step,
         error=None if code == 0 else f"{failure.kind}: {failure.message}" if failure else "a rank was killed",
     )
-    if config.metrics.report and (run_dir / "metrics.jsonl").exists():
+    took_effect = len(read_run_info(run_dir).get("attempts", [])) > attempts_before
+    if config.metrics.report and took_effect and (run_dir / "metrics.jsonl").exists():
         from titan_train.report import build_report, summarize
 
         page = build_report(run_dir)
