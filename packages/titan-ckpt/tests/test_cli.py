@@ -82,7 +82,7 @@ def test_gc_deletes_leftovers_and_surplus_only_when_told(tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, "step-00000003"]
     with pytest.raises(SystemExit):
         main(["gc", str(tmp_path), "--keep-last", "0"])
-    assert "would keep nothing" in capsys.readouterr().err
+    assert "would keep no step" in capsys.readouterr().err
 
 
 def test_gc_keeps_the_best_step_and_deletes_nothing_by_a_metric_that_no_step_has(tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_a_negative_step_is_refused_before_anything_is_read(tmp_path, capsys, co
     with pytest.raises(SystemExit) as caught:
         main([command, str(tmp_path / "none"), str(tmp_path), "--step", step])
     assert caught.value.code == 2
-    assert f"{step} is no step's number. Use 0 or more." in capsys.readouterr().err
+    assert f"{step} is not a step number. Use an integer from 0." in capsys.readouterr().err
 
 
 def test_a_store_whose_package_is_missing_says_which(capsys, monkeypatch):

@@ -157,7 +157,7 @@ def test_the_index_says_from_which_file_a_tensor_is_read(tmp_path):
     import_hf(tmp_path, model)
     assert torch.equal(model.weight, torch.ones(2, 2))
     write_index(tmp_path, {"weight": "b.safetensors", "bias": "a.safetensors"})
-    with pytest.raises(ValueError, match=r"says that 'bias' is in 'a\.safetensors', but that file does not hold it"):
+    with pytest.raises(ValueError, match=r"says that 'bias' is in 'a\.safetensors', but that file does not contain it"):
         import_hf(tmp_path, model)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match=r"index\.json is not an index with a weight_map"):

@@ -316,7 +316,7 @@ def test_names_of_no_family_are_refused_or_ignored_with_a_warning(tmp_path, capl
     assert torch.equal(stage.norm.weight, torch.ones(3))
     ignored, kept = (record.getMessage() for record in caplog.records)
     assert "1 tensors are ignored, no names of the deepseek family: ['model.layers.61.eh_proj.weight']" in ignored
-    assert "lacks 1 tensors of the model, which keep their values: ['lm_head.weight']" in kept
+    assert "is missing 1 tensors of the model; they keep their values: ['lm_head.weight']" in kept
 
 
 def test_a_users_own_map_can_join_projections(tmp_path):

@@ -415,7 +415,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all(tmp_path):
     assert second == "RuntimeError: worker died"
     first, second = run_ranks(fail_alone, 2, str(tmp_path / "b"), "metric")
     assert first.startswith("TypeError")
-    assert "no number" in second
+    assert "not a number" in second
     assert run_ranks(fail_alone, 2, str(tmp_path / "c"), "") == ["saved", "saved"]
 
 

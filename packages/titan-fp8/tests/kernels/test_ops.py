@@ -195,7 +195,7 @@ def test_two_e5m2_operands_are_rejected():
     [
         (lambda: ops.cast_block(_matrix().double()), "x is torch.float64, which has no float8 cast"),
         (lambda: ops.cast_row(_matrix()[0]), "expected 2 dimensions"),
-        (lambda: ops.cast_row(_matrix(), torch.int8), "dtype=torch.int8 is no float8 training format"),
+        (lambda: ops.cast_row(_matrix(), torch.int8), "dtype=torch.int8 is not a float8 training format"),
         (lambda: ops.cast_grouped(_matrix(), torch.tensor([3])), "expected int32"),
         (lambda: ops.cast_grouped(_matrix(), _offs(3), scaling="block"), "scaling='block' is unknown"),
         (lambda: ops.cast_weights_block([]), "weights is empty"),
