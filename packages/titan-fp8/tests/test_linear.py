@@ -1,6 +1,7 @@
 """Linear layers in float8: how exact, how many kernels, and the same bits however they are run."""
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -167,7 +168,9 @@ def test_eager_checkpointing_and_compile_give_the_same_bits(recipe: str) -> None
     for use_reentrant in (False, True):
         got = outputs_and_grads(net, lambda x, r=use_reentrant: checkpoint(net, x, use_reentrant=r))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    backend = "inductor" if recipe == "blockwise" else "aot_eager"  # inductor takes seconds for each
+    # inductor takes seconds for each; without vector instructions it writes C++ that does not compile (torch 2.15)
+    inductor = recipe == "blockwise" and os.environ.get("ATEN_CPU_CAPABILITY") != "default"
+    backend = "inductor" if inductor else "aot_eager"
     got = outputs_and_grads(net, torch.compile(net, fullgraph=True, backend=backend))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
