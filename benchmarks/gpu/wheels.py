@@ -8,6 +8,7 @@ adds torchao, which the whole-model benchmark measures beside titan-fp8 where it
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,24 +51,16 @@ def main() -> None:
     if arguments.out is None:
         print("\n".join(names))
         return
-    requirements = [*names]
-    index = requirements.index("pydantic-core")
-    # pydantic accepts exactly one version of its core: let pip resolve that pair, and no other dependency
-    pair = _resolve_core(arguments.python)
-    requirements[index] = pair
+    # pydantic accepts exactly one version of its core: pip resolves that pair, and no other dependency
+    core = _resolve_core(arguments.python)
+    requirements = [core if name == "pydantic-core" else name for name in names]
     subprocess.run([*_pip(arguments), "--no-deps", *requirements], check=True)
     print(f"{len(list(arguments.out.glob('*.whl')))} wheels in {arguments.out}")
 
 
 def _pip(arguments: argparse.Namespace) -> list[str]:
-    platform = [
-        "--platform",
-        "manylinux_2_28_x86_64",
-        "--platform",
-        "manylinux2014_x86_64",
-        "--platform",
-        "manylinux_2_34_x86_64",
-    ]
+    tags = ("manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
+    platform = [word for tag in tags for word in ("--platform", tag)]
     target = ["--only-binary=:all:", "--python-version", arguments.python, *platform, "--dest", str(arguments.out)]
     return [sys.executable, "-m", "pip", "download", "--quiet", *target]
 
@@ -76,8 +69,6 @@ def _resolve_core(python: str) -> str:
     """The version of pydantic-core that the newest pydantic wants."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
     command += ["--only-binary=:all:", "--python-version", python, "--target", "unused", "pydantic"]
-    import json
-
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     found = {item["metadata"]["name"].replace("_", "-"): item["metadata"]["version"] for item in report["install"]}
     return f"pydantic-core=={found['pydantic-core']}"

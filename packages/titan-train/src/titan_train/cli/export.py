@@ -1,6 +1,6 @@
 """Export a run's model, complete and proven.
 
-`titan-train export runs/quickstart --to hf --out model` writes a folder that transformers, vLLM and SGLang load without
+`titan-train export runs/quickstart --to hf --out model` writes a folder that transformers loads without
 code of ours: weights, configuration, tokenizer and model card. The folder is loaded with transformers (extra `hf`) and
 compared with the run's model; it is written only if they agree.
 """

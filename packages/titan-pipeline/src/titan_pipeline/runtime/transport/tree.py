@@ -2,6 +2,10 @@
 
 A stage hands over what its module returns: tensors, or tuples, lists, dicts and dataclasses of tensors, None and plain
 values. Tensors travel as they are; the structure around them travels as bytes in the message's header.
+
+Those bytes are a pickle, as torch's own object collectives send: the ranks of one process group run the same program and
+trust each other. No file and nothing from outside the group is read this way. A class in the structure must be importable
+on every rank. Plain tuples of tensors take no pickle at all (`is_flat`).
 """
 
 import dataclasses
