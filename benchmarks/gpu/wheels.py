@@ -34,7 +34,6 @@ NEEDED = (
     "typeguard",
     "typing-extensions",
     "typing-inspection",
-    "tyro",
     "xxhash",
     "zstandard",
 )

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 from titan_train.cli import main
-from titan_train.cli.boundary import exit_code
+from titan_train.cli.shell.boundary import exit_code
 
 
 class PanicException(BaseException):

@@ -1,4 +1,5 @@
 import dataclasses
+import time
 
 import pytest
 from titan_train.config import Config, ConfigError, dump_config, list_configs, load_config, parse_config
@@ -114,16 +115,162 @@ def test_a_missing_file_names_the_nearest_configuration():
         load_config("quikstart")
 
 
-def test_a_bad_word_on_the_command_line_ends_with_its_name(capsys):
-    with pytest.raises(SystemExit):
-        load_config("quickstart", ["--train.stepz", "3"])
-    assert "train.step" in capsys.readouterr().err
+def test_a_bad_word_on_the_command_line_names_the_nearest():
+    for word, nearest in {
+        "--train.stepz": "--train.steps",
+        "--steps": "--train.steps",
+        "--stepz": "--train.steps",
+        "--trian.steps": "--train.steps",
+        "--launch.ray.waits": "--launch.ray.wait-s",
+        "--no-metrics.raport": "--metrics.report",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{word}: unknown option; did you mean {nearest}"):
+            load_config("quickstart", [word, "3"])
 
 
-def test_a_bad_value_on_the_command_line_names_the_key(capsys):
-    with pytest.raises(SystemExit):
-        load_config("quickstart", ["--train.microbatch", "5"])
-    assert "train.microbatch=5" in capsys.readouterr().err
+# How a value is written on the command line and in TOML, and what it is.
+VALUES = [
+    ("train.steps", "20", "20", 20),
+    ("train.steps", "1_000", "1_000", 1000),
+    ("optimizer.lr", "1e-3", "1e-3", 0.001),
+    ("optimizer.lr", "1", "1", 1.0),
+    ("metrics.report", "false", "false", False),
+    ("metrics.report", "True", "true", True),
+    ("optimizer.name", "sgd", '"sgd"', "sgd"),
+    ("run.name", "3", '"3"', "3"),
+    ("run.dir", "a dir/x", '"a dir/x"', "a dir/x"),
+    ("pipeline.cuts", "[2, 4]", "[2, 4]", (2, 4)),
+    ("pipeline.cuts", "[]", "[]", ()),
+    ("parallel.keep_fp32", "*norm*", '["*norm*"]', ("*norm*",)),
+    ("parallel.reshard", "4", "4", 4),
+    ("parallel.reshard", "never", '"never"', "never"),
+    ("launch.ray.wait_s", "5", "5", 5.0),
+]
+
+
+@pytest.mark.parametrize(("key", "word", "toml", "value"), VALUES, ids=lambda value: str(value))
+def test_the_command_line_and_toml_read_the_same_values(key, word, toml, value, tmp_path):
+    section, _, name = key.rpartition(".")
+    from_file = load_config(write(tmp_path, f"[{section}]\n{name} = {toml}\n"))
+    for option in ([f"--{key}", word], [f"--{key.replace('_', '-')}={word}"]):
+        config = load_config(write(tmp_path, ""), option)
+        assert config == from_file
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert config == value
+
+
+WRONG = [
+    ("metrics.report", "yes", '"yes"'),
+    ("metrics.report", "1", "1"),
+    ("train.steps", "1.5", "1.5"),
+    ("train.steps", "1e26", "1e26"),
+    ("train.steps", "99999999999999999999999999", "99999999999999999999999999"),
+    ("train.steps", "many", '"many"'),
+    ("train.steps", "", '""'),
+    ("train.steps", "-1", "-1"),
+    ("optimizer.lr", "fast", '"fast"'),
+    ("optimizer.lr", "nan", "nan"),
+    ("optimizer.lr", "-inf", "-inf"),
+    ("optimizer.name", "adam", '"adam"'),
+    ("optimizer.name", "3", '"3"'),
+    ("pipeline.cuts", "[2, 'x']", "[2, 'x']"),
+    ("pipeline.cuts", "[4, 2]", "[4, 2]"),
+    ("parallel.reshard", "sometimes", '"sometimes"'),
+    ("parallel.reshard", "0", "0"),
+    ("run.name", "a/b", '"a/b"'),
+    ("model.name", "llama3_9b", '"llama3_9b"'),
+    ("data.sources", "[{name = 'a', kind = 'json', paths = ['x']}]", "[{name = 'a', kind = 'json', paths = ['x']}]"),
+]
+
+
+@pytest.mark.parametrize(("key", "word", "toml"), WRONG, ids=lambda value: str(value))
+def test_the_command_line_and_toml_refuse_in_the_same_words(key, word, toml, tmp_path):
+    section, _, name = key.rpartition(".")
+    with pytest.raises(ConfigError) as from_file:
+        load_config(write(tmp_path, f"[{section}]\n{name} = {toml}\n"))
+    with pytest.raises(ConfigError) as typed:
+        load_config(write(tmp_path, ""), [f"--{key}", word])
+    problems = [problem.replace(f"--{key}", key) for problem in typed.value.problems]
+    assert problems == from_file.value.problems
+
+
+def test_what_only_a_command_line_can_write(tmp_path):
+    file = write(tmp_path, "[model]\nargs = {dim = 64}\n[[data.sources]]\nname = 'a'\nkind = 'stdlib'\n")
+    config = load_config(
+        file,
+        [
+            "--metrics.no-report",
+            "--launch.elastic",
+            "--no-parallel.sequence-parallel",
+            "--model.args.num-heads",
+            "3",
+            "--data.sources.0.weight",
+            "2",
+            "--pipeline.cuts",
+            "2",
+            "4",
+            "--parallel.tp-plan.blocks.*.q",
+            "colwise",
+            "--parallel",
+            "pp2",
+            "dp4",
+        ],
+    )
+    assert not config.metrics.report
+    assert config.launch.elastic
+    assert not config.parallel.sequence_parallel
+    assert config.model.args == {"dim": 64, "num_heads": 3}
+    assert config.data.sources[0].weight == 2.0
+    assert config.pipeline.cuts == (2, 4)
+    assert config.parallel.tp_plan == {"blocks.*.q": "colwise"}
+    assert (config.parallel.pp, config.parallel.dp_shard) == (2, 4)
+    assert load_config(file, ["--model.args", "{num_heads = 3}"]).model.args == {"dim": 64, "num_heads": 3}
+    assert load_config(file, ["--model.args", "num_heads", "3"]).model.args == {"dim": 64, "num_heads": 3}
+
+
+def test_a_problem_of_the_command_line_is_spelled_as_it_was_typed(tmp_path):
+    with pytest.raises(ConfigError, match=r"command line: 1 problem\n  --train.global-batch=0 must be at least 1"):
+        load_config(write(tmp_path, ""), ["--train.global-batch", "0"])
+    with pytest.raises(ConfigError, match=r"run.toml: 1 problem\n  train.global_batch=0 must be at least 1"):
+        load_config(write(tmp_path, "[train]\nglobal_batch = 0\n"), ["--train.steps", "3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--train.steps"], "--train.steps needs a value"),
+        (["--train.steps", "3", "4"], "'4' is left over"),
+        (["train.steps=3"], "unexpected 'train.steps=3'"),
+        (["--no-metrics.report", "true"], "takes no value"),
+        (["--pipeline.cuts", "[1,"], "not a TOML value"),
+        (["--train", "3"], "--train is a section"),
+        (["--model.args", "dim"], "--model.args is a table"),
+        (["--data.sources", "a"], "list of tables"),
+        (["--data.sources.5.name", "a"], "the list has 1 entries"),
+        (["--parallel", "zz9"], "--parallel 'zz9'"),
+        (["--run.name", "a\0b"], "NUL"),
+        (["--run.name", "a\udcffb"], "UTF-8"),
+        (["--train.steps", "9" * 5000], "finite"),
+        (["--model.args", "{a = " + "9" * 5000 + "}"], "not a TOML value"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_words_that_are_no_settings_are_refused(words, expected, tmp_path):
+    with pytest.raises(ConfigError, match="command line") as caught:
+        load_config(write(tmp_path, ""), words)
+    assert expected in str(caught.value)
+
+
+def test_help_lists_every_setting_in_under_a_second(capsys):
+    from titan_train.config.help import settings_help
+    from titan_train.config.words import option_names
+
+    started = time.process_time()
+    page = settings_help(load_config("quickstart"))
+    assert time.process_time() - started < 1
+    missing = [option for option in option_names(Config) if f"  {option} " not in page]
+    assert missing == []
 
 
 def test_every_setting_has_a_help_text():

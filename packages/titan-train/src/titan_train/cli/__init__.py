@@ -1,6 +1,5 @@
 """The command `titan-train`. Each command is one module, imported when it is called, so that `--help` is instant."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -41,19 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(name, _COMMANDS)
         print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
+    from titan_train.cli.shell.boundary import exit_code
+
+    return exit_code(lambda: _call(name, rest))
+
+
+def _call(name: str, words: Sequence[str]) -> int:
+    from titan_train.cli.shell.parser import CommandParser
+
     # a module called `list` would hide the built-in one in this package
     command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name.replace('-', '_')}")
-    parser = argparse.ArgumentParser(
-        prog=f"titan-train {name}", description=command.__doc__, formatter_class=_Formatter
-    )
-    from titan_train.cli.boundary import exit_code
-
-    return exit_code(lambda: command.main(parser, rest))
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=100)
+    return command.main(CommandParser(f"titan-train {name}", command.__doc__), words)
 
 
 def _help() -> str:

@@ -5,7 +5,6 @@ checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 d
 from the degrees and `launch.nproc`.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from titan_pipeline import Schedule, simulate
 
-from titan_train.config import Config, load_config
+from titan_train.cli.shell.parser import CommandParser
+from titan_train.config import Config
 from titan_train.launch.rank.info import count_gpus
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.run import plan_run
@@ -34,12 +34,12 @@ _MEMORY = {
 }
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train check CONFIG [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-    arguments, _ = parser.parse_known_args(words[:1])
-    config, note = fit_warmup(load_config(arguments.config, words[1:]))
+    arguments, settings = parser.parse_with_settings(words)
+    config, note = fit_warmup(parser.read_config(arguments.config, settings))
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
     world_size = (

@@ -5,26 +5,26 @@ microbatch of it on fake tensors under a process group that pretends to have all
 needs. Beside it stand the transfers of a step by axis: they are computed, and a test holds them to counted ones.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 
+from titan_train.cli.shell.parser import CommandParser, integer
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train dry-run CONFIG --world N [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-    parser.add_argument("--world", type=int, required=True, help="ranks of the run")
-    arguments, rest = parser.parse_known_args(words)
+    parser.add_argument("--world", type=integer(1, 10**7), required=True, help="ranks of the run")
+    arguments, settings = parser.parse_with_settings(words)
 
-    from titan_train.config import load_config
     from titan_train.inputs import vocab_size_without_training
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.plan.run import plan_run
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.translate import setup_of_config, shape_of_config
 
-    config = load_config(arguments.config, rest)
+    config = parser.read_config(arguments.config, settings)
     per_node = config.launch.nproc or 8
     nodes = max(1, arguments.world // per_node)
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))

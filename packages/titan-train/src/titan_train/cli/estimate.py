@@ -3,22 +3,22 @@
 `titan-train estimate llama3_70b --hardware h100 --gpus 512 --svg estimate.svg`. No torch, no ranks: under a second.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_train.cli.shell.parser import CommandParser, integer
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 2 where the setup does not fit."""
     parser.usage = "titan-train estimate CONFIG --hardware NAME --gpus N [--svg FILE] [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
-    parser.add_argument("--gpus", type=int, required=True, help="devices")
+    parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
     parser.add_argument("--constants", help="file of titan-train calibrate, instead of the shipped constants")
     parser.add_argument("--svg", type=Path, help="write the picture here")
-    arguments, rest = parser.parse_known_args(words)
+    arguments, settings = parser.parse_with_settings(words)
 
-    from titan_train.config import load_config
     from titan_train.planner.calibrate.defaults import constants_for
     from titan_train.planner.calibrate.runs import load_constants
     from titan_train.planner.estimate import estimate
@@ -28,7 +28,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     from titan_train.planner.view.svg import estimate_svg
     from titan_train.planner.view.tables import estimate_text
 
-    config = load_config(arguments.config, rest)
+    config = parser.read_config(arguments.config, settings)
     machine = load_machine(arguments.hardware)
     shape, setup = shape_of_config(config), setup_of_config(config, arguments.gpus)
     constants = (

@@ -9,18 +9,24 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_train.cli.shell.parser import integer, number
+
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
     parser.add_argument("--to", choices=["hf"], default="hf", help="format; hf is a Hugging Face folder (default)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make; must not exist")
-    parser.add_argument("--step", type=int, default=None, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--step", type=integer(0), default=None, help="checkpoint to export (default: the newest)")
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], default="bf16", help="dtype of the weights (default: bf16)"
     )
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a weight file (default: 5)"
+        "--max-shard-gb",
+        type=number(0, 1e6),
+        default=5.0,
+        metavar="GB",
+        help="largest size of a weight file (default: 5)",
     )
     parser.add_argument("--no-gate", action="store_true", help="do not compare the folder with the run's model")
     arguments = parser.parse_args(words)

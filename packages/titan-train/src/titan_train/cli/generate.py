@@ -9,26 +9,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_train.cli.shell.parser import integer, number
+
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default 200")
+    parser.add_argument("--max-new-tokens", type=integer(1), default=200, metavar="N", help="default 200")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the most likely token; default 0.8"
+        "--temperature", type=number(0), default=0.8, help="0 always takes the most likely token; default 0.8"
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens; 0: all (default)"
+        "--top-k",
+        type=integer(0),
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0: all (default)",
     )
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling; default 0.95")
+    parser.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P", help="nucleus sampling; default 0.95")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the most likely one; default 0"
+        "--min-p",
+        type=number(0, 1),
+        default=0.0,
+        metavar="P",
+        help="drop tokens below P times the most likely one; default 0",
     )
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 disables (default)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations; default 1")
-    parser.add_argument("--seed", type=int, default=0, help="default 0")
-    parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the last)")
+    parser.add_argument("--repetition-penalty", type=number(0), default=1.0, metavar="X", help="1 disables (default)")
+    parser.add_argument("--samples", type=integer(1), default=1, metavar="N", help="continuations; default 1")
+    parser.add_argument("--seed", type=integer(0), default=0, help="default 0")
+    parser.add_argument("--step", type=integer(0), default=None, help="checkpoint to use (default: the last)")
     arguments = parser.parse_args(words)
 
     from titan_train.generation import Sampling, load_run

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
+from titan_train.cli.shell.parser import integer, number
+
 if TYPE_CHECKING:
     from titan_train.planner.search.space import PlanRequest
 
@@ -19,20 +21,22 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "model", metavar="MODEL", help="shipped configuration, or a model the planner knows (flux_dev, ...)"
     )
-    parser.add_argument("--gpus", type=int, required=True, help="devices")
+    parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
-    parser.add_argument("--seq-len", type=int, default=8192, help="tokens in a sequence")
-    parser.add_argument("--global-batch", type=int, required=True, help="sequences in one optimizer step")
+    parser.add_argument("--seq-len", type=integer(1), default=8192, help="tokens in a sequence")
+    parser.add_argument("--global-batch", type=integer(1), required=True, help="sequences in one optimizer step")
     parser.add_argument(
         "--precision", action="append", help="bf16, tensorwise, rowwise, blockwise, mxfp8; may be repeated"
     )
     parser.add_argument("--stack", default="compile", choices=("compile", "eager", "te", "te_graphs"), help="software")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="such as tp=8; may be repeated")
     parser.add_argument(
-        "--max-mem", type=float, default=0.0, help="GiB that may be allocated; default 92 %% of the device"
+        "--max-mem", type=number(0), default=0.0, help="GiB that may be allocated; default 92 %% of the device"
     )
-    parser.add_argument("--top", type=int, default=10, help="setups to show")
-    parser.add_argument("--explain", nargs=2, type=int, metavar=("A", "B"), help="compare two of the list term by term")
+    parser.add_argument("--top", type=integer(1, 10**4), default=10, help="setups to show")
+    parser.add_argument(
+        "--explain", nargs=2, type=integer(1), metavar=("A", "B"), help="compare two of the list term by term"
+    )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     arguments = parser.parse_args(words)
 

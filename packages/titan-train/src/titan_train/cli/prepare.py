@@ -3,24 +3,24 @@
 `titan-train run` does this when needed; this command does it on a machine without GPUs.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_train.config import DataConfig, TokenizerConfig, load_config
+from titan_train.cli.shell.parser import CommandParser
+from titan_train.config import DataConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train prepare CONFIG [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-    arguments, _ = parser.parse_known_args(words[:1])
-    config = load_config(arguments.config, words[1:])
+    arguments, settings = parser.parse_with_settings(words)
+    config = parser.read_config(arguments.config, settings)
 
     prepare_sources(config.data, config.tokenizer)
     return 0

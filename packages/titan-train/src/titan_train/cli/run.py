@@ -12,14 +12,14 @@ Running the same configuration again resumes it from its last finished checkpoin
 SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from titan_mesh import Layout
 
-from titan_train.config import Config, load_config
+from titan_train.cli.shell.parser import CommandParser
+from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
@@ -32,13 +32,12 @@ from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, r
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-    arguments, overrides = parser.parse_known_args(words[:1]) if words else parser.parse_known_args([])
-    config = load_config(arguments.config, [written_out(word) for word in (*overrides, *words[1:])])
-    config, note = fit_warmup(config)
+    arguments, settings = parser.parse_with_settings(words, written_out)
+    config, note = fit_warmup(parser.read_config(arguments.config, settings))
     if note:
         print(f"note     {note}")
     return _be_a_torchrun_worker(config) if under_torchrun() else _run_here(config)

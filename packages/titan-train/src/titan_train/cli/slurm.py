@@ -4,17 +4,16 @@
 Every other setting is passed on to the run. Submitting the same file again continues the run.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from titan_train.cli.run import written_out
-from titan_train.config import load_config
+from titan_train.cli.shell.parser import CommandParser, integer
 from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
 from titan_train.plan.run import plan_run
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--section.key value ...]"
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
@@ -23,13 +22,18 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--partition", default="", help="Slurm's partition")
     parser.add_argument("--account", default="", help="Slurm's account")
     parser.add_argument(
-        "--warn-s", type=int, default=120, metavar="S", help="seconds to save before the limit; default 120"
+        "--warn-s",
+        type=integer(1, 86400),
+        default=120,
+        metavar="S",
+        help="seconds to save before the limit; default 120",
     )
-    parser.add_argument("--port", type=int, default=29500, help="rendezvous port on the first machine; default 29500")
-    arguments, rest = parser.parse_known_args(words)
-    overrides = [written_out(word) for word in rest]
+    parser.add_argument(
+        "--port", type=integer(1, 65535), default=29500, help="rendezvous port on the first machine; default 29500"
+    )
+    arguments, overrides = parser.parse_with_settings(words, written_out)
     # the place where machines meet is known only inside the job
-    config = load_config(arguments.config, [*overrides, "--launch.endpoint", f"HEAD:{arguments.port}"])
+    config = parser.read_config(arguments.config, [*overrides, "--launch.endpoint", f"HEAD:{arguments.port}"])
     per_node = config.launch.nproc
     if per_node == 0:
         raise ValueError(

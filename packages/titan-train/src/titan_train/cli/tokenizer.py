@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from titan_train.cli.shell.parser import integer, number
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,11 +30,11 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder for the tokenizer; tokenizer.path can name it"
     )
-    parser.add_argument("--vocab-size", type=int, default=8192, metavar="N", help="pieces (default 8192)")
+    parser.add_argument("--vocab-size", type=integer(1, 10**7), default=8192, metavar="N", help="pieces (default 8192)")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe", help="default bpe")
     parser.add_argument("--text-key", default="text", help="key of the document in a JSON line (default text)")
     parser.add_argument(
-        "--max-mb", type=float, default=32.0, metavar="MB", help="text to train on, at most (default 32)"
+        "--max-mb", type=number(0, 1e6), default=32.0, metavar="MB", help="text to train on, at most (default 32)"
     )
     arguments = parser.parse_intermixed_args(words)  # files may stand after options
 

@@ -1,5 +1,6 @@
 """Errors of a configuration: which key, which value, why not, and the nearest thing that would work."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ class ConfigError(ValueError):
     """All problems of a configuration, one line per problem."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.source = source
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in self.problems))
@@ -26,11 +28,32 @@ def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:
     return f"{prefix}{key}: unknown key; {hint}"
 
 
+def describe_unknown_option(option: str, settings: Sequence[str], also: Sequence[str] = ()) -> str:
+    """One line for an option that does not exist, with the nearest that does.
+
+    Args:
+        option: As it was typed.
+        settings: Every setting, such as ``--train.steps``.
+        also: The command's other options.
+    """
+    section, dot, key = option.rpartition(".")
+    inside = [name for name in settings if dot and name.startswith(f"{section.replace('_', '-')}.")]
+    by_key = {name.rpartition(".")[2]: name for name in reversed(settings)}
+    last = nearest_name(key if dot else option[2:], by_key)  # a key without its section, or with another
+    others = [name for name in also if name != "--help"]
+    nearest = nearest_name(option, inside or others) or (by_key[last] if last else nearest_name(option, settings))
+    hint = f"did you mean {nearest}?" if nearest else "`--help` after the name of a configuration lists all."
+    return f"{option}: unknown option; {hint}"
+
+
 def describe_validation_error(error: ValidationError) -> list[str]:
     """One line for each of pydantic's findings."""
     lines: list[str] = []
     seen: set[str] = set()
     for item in error.errors(include_url=False):
+        if item["type"] == "json_invalid":  # what TOML takes and JSON does not: more than 200 levels
+            lines.append("it is nested too deeply. Flatten its tables and lists.")
+            continue
         location = [part for part in item["loc"] if not _is_union_tag(part)]
         key = ".".join(str(part) for part in location)
         if item["type"] == "value_error":  # raised by one of our own __post_init__: the message says it all
@@ -68,14 +91,24 @@ def _reason(item: Any) -> str:
         )
     if kind in _TYPES:
         reason = f"must be {_TYPES[kind]}, not {_type_name(given)}"
-        if isinstance(given, str) and kind.startswith(("int", "float", "bool")):
+        if isinstance(given, str) and _reads_as(given, kind):
             reason += "; write it without quotes"
         elif kind.startswith("int") and isinstance(given, float):
-            reason += f"; the nearest is {round(given)}"
+            reason += f"; the nearest is {round(given)}" if abs(given) < 2**63 else ""
         return reason + "."
     if kind == "missing":
         return "is required and missing."
     return item["msg"][0].lower() + item["msg"][1:] + "."
+
+
+def _reads_as(text: str, kind: str) -> bool:
+    """Whether text would be a value of the wanted type if it were not text."""
+    if kind.startswith("bool"):
+        return text in ("true", "false")
+    try:
+        return kind.startswith(("int", "float")) and math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _is_union_tag(part: object) -> bool:
@@ -100,7 +133,5 @@ def _type_name(value: object) -> str:
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    text = str(value)
+    text = f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -5,6 +5,7 @@ errors everywhere. This module does not import torch.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import tomllib
@@ -17,29 +18,37 @@ from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
-from titan_mesh import MeshSpec
 
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
 from titan_train.config.schema import Config
+from titan_train.config.words import Setting, merge_settings, read_words
 from titan_train.nearest import nearest_name
 
 
-def load_config(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
-    """Load a configuration file and apply command-line overrides.
+def load_config(name_or_path: str, overrides: Sequence[str] = (), *, also: Sequence[str] = ()) -> Config:
+    """Load a configuration file and apply command-line settings.
 
     Args:
         name_or_path: A path to a ``.toml`` file, or the name of a shipped configuration (`list_configs`).
         overrides: Words such as ``["--train.steps", "20", "--run.name", "try"]``; ``["--parallel", "pp8 dp8 tp8"]`` sets
-            the parallel degrees at once.
+            the parallel degrees at once. `titan_train.config.words` shows all forms.
+        also: Options that the calling command has besides settings, for the hint after a misspelt one.
 
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value cannot work.
     """
     path = _find(name_or_path)
     tree = _read(path, seen=())
-    tree.setdefault("run", {}).setdefault("name", path.stem)
-    config = parse_config(tree, source=name_or_path)
-    return _override(config, overrides) if overrides else config
+    if isinstance(run := tree.setdefault("run", {}), dict):
+        typing.cast("dict[str, Any]", run).setdefault("name", path.stem)
+    if not overrides:
+        return parse_config(tree, source=name_or_path)
+    settings = read_words(overrides, Config, also)
+    merged = merge_settings(tree, settings, _defaults())
+    try:
+        return parse_config(merged, source=name_or_path)
+    except ConfigError as err:
+        raise _as_typed(err, settings) from None
 
 
 def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
@@ -48,7 +57,7 @@ def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
     Raises:
         ConfigError: Names every unknown key and every value that cannot work.
     """
-    problems = [*_unknown_keys(tree, Config, ""), *_impossible_numbers(tree, "")]
+    problems = [*_unknown_keys(tree, Config, ""), *_impossible_values(tree, "")]
     if problems:
         raise ConfigError(source, problems)
     try:
@@ -101,7 +110,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(str(path), [f"extends goes in a circle: {chain}. Remove one `extends`."])
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+    except ValueError as err:
         raise ConfigError(str(path), [f"not TOML: {err}."]) from None
     base = tree.pop("extends", None)
     if base is None:
@@ -137,18 +146,27 @@ def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:
                 yield from _unknown_keys(item, inner, here if i is None else f"{here}.{i}")
 
 
-def _impossible_numbers(tree: Any, path: str) -> typing.Iterator[str]:
-    """Problems for numbers that no setting can use: NaN, infinity, integers that do not fit into 64 bits."""
+def _impossible_values(tree: Any, path: str) -> typing.Iterator[str]:
+    """Problems for values that no setting can use: NaN, infinity, integers beyond 64 bits, text that no file name holds."""
     if isinstance(tree, dict):
         for key, value in typing.cast("dict[str, Any]", tree).items():
-            yield from _impossible_numbers(value, f"{path}.{key}" if path else key)
+            yield from _impossible_values(value, f"{path}.{key}" if path else key)
     elif isinstance(tree, (list, tuple)):
         for i, value in enumerate(typing.cast("Sequence[Any]", tree)):
-            yield from _impossible_numbers(value, f"{path}.{i}")
+            yield from _impossible_values(value, f"{path}.{i}")
+    elif isinstance(tree, str):
+        if "\0" in tree:
+            yield f"{path} = {tree[:40]!r}: must not hold the character NUL."
+        elif any("\ud800" <= character <= "\udfff" for character in tree):
+            yield f"{path} = {tree[:40]!r}: must be UTF-8 text."
     elif isinstance(tree, float) and not math.isfinite(tree):
         yield f"{path} = {tree}: must be a finite number."
     elif isinstance(tree, int) and not -(2**63) <= tree < 2**63:
-        yield f"{path} = {tree:.3g}: must fit into 64 bits."
+        yield f"{path} = {_short_int(tree)}: must fit into 64 bits."
+
+
+def _short_int(value: int) -> str:
+    return f"{value:.3g}" if abs(value) < 10**300 else "an integer of more than 300 digits"
 
 
 def _dataclasses_in(hint: Any) -> list[type]:
@@ -160,35 +178,19 @@ def _dataclasses_in(hint: Any) -> list[type]:
     return []
 
 
-def _override(config: Config, words: Sequence[str]) -> Config:
-    """Apply command-line words; tyro exits with its own message for a word it does not know."""
-    words = _expand_degrees(words)
-    import tyro  # a fifth of a second, and only a command line needs it
-
-    try:
-        changed = tyro.cli(Config, prog="titan-train run CONFIG", args=list(words), default=config)
-    except ValueError as err:  # a __post_init__ of ours, raised while tyro builds the dataclass
-        raise ConfigError("command line", [str(err)]) from None
-    return parse_config(_plain(dataclasses.asdict(changed)), source="command line")
+def _as_typed(err: ConfigError, settings: Sequence[Setting]) -> ConfigError:
+    """The error with each problem of the command line under the option as it was typed."""
+    typed = {setting.key: setting.option for setting in settings}
+    problems: list[str] = []
+    for problem in err.problems:
+        key = next((key for key in typed if problem.startswith((f"{key} ", f"{key}="))), None)
+        problems.append(f"{typed[key]}{problem.removeprefix(key)}" if key else problem)
+    return ConfigError("command line" if problems != err.problems else err.source, problems)
 
 
-def _expand_degrees(words: Sequence[str]) -> list[str]:
-    """``--parallel "pp8 dp8 tp8"`` as the settings that it stands for."""
-    expanded: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        option, _, value = word.partition("=")
-        if option != "--parallel":
-            expanded.append(word)
-            continue
-        text = value or next(remaining, "")
-        try:
-            spec = MeshSpec.parse(text)
-        except ValueError as err:
-            raise ConfigError("command line", [f"--parallel {text!r}: {err}"]) from None
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
-            expanded += [f"--parallel.{axis.replace('_', '-')}", str(getattr(spec, axis))]
-    return expanded
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return _plain(dataclasses.asdict(Config()))
 
 
 def _plain(tree: Any) -> Any:

@@ -1,0 +1,134 @@
+"""The words of a command: its own options by argparse, settings by `titan_train.config.words`, errors in one language.
+
+An error is a ValueError with one message, which the boundary prints; argparse would print its usage before it.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from titan_train.config import Config
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse, without abbreviations and with errors that name the nearest option or choice."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(prog=prog, description=description, formatter_class=_Formatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{_in_our_words(message, self.options())} See `{self.prog} --help`.")
+
+    def options(self) -> list[str]:
+        """The command's own options."""
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+    def parse_with_settings(
+        self, words: Sequence[str], written_out: Callable[[str], str] = str
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the command's own options and hand back the words of the settings.
+
+        A word that begins with ``--`` and is no option of the command begins a setting. ``CONFIG --help`` prints the
+        command's help and every setting with its value, and leaves.
+
+        Args:
+            words: The command line after the command.
+            written_out: Turns a short option into the setting that it stands for.
+
+        Returns:
+            The arguments, and the settings for `read_config`.
+
+        Raises:
+            ValueError: As `error`.
+        """
+        own: list[str] = []
+        settings: list[str] = []
+        target = own
+        for word in words:
+            if word.startswith("--"):
+                target = own if word.partition("=")[0] in self._option_string_actions else settings
+            elif word == "-h":
+                target = own
+            target.append(written_out(word) if target is settings else word)
+        if not {"-h", "--help"}.isdisjoint(own) and own and not own[0].startswith("-"):
+            self._print_settings(own[0], settings)
+            self.exit()
+        return self.parse_args(own), settings
+
+    def read_config(self, name: str, settings: Sequence[str]) -> "Config":
+        """Load a configuration with the settings of the command line.
+
+        Raises:
+            ValueError: As `titan_train.config.load_config`.
+        """
+        from titan_train.config import load_config
+
+        return load_config(name, settings, also=self.options())
+
+    def _print_settings(self, name: str, settings: Sequence[str]) -> None:
+        from titan_train.config.help import settings_help
+
+        print(f"{self.format_help()}\n{settings_help(self.read_config(name, settings))}")
+
+
+def integer(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """The ``type`` of an option that takes an integer in [least, most]."""
+
+    def read(word: str) -> int:
+        if re.fullmatch(r"[+-]?\d{1,25}", word, re.ASCII) and least <= int(word) <= most:
+            return int(word)
+        raise argparse.ArgumentTypeError(_must_be(word, "an integer", least, most if most < 2**63 - 1 else math.inf))
+
+    return read
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+    """The ``type`` of an option that takes a finite number in [least, most]."""
+
+    def read(word: str) -> float:
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value) and least <= value <= most:
+            return value
+        raise argparse.ArgumentTypeError(_must_be(word, "a finite number", least, most))
+
+    return read
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+
+def _must_be(word: str, what: str, least: float, most: float) -> str:
+    shown = word if len(word) <= 60 else word[:57] + "..."
+    between = [f"at least {least}"] if least > -math.inf else []
+    between += [f"at most {most}"] if most < math.inf else []
+    return f"{shown!r} must be {what}{', ' if between else ''}{' and '.join(between)}"
+
+
+def _in_our_words(message: str, options: Sequence[str]) -> str:
+    """Argparse's message as one sentence, with the nearest option or choice."""
+    from titan_train.nearest import did_you_mean
+
+    if match := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
+        word = match[1].split()[0] if match[1].split() else match[1]
+        shown = word if len(word) <= 60 else word[:57] + "..."
+        hint = did_you_mean(word.partition("=")[0], options) if word.startswith("-") else ""
+        return f"{'unknown option' if word.startswith('-') else 'unexpected'} {shown!r}. {hint}".strip()
+    if match := re.fullmatch(r"argument (.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL):
+        choices = [choice.strip("' ") for choice in match[3].split(",")]
+        given = match[2].strip("'")
+        shown = given if len(given) <= 60 else given[:57] + "..."
+        return f"{match[1]} {shown!r} must be one of {', '.join(choices)}. {did_you_mean(given, choices)}".strip()
+    return message.removeprefix("argument ").rstrip(".") + "."
