@@ -104,11 +104,6 @@ class Recipe:
         return found
 
     @property
-    def amax_reduction(self) -> bool:
-        """One scale for a whole tensor: where the tensor is cut over ranks, its amax is a collective."""
-        return self.x.gran == "tensor"
-
-    @property
     def fsdp_all_gather(self) -> bool:
         """Weights can be gathered in float8: the same codes serve forward and backward, and scales do not span ranks."""
         return self.w.gran in ("tensor", "block128")

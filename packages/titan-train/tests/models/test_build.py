@@ -1,6 +1,7 @@
 """Models by name and by dotted path, and what is refused."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,3 +139,20 @@ def test_an_import_error_inside_the_users_module_is_not_hidden(tmp_path: Path, m
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_installed"):
         build_model(ModelConfig(name="own_broken_model:build"), vocab_size=30)
+
+
+def test_building_on_meta_does_not_load_torchs_compiler() -> None:
+    program = """
+import sys
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model
+for name in ("llama3_debug", "gpt_debug", "qwen3_moe_debug", "deepseek_debug"):
+    build_model(ModelConfig(name=name), vocab_size=None, device="meta")
+    assert "torch._dynamo" not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_weights_on_a_real_device_are_still_drawn() -> None:
+    model = build_model(ModelConfig(name="gpt_debug"), vocab_size=None, device="cpu")
+    assert all(p.std() > 0 for name, p in model.named_parameters() if p.ndim == 2), "a matrix of equal values"

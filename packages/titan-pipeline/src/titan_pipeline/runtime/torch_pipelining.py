@@ -7,17 +7,18 @@ They are used here and nowhere else; checked on torch 2.11 and 2.15 by ``test_to
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.pipelining import PipelineStage, schedules
+from typing import TYPE_CHECKING, Any
 
 from titan_pipeline.analysis.verify import verify
 from titan_pipeline.ir.csv import from_torch_csv, to_torch_csv
 from titan_pipeline.ir.schedule import Schedule
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
 
 def torch_runtime(
-    schedule: Schedule, stages: Sequence[PipelineStage], *, loss_fn: Callable[..., Any] | None = None, **options: Any
+    schedule: Schedule, stages: "Sequence[PipelineStage]", *, loss_fn: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
     """Torch's schedule runtime, ready to ``step``, with one of our schedules in it.
 
@@ -32,6 +33,8 @@ def torch_runtime(
         ValueError: If the stages are not those that the schedule puts on this rank.
         ScheduleError: If the schedule cannot run.
     """
+    from torch.distributed.pipelining import schedules  # a second: it loads torch.compile
+
     verify(schedule)
     rank = stages[0].group_rank
     mine, given = schedule.stages_of(rank), tuple(sorted(s.stage_index for s in stages))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from titan_train.models.registry import find_model
 from titan_train.nearest import did_you_mean
 
 _Args = TypeVar("_Args")
+_RANDOM_FILLS = frozenset({Tensor.normal_, Tensor.uniform_})
 
 
 class ModelChoice(Protocol):
@@ -52,10 +54,24 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
         ValueError: An argument that the model does not have or whose value cannot work, a vocabulary below the
             tokenizer's, a sequence longer than the model's learned positions, or a dotted path that leads nowhere.
     """
-    with torch.device(device):
+    with torch.device(device), _SkipRandomFill():
         if ":" in config.name:
             return _build_own(config, vocab_size)
         return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))
+
+
+class _SkipRandomFill(TorchFunctionMode):
+    """Leaves out the random initialisation of meta tensors: they have no values, and torch loads its compiler for it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM_FILLS or getattr(func, "__module__", None) == nn.init.__name__:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
 
 
 def model_args(config: ModelChoice, *, vocab_size: int | None) -> Any:

@@ -108,11 +108,6 @@ class PackedDataset:
         return sum(self._windows)
 
     @property
-    def source_tokens(self) -> dict[str, int]:
-        """Tokens of each source."""
-        return {name: source.num_tokens for name, source in zip(self.source_names, self._sources, strict=True)}
-
-    @property
     def fingerprint(self) -> str:
         """Hash (hex) of the tokens, the mixture and the masking: what resume compares besides seed and seq_len."""
         content = {

@@ -1,6 +1,7 @@
 """Read a table of tensor-parallel styles: which style a module has, and a user's table merged with the family's."""
 
 import fnmatch
+import functools
 from collections.abc import Mapping
 from typing import cast, get_args
 
@@ -26,6 +27,7 @@ def style_of(fqn: str, table: StyleTable) -> Style | None:
     return None
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def matches(pattern: str, fqn: str) -> bool:
     """Whether a pattern stands for a name: segment by segment, ``**`` for any number of them."""
     return _match_segments(pattern.split("."), fqn.split("."))
