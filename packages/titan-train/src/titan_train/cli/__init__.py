@@ -20,6 +20,11 @@ _COMMANDS = {
     "list": "show the shipped configurations and models",
     "doctor": "show versions, devices and backends, and how to install what is missing",
 }
+_FOLDERS = {
+    "inputs": ("prepare", "tokenizer"),
+    "trained": ("generate", "export", "report"),
+}
+"""Where a command's module is; the others are in this folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _call(name: str, words: Sequence[str]) -> int:
     from titan_train.cli.shell.parser import CommandParser
 
+    folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")
     # a module called `list` would hide the built-in one in this package
-    command = importlib.import_module(f"titan_train.cli.{'shipped' if name == 'list' else name.replace('-', '_')}")
+    module = "shipped" if name == "list" else name.replace("-", "_")
+    command = importlib.import_module(f"titan_train.cli.{folder}{module}")
     return command.main(CommandParser(f"titan-train {name}", command.__doc__), words)
 
 

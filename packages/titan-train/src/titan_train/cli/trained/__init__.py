@@ -1,0 +1,1 @@
+"""Commands on what a run left: its model and its record."""
