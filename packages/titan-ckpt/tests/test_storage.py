@@ -10,10 +10,10 @@ from ckpt_layouts import assert_equal
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, export_hf
 from titan_ckpt.cli import main
-from titan_ckpt.load.mapped import MappedFile
 from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.process import Process
+from titan_ckpt.storage.files import MappedFile
 from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
 from titan_testing import run_ranks
 from torch import nn

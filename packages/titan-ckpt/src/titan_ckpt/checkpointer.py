@@ -4,6 +4,7 @@ import contextlib
 import logging
 import operator
 import os
+import threading
 import time
 import weakref
 from collections.abc import Generator, Mapping
@@ -378,8 +379,12 @@ def _warn(path: StorePath, err: Exception) -> None:
 
 
 def _release(root: StorePath, owner: Process) -> None:
-    if owner.pid == os.getpid():  # not in a forked child
+    if owner.pid != os.getpid():  # a forked child
+        return
+    if isinstance(root, Path) or threading.current_thread() is threading.main_thread():
         release_root(root, owner)
+    else:  # collected in the thread of the store's client, say, which cannot wait for its own answer
+        threading.Thread(target=release_root, args=(root, owner), name="titan-ckpt-release").start()
 
 
 def _whole(value: Any, name: str) -> int:

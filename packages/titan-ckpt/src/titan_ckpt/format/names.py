@@ -42,6 +42,7 @@ ITEM_BYTES: Mapping[str, int] = {
 """Safetensors dtype name to bytes per element."""
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.r(\d+)(?:\.[0-9a-f]{16})?)?")
+_TURN = re.compile(r"commit-(\d{8,})\.json")
 _FILE = re.compile(r"(?:(?:optim|state)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -64,6 +65,17 @@ def step_name(step: int, revision: int = 0) -> str:
 def remote_step_name(step: int, revision: int, save_id: str) -> str:
     """The folder of a step in a store that cannot rename: no other save writes there."""
     return f"step-{step:08d}.r{revision}.{save_id}"
+
+
+def turn_name(serial: int) -> str:
+    """The object by which a writer takes its place in the order of commits, in a store that cannot rename."""
+    return f"commit-{serial:08d}.json"
+
+
+def parse_turn_name(name: str) -> int | None:
+    """The serial of `turn_name`; None where the name is not one."""
+    match = _TURN.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def parse_step_name(name: str) -> tuple[int, int] | None:

@@ -92,11 +92,9 @@ def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> se
 
 def check_blocks(reader: FolderReader, blocks: Iterable[Block]) -> list[Damage]:
     """Check blocks, in the order of the files; those that were checked before are not read again."""
-    return [
-        damage
-        for file, first, last in block_runs(blocks)
-        for damage in reader.check(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES)
-    ]
+    ranges = [(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for file, first, last in block_runs(blocks)]
+    reader.fetch_many(ranges)
+    return [damage for file, begin, end in ranges for damage in reader.check(file, begin, end)]
 
 
 def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
@@ -107,10 +105,11 @@ def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list
 @torch.no_grad()
 def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
     """Write the targets."""
+    reader.fetch_many(
+        (copy.chunk.file, *run) for listed in copies.values() for copy in listed for run in _byte_runs(reader, copy)
+    )
     for listed in copies.values():
         for copy in listed:
-            for begin, end in _byte_runs(reader, copy):
-                reader.fetch(copy.chunk.file, begin, end)
             for into, values in _values(reader, copy):
                 into.copy_(values)
 

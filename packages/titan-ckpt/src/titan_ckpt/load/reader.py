@@ -22,7 +22,7 @@ from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
 from titan_ckpt.format.validate import check_index, check_shared_state
-from titan_ckpt.load.mapped import MappedFile
+from titan_ckpt.storage.files import MappedFile, fetch_all
 from titan_ckpt.storage.paths import StorePath
 
 
@@ -46,9 +46,9 @@ class FolderReader:
         """Have these bytes of a file here: nothing to do for a local one."""
         self._mapped(file).fetch(begin, end)
 
-    def forget(self) -> None:
-        """Drop what was mapped or fetched."""
-        self._maps.clear()
+    def fetch_many(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """`fetch` of many ranges (file, begin, end), several requests at the same time."""
+        fetch_all((self._mapped(file), begin, end) for file, begin, end in ranges)
 
     def _mapped(self, file: int) -> MappedFile:
         if file not in self._maps:

@@ -106,7 +106,7 @@ def write_packed_safetensors(
     # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
     beside, rest = bytearray(), BlockDigester()
-    with writing(path, seekable=True) as file:
+    with writing(path) as file:
         file.seek(reserved)
         writeback = Writeback(file)
         writeback.wrote(reserved)

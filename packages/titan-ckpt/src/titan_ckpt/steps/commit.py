@@ -38,6 +38,7 @@ from titan_ckpt.steps.listing import (
 )
 from titan_ckpt.steps.process import Process
 from titan_ckpt.steps.retention import Retention
+from titan_ckpt.steps.turns import create_once, end_turn, take_turn
 from titan_ckpt.storage.files import fsync_folder, remove_tree, write_plain
 from titan_ckpt.storage.paths import StorePath, renames
 
@@ -90,11 +91,10 @@ def commit_save(
     """
     root = folder.parent
     encoded, version = index.encode()
-    record = CommitRecord(
-        step,
-        1 + max((found.record.serial for found in all_revisions(root) if found.record), default=0),
-        dict(metrics),
-    )
+    serial = 1 + max((found.record.serial for found in all_revisions(root) if found.record), default=0)
+    if not isinstance(folder, Path):
+        serial = take_turn(folder, serial)
+    record = CommitRecord(step, serial, dict(metrics))
     manifest = encode_manifest(
         format_version=version,
         step=step,
@@ -113,8 +113,9 @@ def commit_save(
     write_plain(folder / COMMIT_NAME, record.encode(manifest))
     write_plain(folder / INDEX_NAME, encoded)
     if not isinstance(folder, Path):
-        write_plain(folder / MANIFEST_NAME, manifest)  # one object, whole or not at all: the commit
+        create_once(folder / MANIFEST_NAME, manifest)  # one object, whole or not at all: the commit
         disown(folder)
+        end_turn(folder, serial)
         return folder
     assert isinstance(root, Path)
     write_plain(folder / (MANIFEST_NAME + ".part"), manifest)

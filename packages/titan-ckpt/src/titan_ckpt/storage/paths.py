@@ -1,8 +1,6 @@
-"""Where steps lie: the storage protocol, with a POSIX file system and fsspec's stores behind it.
+"""Where steps lie: a POSIX file system, or any store that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
 
-The protocol is the part of `pathlib.Path` that saving and loading use, so a local path is a storage as it is.
-`RemotePath` gives the same to any store that fsspec reaches (``s3://``, ``gs://``, ``memory://``): URLs as paths,
-objects as files.
+A local path is a `pathlib.Path`. `RemotePath` gives a store's objects the part of `pathlib.Path` that is used here.
 
 The two differ in how a step becomes valid. A file system renames a whole folder in one instant, so a step is written
 under another name and renamed. An object store cannot rename, but a single object appears whole or not at all: there
@@ -10,82 +8,16 @@ a step is written where it stays, under a name no other save uses, and its manif
 Readers have one rule for both: a step is valid if its manifest is there, intact, and every listed file has its size.
 """
 
+import errno
 import fnmatch
 import importlib
 import json
 import os
 import posixpath
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-# One request for a range reads at most this much.
-_FETCH_BYTES = 64 << 20
-
-
-class Stat(Protocol):
-    """What is known of a file."""
-
-    @property
-    def st_size(self) -> int:
-        """Bytes."""
-        ...
-
-
-class StorePath(Protocol):
-    """A file or folder of a storage. `pathlib.Path` is one."""
-
-    @property
-    def name(self) -> str:
-        """Last component."""
-        ...
-
-    @property
-    def parent(self) -> Self:
-        """The folder it lies in."""
-        ...
-
-    def __truediv__(self, name: str, /) -> Self:
-        """The path of ``name`` below."""
-        ...
-
-    def exists(self) -> bool:
-        """Whether there is a file or a folder with files."""
-        ...
-
-    def is_dir(self) -> bool:
-        """Whether there is a folder."""
-        ...
-
-    def iterdir(self) -> Iterator[Self]:
-        """What lies in a folder."""
-        ...
-
-    def glob(self, pattern: str, /) -> Iterable[Self]:
-        """What lies in a folder and has such a name."""
-        ...
-
-    def read_bytes(self) -> bytes:
-        """A whole file."""
-        ...
-
-    def write_bytes(self, data: bytes, /) -> int:
-        """Make or replace a file."""
-        ...
-
-    def stat(self) -> Stat:
-        """Its size; raises `FileNotFoundError`."""
-        ...
-
-    def unlink(self, missing_ok: bool = ...) -> None:
-        """Delete a file."""
-        ...
-
-    def mkdir(self, *, parents: bool = ..., exist_ok: bool = ...) -> None:
-        """Make a folder, where the store has folders."""
-        ...
-
+from typing import Any
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors that prove that a file is not there. Any other proves nothing, and may be gone at the next try."""
@@ -104,7 +36,7 @@ class _Size:
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A path in a store that fsspec reaches."""
+    """A path in a store that fsspec reaches; methods as those of `pathlib.Path`."""
 
     fs: Any
     """The fsspec file system."""
@@ -135,7 +67,7 @@ class RemotePath:
 
     def iterdir(self) -> Iterator["RemotePath"]:
         self._forget()
-        for found in self.fs.ls(self.path, detail=False):
+        for found in self.ask("ls", self.path, detail=False):
             path = str(found).rstrip("/")
             if path != self.path:
                 yield self / posixpath.basename(path)  # spelled as this one: stores list paths in their own spelling
@@ -144,35 +76,56 @@ class RemotePath:
         return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
 
     def read_bytes(self) -> bytes:
-        return bytes(self.fs.cat_file(self.path))
+        return bytes(self.ask("cat_file", self.path))
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin`` to ``end`` of an object."""
-        return bytes(self.fs.cat_file(self.path, start=begin, end=end))
+        """Bytes ``begin`` to ``end`` of an object: one request."""
+        return bytes(self.ask("cat_file", self.path, start=begin, end=end))
 
     def write_bytes(self, data: bytes, /) -> int:
-        self.fs.pipe_file(self.path, data)
+        self.ask("pipe_file", self.path, data)
         return len(data)
 
-    def stat(self) -> Stat:
+    def create(self, data: bytes) -> None:
+        """Write an object that must not exist: a conditional put, of which one of several writers wins.
+
+        Raises:
+            FileExistsError: If it exists.
+        """
+        self.ask("pipe_file", self.path, data, mode="create")
+
+    def stat(self) -> _Size:
         self._forget()
-        return _Size(int(self.fs.info(self.path)["size"]))
+        return _Size(int(self.ask("info", self.path)["size"]))
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            self.fs.rm_file(self.path)
+            self.ask("rm_file", self.path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        self.fs.makedirs(self.path, exist_ok=True)
+        self.ask("makedirs", self.path, exist_ok=True)
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the file system. What a store's client raises of its own is an `OSError` here.
+
+        Raises:
+            OSError: If the store fails, refuses, or cannot be reached.
+        """
+        try:
+            return getattr(self.fs, method)(*args, **kwargs)
+        except (OSError, NotImplementedError):
+            raise
+        except Exception as err:
+            raise OSError(errno.EIO, f"{self}: {type(err).__name__}: {err}") from err
 
     def _info(self) -> dict[str, Any] | None:
-        """What the store tells of it; None only if the store says that there is no such thing."""
+        """What the store knows of it; None only if the store says that there is no such thing."""
         self._forget()
         try:
-            return self.fs.info(self.path)
+            return self.ask("info", self.path)
         except ABSENT:
             return None
         except OSError as err:
@@ -183,15 +136,19 @@ class RemotePath:
         self.fs.invalidate_cache()
 
 
+StorePath = Path | RemotePath
+"""A file or folder of a storage."""
+
+
 def as_path(path: "StorePath | os.PathLike[str] | str") -> StorePath:
     """A storage path from what a user gives: a path, or a URL of a store.
 
     Raises:
         ValueError: If fsspec, or what it needs for this store, is not installed.
     """
-    if not isinstance(path, str):
-        return Path(path) if isinstance(path, os.PathLike) else path
-    if "://" not in path:
+    if isinstance(path, RemotePath):
+        return path
+    if not isinstance(path, str) or "://" not in path:
         return Path(path)
     try:
         fs, inner = importlib.import_module("fsspec.core").url_to_fs(path)
@@ -206,13 +163,12 @@ def encode_path(path: StorePath) -> Any:
     """A path as JSON data for another process of the same job. A URL would lose the options of the store.
 
     Raises:
-        ValueError: If the store cannot be told: it was made with options that are no plain data.
+        ValueError: If the store was made with options that are not plain data.
     """
     if isinstance(path, Path):
         return str(path)
-    assert isinstance(path, RemotePath)
     try:
-        return {"store": json.loads(json.dumps(path.fs, default=_told_store)), "path": path.path}
+        return {"store": json.loads(json.dumps(path.fs, default=_plain_store)), "path": path.path}
     except (TypeError, ValueError) as err:
         raise ValueError(
             f"the file system of {path} cannot be passed to another process: {err}. Make it with options that are plain "
@@ -220,24 +176,23 @@ def encode_path(path: StorePath) -> Any:
         ) from err
 
 
-def decode_path(told: Any) -> StorePath:
+def decode_path(value: Any) -> StorePath:
     """Undo `encode_path`. The store's class is looked up in fsspec's registry; nothing else is imported.
 
     Raises:
         ValueError: If fsspec does not know the store.
     """
-    return Path(told) if isinstance(told, str) else RemotePath(_store(told["store"]), told["path"])
+    return Path(value) if isinstance(value, str) else RemotePath(_store(value["store"]), value["path"])
 
 
 def shared_between_processes(path: StorePath) -> bool:
     """Whether another process on this machine can reach the same files, as saver processes and other ranks must.
 
-    False of a store in memory, of one made with options that are no plain data, and of one whose class was registered
+    False of a store in memory, of one made with options that are not plain data, and of one whose class was registered
     with fsspec in this process only.
     """
     if isinstance(path, Path):
         return True
-    assert isinstance(path, RemotePath)
     memory = importlib.import_module("fsspec.implementations.memory").MemoryFileSystem
     known = importlib.import_module("fsspec").available_protocols()
     store = path.fs
@@ -252,26 +207,26 @@ def shared_between_processes(path: StorePath) -> bool:
     return True
 
 
+def renames(path: StorePath) -> bool:
+    """Whether the storage renames a folder in one instant, which is how a step is committed there."""
+    return isinstance(path, Path)
+
+
 def _protocol(fs: Any) -> str:
     return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
 
 
-def _told_store(fs: Any) -> dict[str, Any]:
+def _plain_store(fs: Any) -> dict[str, Any]:
     """A file system as plain data; one among its options too."""
     if not hasattr(fs, "storage_options"):
         raise TypeError(f"{fs!r} is not plain data")
     return {"protocol": _protocol(fs), "args": fs.storage_args, "options": fs.storage_options}
 
 
-def _store(told: dict[str, Any]) -> Any:
-    """Undo `_told_store`."""
+def _store(value: dict[str, Any]) -> Any:
+    """Undo `_plain_store`."""
     options = {
-        key: _store(value) if isinstance(value, dict) and set(value) == {"protocol", "args", "options"} else value
-        for key, value in told["options"].items()
+        key: _store(option) if isinstance(option, dict) and set(option) == {"protocol", "args", "options"} else option
+        for key, option in value["options"].items()
     }
-    return importlib.import_module("fsspec").get_filesystem_class(told["protocol"])(*told["args"], **options)
-
-
-def renames(path: StorePath) -> bool:
-    """Whether the storage renames a folder in one instant, which is how a step is committed there."""
-    return isinstance(path, Path)
+    return importlib.import_module("fsspec").get_filesystem_class(value["protocol"])(*value["args"], **options)
