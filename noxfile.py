@@ -15,6 +15,8 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 # One thread a rank: several ranks share few cores. And keep bytecode: where it is not kept, importing torch takes 12 s
 # of compiling in every process.
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# Two test files at a time: much of a test's time is ranks that wait for each other.
+IN_PARALLEL = ["-n", "2", "--dist", "loadfile"]
 TEST_TOOLS = [
     requirement
     for requirement in nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
@@ -48,7 +50,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests against its own wheel, in an environment that holds only what it declares."""
     _install_wheels(session, package)
-    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
+    session.run("pytest", "-q", *IN_PARALLEL, str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
@@ -56,7 +58,7 @@ def tests(session: nox.Session, package: str) -> None:
 def minimums(session: nox.Session, package: str) -> None:
     """One package's tests on the oldest supported torch, 2.11."""
     _install_wheels(session, package, "torch==2.11.*")
-    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
+    session.run("pytest", "-q", *IN_PARALLEL, str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
@@ -133,7 +135,7 @@ def published(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """What the repository promises: README code runs, versions match changelogs, wheels are whole."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run("pytest", "-q", "tests", *session.posargs, env=TEST_ENV)
+    session.run("pytest", "-q", *IN_PARALLEL, "tests", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

@@ -1,0 +1,93 @@
+"""The files around the code: workflows, recipes, image, release script. They run elsewhere; here they are read."""
+
+import json
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+YAML = sorted([*ROOT.glob(".github/**/*.yml"), *ROOT.glob("deploy/*.yaml"), ROOT / ".pre-commit-config.yaml"])
+
+
+@pytest.mark.parametrize("path", YAML, ids=lambda path: str(path.relative_to(ROOT)))
+def test_yaml_files_are_yaml(path: Path) -> None:
+    assert yaml.safe_load(path.read_text())
+
+
+def test_workflows_call_sessions_that_exist_for_every_package() -> None:
+    sessions = set(re.findall(r"^def ([a-z]\w*)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    ci, nightly = (yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text()) for name in ("ci", "nightly"))
+    called = set(nightly["jobs"]["packages"]["strategy"]["matrix"]["session"]) | {"tests", "fuzz"}
+    called |= set(re.search(r"nox -s (.*)", ci["jobs"]["checks"]["steps"][-1]["run"])[1].split())
+    assert called <= sessions
+    assert set(ci["jobs"]["tests"]["strategy"]["matrix"]["package"]) == {*PACKAGES, "titan-testing"}
+    assert set(nightly["jobs"]["packages"]["strategy"]["matrix"]["package"]) == set(PACKAGES)
+
+
+def _commands() -> list[tuple[str, str]]:
+    kuberay = yaml.safe_load((ROOT / "deploy/kuberay.yaml").read_text())["spec"]["entrypoint"]
+    sky = yaml.safe_load((ROOT / "deploy/skypilot.yaml").read_text())["run"]
+    sky = sky[sky.index("titan-train") :].replace("\\\n", " ")
+    values = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_RANK": "0",
+        "head": "10.0.0.1",
+    }
+    sky = re.sub(r"\$(\w+)", lambda match: values[match[1]], sky)
+    guide = (ROOT / "docs/guides/many_nodes.md").read_text()
+    typed = [line for line in guide.splitlines() if line.startswith("titan-train run")]
+    return [("kuberay", kuberay), ("skypilot", sky), *((f"guide {i}", line) for i, line in enumerate(typed))]
+
+
+@pytest.mark.parametrize("command", [text for _, text in _commands()], ids=[name for name, _ in _commands()])
+def test_the_recipes_settings_are_valid(command: str) -> None:
+    from titan_train.config import load_config
+    from titan_train.plan.run import plan_run
+
+    words = shlex.split(command)
+    assert words[:2] == ["titan-train", "run"]
+    config = load_config(words[2], ["--launch.launcher" if word == "--launcher" else word for word in words[3:]])
+    world_size = config.launch.nnodes * config.launch.nproc
+    assert plan_run(config, world_size).layout.world_size == world_size
+
+
+def test_the_image_and_the_recipe_install_every_package() -> None:
+    for name in ("Dockerfile", "deploy/skypilot.yaml", ".devcontainer/devcontainer.json"):
+        text = (ROOT / name).read_text()
+        assert [package for package in PACKAGES if not re.search(rf"/{package}\b", text)] == [], name
+    json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+
+
+def test_the_release_script_reads_a_good_tag_and_refuses_others(tmp_path: Path) -> None:
+    version = tomllib.loads((ROOT / "packages/titan-cp/pyproject.toml").read_text())["project"]["version"]
+    read_tag = runpy.run_path(str(ROOT / ".github/release.py"))["read_tag"]
+    package, found, notes = read_tag(f"titan-cp-v{version}")
+    assert (package, found) == ("titan-cp", version)
+    assert notes.strip()
+    assert "## " not in notes
+    for tag, words in {
+        "v0.1.0": "not of the form",
+        "titan-none-v0.1.0": "does not exist",
+        "titan-cp-v99.0.0": f"says {version}",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            read_tag(tag)
+    command = [
+        sys.executable,
+        str(ROOT / ".github/release.py"),
+        f"titan-cp-v{version}",
+        "--notes",
+        str(tmp_path / "n.md"),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == f"package=titan-cp\nversion={version}\n"
+    assert (tmp_path / "n.md").read_text() == notes
