@@ -6,7 +6,6 @@ times out while a large corpus is tokenized.
 """
 
 import contextlib
-import fcntl
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -88,6 +87,8 @@ def _bytes_per_token(tokenizer: Tokenizer, dataset: PackedDataset) -> float:
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Generator[None]:
+    import fcntl  # not on Windows
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".prepare.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

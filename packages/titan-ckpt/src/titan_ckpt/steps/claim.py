@@ -37,7 +37,8 @@ _NAMELESS_AGE_S = 60
 # One thread of a process counts at a time. Re-entrant: a Checkpointer may be collected, and give up its share, while
 # another one counts. At worst a share is then left over, and the claim stays until the process ends.
 _counting = threading.RLock()
-os.register_at_fork(after_in_child=lambda: globals().update(_counting=threading.RLock()))
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: globals().update(_counting=threading.RLock()))
 
 
 def take_root(root: StorePath, owner: Process) -> None:

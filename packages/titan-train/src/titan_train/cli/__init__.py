@@ -25,6 +25,7 @@ _FOLDERS = {
     "trained": ("generate", "export", "report"),
 }
 """Where a command's module is; the others are in this folder."""
+_NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "dry-run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(name: str, words: Sequence[str]) -> int:
+    if sys.platform == "win32" and name in _NOT_ON_WINDOWS:
+        raise ValueError(
+            f"titan-train {name} needs Linux or macOS: it forks ranks and locks files. On Windows, run it in WSL 2. The "
+            f"other commands work here: {', '.join(command for command in _COMMANDS if command not in _NOT_ON_WINDOWS)}."
+        )
     from titan_train.cli.shell.parser import CommandParser
 
     folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")

@@ -1,6 +1,5 @@
 """Peak memory of this rank."""
 
-import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +28,8 @@ def peak_memory_gib(device: "torch.device") -> float:
 
 
 def _resident_high_water_bytes() -> int:
+    import resource  # not on Windows
+
     # getrusage's mark survives exec: a process started by a large one would report its parent's. Linux also has
     # the mark of this address space alone.
     try:

@@ -9,7 +9,6 @@ tells: the owner touches the file every 10 s, so a lease that nobody touched for
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -104,6 +103,8 @@ class Lease:
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Generator[None]:
     """Two runs that find a dead owner's lease take it over one after the other."""
+    import fcntl  # not on Windows
+
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a network file system may have no locks: the link decides there

@@ -8,7 +8,6 @@ A document is held out by a hash of its text: copies of a document never land on
 none of the others.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -308,6 +307,8 @@ def _folder(
 
 @contextmanager
 def _only_process(folder: Path) -> Generator[None]:
+    import fcntl  # not on Windows
+
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

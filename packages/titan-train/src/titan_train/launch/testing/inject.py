@@ -7,7 +7,6 @@ reader can see when it struck.
 import contextlib
 import json
 import os
-import resource
 import signal
 import time
 from collections.abc import Generator, Sequence
@@ -49,6 +48,8 @@ class Injector:
     @contextlib.contextmanager
     def during_save(self, step: int) -> Generator[None]:
         """Refuse this rank's writes inside the block, if a full disk is due."""
+        import resource  # not on Windows
+
         due = [f for f in self._faults if f.kind == "disk-full" and f.step <= step and self._first_time(f)]
         if not due:
             yield
