@@ -123,7 +123,8 @@ def test_a_failing_ranks_error_is_shown_once_with_its_rank(folder):
         "import torch.distributed as dist\n"
         "from titan_train.config import ModelConfig\n"
         "from titan_train.models import build_model\n"
-        "def build(vocab_size):\n"
+        "from torch import nn\n"
+        "def build(vocab_size) -> nn.Module:\n"
         "    model = build_model(ModelConfig(), vocab_size=vocab_size)\n"
         "    def fail(module, args):\n"
         "        if dist.get_rank() == 1:\n"
@@ -131,7 +132,7 @@ def test_a_failing_ranks_error_is_shown_once_with_its_rank(folder):
         "    model.register_forward_pre_hook(fail)\n"
         "    return model\n"
     )
-    done = run(folder, "run", "tiny.toml", "--model.name", "broken:build")
+    done = run(folder, "run", "tiny.toml", "--model.name", "broken:build", "--code", ".")
     assert done.returncode == 1
     text = done.stdout + done.stderr
     assert text.count("rank 1 of 2 failed: KeyError: 'no such expert'") == 1

@@ -1,6 +1,7 @@
 """Models by name and by dotted path, and what is refused."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
+from titan_train.trust import use_code
 from torch import nn
 
 OWN_MODULE = """
@@ -28,11 +30,17 @@ class Tiny(nn.Module):
 def build(width: int = 8) -> nn.Module:
     return Tiny(width, 50)
 
-def anything(**kwargs):
+def anything(**kwargs) -> "nn.Module":
     return Tiny(**kwargs)
 
-def not_a_model():
+def not_a_model() -> nn.Module:
     return 3
+
+def undeclared(width: int = 8):
+    return Tiny(width, 50)
+
+def fails() -> nn.Module:
+    return Tiny(3)
 
 a_number = 3
 """
@@ -40,11 +48,12 @@ a_number = 3
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the working directory, which is not on the Python path."""
+    """A module in a folder of ``--code``."""
     name = "own_" + tmp_path.name.replace("-", "_")
     (tmp_path / f"{name}.py").write_text(OWN_MODULE)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # restored afterwards
     monkeypatch.setattr(sys, "path", list(sys.path))
+    use_code([str(tmp_path)])
     return name
 
 
@@ -100,7 +109,7 @@ def test_config_reads_from_strict_json() -> None:
     assert [type(value) for value in config.args.values()] == [int, float, bool]
 
 
-def test_own_module_is_found_in_the_working_directory(own_module: str) -> None:
+def test_own_module_is_found_in_a_folder_of_code(own_module: str) -> None:
     model = build_model(ModelConfig(name=f"{own_module}:Tiny", args={"width": 4}), vocab_size=30)
     assert isinstance(model, nn.Module)
     assert model.embed.weight.shape == (30, 4)  # type: ignore[union-attr]
@@ -118,11 +127,18 @@ def test_own_function_without_vocab_size_is_called_without_it(own_module: str) -
     ("path", "args", "words"),
     [
         ("{}:Tinny", {}, ["no 'Tinny'", "'Tiny'"]),
-        ("{}:a_number", {}, ["is a int", "function that returns a module"]),
+        ("{}:a_number", {}, ["is a int", "function that returns a torch.nn.Module"]),
+        ("{}:torch.load", {}, ["has no 'torch.load'"]),
+        ("{}:undeclared", {}, ["does not declare to return a model", "-> torch.nn.Module"]),
+        ("{}:fails", {}, ["building the model failed: TypeError", "line 27"]),
         ("{}:not_a_model", {}, ["returned a int", "torch.nn.Module"]),
         ("{}:Tiny", {"widht": 4}, ["model.args.widht=4", "'width'"]),
         ("{}:Tiny", {}, ["missing", "'width'", "[model.args]"]),
-        ("no_such_module_here.models:build", {}, ["module 'no_such_module_here' is neither on the Python path"]),
+        (
+            "no_such_module_here.models:build",
+            {},
+            ["module 'no_such_module_here' is neither installed nor in a folder given with --code"],
+        ),
     ],
 )
 def test_a_dotted_path_that_cannot_work_is_refused(
@@ -135,9 +151,8 @@ def test_a_dotted_path_that_cannot_work_is_refused(
 
 def test_an_import_error_inside_the_users_module_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_broken_model.py").write_text("import a_library_that_is_not_installed\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_installed"):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ValueError, match="imports 'a_library_that_is_not_installed', which is not installed"):
         build_model(ModelConfig(name="own_broken_model:build"), vocab_size=30)
 
 

@@ -18,6 +18,8 @@ from titan_train.launch.rank.info import count_gpus
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
+from titan_train.run_folder import run_folder
+from titan_train.trust import admit_own_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,9 +39,10 @@ _MEMORY = {
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train check CONFIG [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     arguments, settings = parser.parse_with_settings(words)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
+    admit_own_code(run_folder(config), config.model.name, arguments.code)
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
     world_size = (

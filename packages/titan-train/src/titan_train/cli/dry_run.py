@@ -14,7 +14,7 @@ from titan_train.cli.shell.parser import CommandParser, integer
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train dry-run CONFIG --world N [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     parser.add_argument("--world", type=integer(1, 10**7), required=True, help="ranks of the run")
     arguments, settings = parser.parse_with_settings(words)
 
@@ -23,8 +23,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.plan.run import plan_run
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.translate import setup_of_config, shape_of_config
+    from titan_train.run_folder import run_folder
+    from titan_train.trust import admit_own_code
 
     config = parser.read_config(arguments.config, settings)
+    admit_own_code(run_folder(config), config.model.name, arguments.code)
     per_node = config.launch.nproc or 8
     nodes = max(1, arguments.world // per_node)
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))

@@ -12,7 +12,7 @@ from titan_train.cli.shell.parser import CommandParser, integer
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 2 where the setup does not fit."""
     parser.usage = "titan-train estimate CONFIG --hardware NAME --gpus N [--svg FILE] [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
     parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
     parser.add_argument("--constants", help="file of titan-train calibrate, instead of the shipped constants")

@@ -14,7 +14,9 @@ SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up t
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from titan_mesh import Layout
 
@@ -28,6 +30,7 @@ from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
+from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
 
@@ -35,15 +38,16 @@ _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--r
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     arguments, settings = parser.parse_with_settings(words, written_out)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
     if note:
         print(f"note     {note}")
-    return _be_a_torchrun_worker(config) if under_torchrun() else _run_here(config)
+    source = admit_own_code(run_folder(config), config.model.name, arguments.code)
+    return _be_a_torchrun_worker(config, source) if under_torchrun() else _run_here(config, source)
 
 
-def _run_here(config: Config) -> int:
+def _run_here(config: Config, source: CodeRecord | None) -> int:
     """Start the ranks, supervise them, write the report."""
     per_node = ranks_per_node(config.launch)
     world_size = per_node * config.launch.nnodes
@@ -67,8 +71,9 @@ def _run_here(config: Config) -> int:
     try:
         launcher.validate(config, world_size)
         with Lease(run_dir) as lease:
+            remember_code(run_dir, source)
             try:
-                return _supervise(config, run_dir, lease, launcher, world_size, per_node)
+                return _supervise(config, run_dir, lease, launcher, world_size, per_node, source)
             finally:
                 discard(run_dir)
     except BaseException:
@@ -76,7 +81,15 @@ def _run_here(config: Config) -> int:
         raise
 
 
-def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, world_size: int, per_node: int) -> int:
+def _supervise(
+    config: Config,
+    run_dir: Path,
+    lease: Lease,
+    launcher: Launcher,
+    world_size: int,
+    per_node: int,
+    source: CodeRecord | None,
+) -> int:
     """Run all attempts, then report."""
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     print(
@@ -91,7 +104,7 @@ def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, 
 
     def record(attempt: Attempt) -> None:
         lease.attempt(attempt.number)
-        infos.append(_stage(config, run_dir, launcher.device, attempt.world_size))
+        infos.append(_stage(config, run_dir, launcher.device, attempt.world_size, source))
 
     prepare_inputs(config)
     for change in changes(config, run_dir):
@@ -107,12 +120,12 @@ def _supervise(config: Config, run_dir: Path, lease: Lease, launcher: Launcher, 
     return code
 
 
-def _stage(config: Config, run_dir: Path, device: str, world_size: int) -> RunInfo:
+def _stage(config: Config, run_dir: Path, device: str, world_size: int, source: CodeRecord | None) -> RunInfo:
     """What an attempt writes to the run's folder once its ranks have restored."""
     staged = stage(config, run_dir)
-    return RunInfo(
-        run_dir, device=device, world_size=world_size, resume_step=newest_checkpoint(run_dir) or 0, staged=staged
-    )
+    step = newest_checkpoint(run_dir) or 0
+    extra: dict[str, Any] = {} if source is None else {"code": asdict(source)}
+    return RunInfo(run_dir, device=device, world_size=world_size, resume_step=step, staged=staged, **extra)
 
 
 def _follow(config: Config, run_dir: Path, per_node: int) -> int:
@@ -150,7 +163,7 @@ def written_out(word: str) -> str:
     return word
 
 
-def _be_a_torchrun_worker(config: Config) -> int:
+def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
     ranks = ranks_from_torchrun(config.launch)
     _check_layout(config, ranks.world_size)
 
@@ -162,10 +175,11 @@ def _be_a_torchrun_worker(config: Config) -> int:
         prepare_inputs(config, quiet=True)
         return torchrun_worker(config, ranks, run_dir)
     with Lease(run_dir):
+        remember_code(run_dir, source)
         prepare_inputs(config)
         clear_failures(run_dir)
         attempts_before = len(read_run_info(run_dir).get("attempts", []))
-        info = _stage(config, run_dir, ranks.device_type, ranks.world_size)
+        info = _stage(config, run_dir, ranks.device_type, ranks.world_size, source)
         code = torchrun_worker(config, ranks, run_dir)
         _finish(config, run_dir, info, code, attempts_before)
     return code

@@ -16,7 +16,7 @@ from titan_train.plan.run import plan_run
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     parser.add_argument("--out", type=Path, default=None, help="file to write (default: standard output)")
     parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
     parser.add_argument("--partition", default="", help="Slurm's partition")
@@ -45,7 +45,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         config,
         SlurmJob(
             config=arguments.config,
-            overrides=overrides,
+            overrides=[*(word for path in arguments.code for word in ("--code", path)), *overrides],
             time_limit=arguments.time,
             partition=arguments.partition,
             account=arguments.account,

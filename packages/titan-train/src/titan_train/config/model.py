@@ -15,7 +15,7 @@ class ModelConfig:
 
     name: str = "llama3_debug"
     """A shipped model, such as llama3_8b (`titan-train list` shows all), or "package.module:callable" that returns
-    your own nn.Module."""
+    your own nn.Module: a class, or a function annotated to return one, of an installed package or a folder of --code."""
 
     args: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Changes to the shipped model's arguments, such as {num_layers = 4}, or the arguments of your own callable."""

@@ -13,6 +13,7 @@ import json
 import logging
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +45,8 @@ def export_run(
     dtype: ExportDtype = "bf16",
     max_shard_bytes: int = 5_000_000_000,
     gate: bool = True,
+    trust_code: bool = False,
+    code: Sequence[str] = (),
 ) -> list[Check]:
     """Export a run's model to a new folder.
 
@@ -54,6 +57,8 @@ def export_run(
         dtype: Of the weights. Routing biases stay float32.
         max_shard_bytes: Start another file before one passes this size.
         gate: Load the folder with transformers and compare it with the run's model.
+        trust_code: As in `load_run`.
+        code: As in `load_run`.
 
     Returns:
         The checks, all passed; empty without ``gate``.
@@ -65,7 +70,7 @@ def export_run(
     run_dir, out = Path(run_dir), Path(out)
     if out.exists():
         raise ValueError(f"{out} exists. Export to a new folder, so that no stale file stays in it.")
-    run = load_run(run_dir, step=step, device="cpu")
+    run = load_run(run_dir, step=step, device="cpu", trust_code=trust_code, code=code)
     family = family_of(run.model)
     if family is None:
         raise ValueError(

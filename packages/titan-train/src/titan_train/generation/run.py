@@ -1,6 +1,6 @@
 """A finished run, loaded into one process: its model, its tokenizer, and text from them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from titan_train.generation.sampling import Sampling
 from titan_train.models import build_model
 from titan_train.run_folder import newest_checkpoint, read_config
 from titan_train.tokenizers import IncrementalDecoder, Tokenizer
+from titan_train.trust import admit_run_code
 
 _DEFAULT = Sampling(temperature=0.8, top_p=0.95)
 
@@ -61,16 +62,26 @@ class LoadedRun:
         return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed))
 
 
-def load_run(run_dir: str | Path, *, step: int | None = None, device: torch.device | str | None = None) -> LoadedRun:
+def load_run(
+    run_dir: str | Path,
+    *,
+    step: int | None = None,
+    device: torch.device | str | None = None,
+    trust_code: bool = False,
+    code: Sequence[str] = (),
+) -> LoadedRun:
     """Load a run's model and tokenizer into this process.
 
     Args:
         run_dir: The run's folder.
         step: Which checkpoint; None takes the newest valid one.
         device: Where the weights go; None takes a GPU if there is one.
+        trust_code: Run the model code that the folder names, though this account has not run it with that very code. Read
+            the code first: a run's folder can name any.
+        code: Folders to import that code from, beside what is installed.
 
     Raises:
-        ValueError: The folder is not a run's, or has no such checkpoint.
+        ValueError: The folder is not a run's, has no such checkpoint, or names code that is not trusted.
     """
     run_dir = Path(run_dir)
     config = read_config(run_dir)
@@ -78,6 +89,7 @@ def load_run(run_dir: str | Path, *, step: int | None = None, device: torch.devi
         raise ValueError(
             f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
         )
+    admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer(config.tokenizer, config.data)
     model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device).requires_grad_(False)

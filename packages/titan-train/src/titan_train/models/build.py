@@ -1,12 +1,9 @@
 """Build a model from its configuration: one of a registered family by name, or any module by dotted path."""
 
 import dataclasses
-import importlib
 import inspect
-import sys
 import typing
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from titan_train.models.registry import find_model
 from titan_train.nearest import did_you_mean
+from titan_train.trust.factory import describe_error, import_factory
 
 _Args = TypeVar("_Args")
 _RANDOM_FILLS = frozenset({Tensor.normal_, Tensor.uniform_})
@@ -116,7 +114,7 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
 
 def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
     """Call the user's callable with ``args``, and with ``vocab_size`` where its signature has it."""
-    build = _import_callable(config.name)
+    build = import_factory(config.name)
     signature = inspect.signature(build)
     arguments: dict[str, Any] = dict(config.args)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
@@ -134,37 +132,12 @@ def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
         raise ValueError(
             f"model.args={dict(config.args)} does not fit {config.name}{signature}: {err}. Set it under [model.args]."
         ) from None
-    model = build(**arguments)
+    try:
+        model: Any = build(**arguments)
+    except Exception as err:  # the user's own code
+        raise ValueError(f"model.name={config.name!r}: building the model failed: {describe_error(err)}") from err
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model.name={config.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
         )
     return model
-
-
-def _import_callable(path: str) -> Callable[..., Any]:
-    module_name, _, attribute = path.partition(":")
-    top = module_name.partition(".")[0]
-    cwd = Path.cwd()
-    if ((cwd / f"{top}.py").is_file() or (cwd / top).is_dir()) and str(cwd) not in sys.path:
-        sys.path.append(str(cwd))  # an installed command starts without the working directory on the path
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as err:
-        if err.name is None or not f"{module_name}.".startswith(f"{err.name}."):
-            raise  # the module exists, but something that it imports does not
-        raise ValueError(
-            f"model.name={path!r}: module {err.name!r} is neither on the Python path nor in {cwd}. Install it, or run "
-            "from the folder that holds it."
-        ) from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(
-                f"model.name={path!r}: {module_name} has no {attribute!r}. {did_you_mean(part, vars(found))}".strip()
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(
-            f"model.name={path!r} is a {type(found).__name__}; it must be a class or a function that returns a module."
-        )
-    return found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train prepare CONFIG [--section.key value ...]"
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)
 

@@ -5,14 +5,13 @@ code of ours: weights, configuration, tokenizer and model card. The folder is lo
 compared with the run's model; it is written only if they agree.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_train.cli.shell.parser import integer, number
+from titan_train.cli.shell.parser import CommandParser, integer, number
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
     parser.add_argument("--to", choices=["hf"], default="hf", help="format; hf is a Hugging Face folder (default)")
@@ -29,6 +28,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         help="largest size of a weight file (default: 5)",
     )
     parser.add_argument("--no-gate", action="store_true", help="do not compare the folder with the run's model")
+    parser.add_trust()
     arguments = parser.parse_args(words)
     if arguments.max_shard_gb <= 0:
         raise ValueError(f"--max-shard-gb={arguments.max_shard_gb} must be positive. The default is 5.")
@@ -43,6 +43,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         dtype=arguments.dtype,
         max_shard_bytes=int(arguments.max_shard_gb * 1e9),
         gate=not arguments.no_gate,
+        trust_code=arguments.trust_code,
+        code=arguments.code,
     )
     if checks:
         print(as_table(checks))

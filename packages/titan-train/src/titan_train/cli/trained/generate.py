@@ -4,15 +4,14 @@
 GPU if there is one.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_train.cli.shell.parser import integer, number
+from titan_train.cli.shell.parser import CommandParser, integer, number
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
     parser.add_argument("--prompt", required=True, help="text to continue")
@@ -39,6 +38,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--samples", type=integer(1), default=1, metavar="N", help="continuations; default 1")
     parser.add_argument("--seed", type=integer(0), default=0, help="default 0")
     parser.add_argument("--step", type=integer(0), default=None, help="checkpoint to use (default: the last)")
+    parser.add_trust()
     arguments = parser.parse_args(words)
 
     from titan_train.generation import Sampling, load_run
@@ -52,7 +52,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     if not arguments.prompt:
         raise ValueError("--prompt is empty: give at least one character to continue.")
-    run = load_run(arguments.run_dir, step=arguments.step)
+    run = load_run(arguments.run_dir, step=arguments.step, trust_code=arguments.trust_code, code=arguments.code)
     device = next(run.model.parameters()).device.type
     print(f"{arguments.run_dir}, step {run.step}, on {device}", file=sys.stderr)
     for sample in range(arguments.samples):

@@ -1,0 +1,130 @@
+"""Remember which code a run was started with, so that its owner is not asked again.
+
+The record lies in the user's own state folder, one file per run folder: a folder made elsewhere cannot bring its own.
+It holds a hash of the source. After a change of the source, or of the folder's place, the user is asked once more.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from titan_train.files import write_atomic
+from titan_train.trust.factory import find_code, names_code, use_code
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRecord:
+    """The code that a run was started with."""
+
+    model: str
+    """``model.name``."""
+    paths: tuple[str, ...]
+    """Folders given with ``--code``."""
+    sha256: str
+    """Of the source: every Python file of the package, or the file and those beside it in a folder of ``--code``."""
+
+
+def admit_own_code(run_dir: Path, model_name: str, paths: Sequence[str]) -> CodeRecord | None:
+    """Admit the code that a configuration names, for ``titan-train run`` and what rehearses it.
+
+    Args:
+        run_dir: The run's folder. If this account started the run with ``--code``, those folders are used again.
+        model_name: ``model.name``.
+        paths: Of ``--code``.
+
+    Returns:
+        What `remember_code` takes; None if the model is one of titan_train's.
+
+    Raises:
+        ValueError: The code may not be imported, or it has changed since the run was started and no ``--code`` was given.
+    """
+    use_code(paths)
+    if not names_code(model_name):
+        return None
+    known = _recall(run_dir)
+    if not paths and known is not None and known.model == model_name and known.paths:
+        use_code(known.paths)
+        paths = known.paths
+        if _source_hash(model_name, paths) != known.sha256:
+            raise ValueError(
+                f"the code of model.name={model_name!r} in {', '.join(paths)} has changed since {run_dir} was last started. "
+                f"Name it again to go on with it: --code {paths[0]}."
+            )
+    folders = tuple(str(Path(path).resolve()) for path in paths)
+    return CodeRecord(model_name, folders, _source_hash(model_name, folders))
+
+
+def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequence[str] = ()) -> None:
+    """Admit the code that a run's folder names, for commands that load the run.
+
+    Args:
+        run_dir: The run's folder.
+        model_name: ``model.name`` of its configuration.
+        trust: The user gave ``--trust-code``: the code is admitted, and remembered.
+        paths: Of ``--code``.
+
+    Raises:
+        ValueError: The code may not be imported; or this account has not run the folder with this very code.
+    """
+    use_code(paths)
+    if not names_code(model_name):
+        return
+    known = _recall(run_dir)
+    if trust:
+        folders = tuple(str(Path(path).resolve()) for path in paths)
+        remember_code(run_dir, CodeRecord(model_name, folders, _source_hash(model_name, folders)))
+        return
+    if known is None or known.model != model_name:
+        raise ValueError(
+            f"{run_dir} was made elsewhere, and its model.name={model_name!r} is code that is not part of titan_train. Read "
+            "that code, then add --trust-code (and --code DIR where it is not installed)."
+        )
+    use_code(known.paths)
+    if _source_hash(model_name, known.paths) != known.sha256:
+        raise ValueError(
+            f"the code of model.name={model_name!r} has changed since {run_dir} was last started. Add --trust-code to use it "
+            "as it is now."
+        )
+
+
+def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
+    """Write the record of a run. Best effort: without it the user is asked again."""
+    if record is not None:
+        with contextlib.suppress(OSError):
+            write_atomic(_file(run_dir), json.dumps(asdict(record) | {"run": str(run_dir.resolve())}, indent=1) + "\n")
+
+
+def _recall(run_dir: Path) -> CodeRecord | None:
+    try:
+        values: Any = json.loads(_file(run_dir).read_text(encoding="utf-8"))
+        if values["run"] != str(run_dir.resolve()):
+            return None
+        return CodeRecord(str(values["model"]), tuple(map(str, cast("list[Any]", values["paths"]))), values["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _file(run_dir: Path) -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:32]
+    return Path(state) / "titan-train" / "code" / f"{key}.json"
+
+
+def _source_hash(model_name: str, paths: Sequence[str]) -> str:
+    """sha256 (hex) of the source files, by their paths below the folder that holds them."""
+    place = find_code(model_name)
+    if place.is_dir():
+        root, files = place.parent, sorted(place.rglob("*.py"))
+    elif str(place.parent) in paths:
+        root, files = place.parent, sorted(place.parent.glob("*.py"))
+    else:
+        root, files = place.parent, [place]
+    found = hashlib.sha256()
+    for file in files:
+        found.update(f"{file.relative_to(root)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()

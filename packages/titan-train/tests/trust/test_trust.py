@@ -1,0 +1,224 @@
+"""What a configuration and a run's folder may make this process run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.inputs import prepare_inputs
+from titan_train.train import Trainer
+
+MODULE = """
+from pathlib import Path
+
+from torch import nn
+
+Path({marker!r}).write_text("imported")
+
+
+class Tiny(nn.Module):
+    def __init__(self, vocab_size: int, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def build(vocab_size: int) -> nn.Module:
+    return Tiny(vocab_size)
+
+
+def undeclared(vocab_size):
+    return Tiny(vocab_size)
+"""
+TINY = """
+[model]
+name = "{model}"
+seq_len = 32
+[tokenizer]
+kind = "bytes"
+[data]
+cache_dir = "{folder}/cache"
+[[data.sources]]
+name = "text"
+kind = "text"
+paths = ["{folder}/text.txt"]
+[run]
+dir = "{folder}/runs"
+[train]
+steps = 2
+global_batch = 4
+[launch]
+device = "cpu"
+nproc = 1
+[metrics]
+progress = "off"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Code, a configuration and text; the state of the account is empty, and nothing of this process is left behind."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # restored afterwards
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "foreign_model.py").write_text(MODULE.format(marker=str(tmp_path / "imported")))
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(900)))
+    (tmp_path / "tiny.toml").write_text(TINY.format(model="foreign_model:build", folder=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        if name.startswith("foreign_model"):
+            del sys.modules[name]
+
+
+def forget_module():
+    sys.modules.pop("foreign_model", None)
+
+
+@pytest.fixture
+def foreign_run(folder, monkeypatch):
+    """A run's folder as another account made it."""
+    monkeypatch.syspath_prepend(str(folder / "code"))
+    config = load_config("tiny.toml")
+    prepare_inputs(config, quiet=True)
+    with Trainer(config) as trainer:
+        trainer.fit()
+    sys.path.remove(str(folder / "code"))
+    forget_module()
+    (folder / "imported").unlink()
+    return folder / "runs" / "tiny"
+
+
+ATTACKS = [
+    ("os:system", '{command = "touch MARKER"}'),
+    ("subprocess:getoutput", '{cmd = "touch MARKER"}'),
+    ("builtins:exec", "{source = \"open('MARKER','w')\"}"),
+    ("shutil:rmtree", '{path = "MARKER"}'),
+    ("torch:load", '{f = "MARKER"}'),
+    ("torch.hub:load", '{repo_or_dir = "MARKER", model = "x"}'),
+    ("torch.utils.cpp_extension:os.system", '{command = "touch MARKER"}'),
+    ("numpy:load", '{file = "MARKER", allow_pickle = true}'),
+    ("titan_train.files:write_atomic", '{path = "MARKER", content = "x"}'),
+    ("titan_train.files:os.system", '{command = "touch MARKER"}'),
+    ("__main__:main", "{}"),
+    ("foreign_model:build", "{}"),
+    ("code.foreign_model:build", "{}"),
+]
+
+
+COMMANDS = ["check", "generate", "run", "dry-run", "export", "report"]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "args"),
+    [
+        (command, name, args)
+        for i, command in enumerate(COMMANDS)
+        for name, args in ATTACKS[: None if i < 2 else 1]  # the others go the same way
+    ],
+)
+def test_a_name_in_a_configuration_or_a_run_folder_runs_nothing(command, name, args, folder, capsys):
+    marker = folder / "marker"
+    text = TINY.format(model=name, folder=folder) + f"[model.args]\n{args.strip('{}').replace(', ', chr(10))}\n"
+    text = text.replace("MARKER", str(marker))
+    if command in ("check", "run", "dry-run"):
+        (folder / "evil.toml").write_text(text)
+        words = {"check": ["evil.toml"], "run": ["evil.toml"], "dry-run": ["evil.toml", "--world", "2"]}[command]
+    else:
+        evil = folder / "evil"
+        (evil / "checkpoints" / "step-2").mkdir(parents=True)
+        (evil / "checkpoints" / "step-2" / "MANIFEST.json").write_text("{}")
+        (evil / "config.toml").write_text(text)
+        words = {"generate": ["--prompt", "x"], "export": ["--out", str(folder / "out")], "report": []}[command]
+        words = [str(evil), *words]
+    code = main([command, *words])
+    assert code == (0 if command == "report" else 2)
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert command == "report" or "model.name=" in err
+    assert not marker.exists()
+    assert not (folder / "imported").exists()
+    assert not (folder / "runs").exists()
+
+
+def test_a_module_of_the_working_directory_is_imported_only_if_its_folder_is_named(folder):
+    shutil.copy(folder / "code" / "foreign_model.py", folder)
+    command = [sys.executable, "-m", "titan_train", "check", "tiny.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 2
+    assert "add `--code .` to import it from this folder" in done.stderr
+    assert not (folder / "imported").exists()
+    assert main(["check", "tiny.toml", "--code", "."]) == 0
+
+
+def test_a_function_that_does_not_declare_a_module_is_not_called(folder, capsys):
+    assert main(["check", "tiny.toml", "--code", "code", "--model.name", "foreign_model:undeclared"]) == 2
+    assert "does not declare to return a model" in capsys.readouterr().err
+    assert main(["check", "tiny.toml", "--code", "nowhere"]) == 2
+    assert "--code nowhere: no such file or folder" in capsys.readouterr().err
+
+
+def test_a_run_folder_made_elsewhere_needs_trust_once_and_again_after_a_change(foreign_run, folder, capsys):
+    generate = ["generate", str(foreign_run), "--prompt", "line", "--max-new-tokens", "2"]
+    assert main(generate) == 2
+    assert f"{foreign_run} was made elsewhere" in capsys.readouterr().err
+    assert main([*generate, "--code", "code"]) == 2
+    assert "--trust-code" in capsys.readouterr().err
+    assert not (folder / "imported").exists()
+
+    assert main([*generate, "--code", "code", "--trust-code"]) == 0
+    forget_module()
+    assert main(generate) == 0
+
+    source = folder / "code" / "foreign_model.py"
+    source.write_text(source.read_text() + "\n# another line\n")
+    forget_module()
+    (folder / "imported").unlink()
+    capsys.readouterr()
+    assert main(generate) == 2
+    assert "has changed since" in capsys.readouterr().err
+    assert not (folder / "imported").exists()
+
+
+def test_a_folder_cannot_bring_its_own_trust(foreign_run, folder, capsys):
+    generate = ["generate", str(foreign_run), "--prompt", "line", "--max-new-tokens", "2"]
+    assert main([*generate, "--code", "code", "--trust-code"]) == 0
+    moved = foreign_run.with_name("moved")
+    shutil.copytree(foreign_run, moved)
+    (record,) = (folder / "state" / "titan-train" / "code").iterdir()
+    shutil.copy(record, moved / "code.json")
+    forget_module()
+    assert main(["generate", str(moved), "--prompt", "line"]) == 2
+    assert "was made elsewhere" in capsys.readouterr().err
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"run": "/elsewhere"}))
+    assert main(generate) == 2
+
+
+def test_ones_own_run_goes_on_without_being_asked_until_its_code_changes(folder, capsys):
+    command = [sys.executable, "-m", "titan_train", "run", "tiny.toml", "--code", "code"]
+    first = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=100)
+    assert first.returncode == 0, first.stderr
+    attempt = json.loads((folder / "runs" / "tiny" / "run.json").read_text())
+    assert attempt["code"]["model"] == "foreign_model:build"
+    assert len(attempt["code"]["sha256"]) == 64
+
+    check = ["check", "tiny.toml", "--train.steps", "3"]  # admits code as `run` does, without starting ranks
+    assert main(check) == 0
+    forget_module()
+    assert main(["generate", "runs/tiny", "--prompt", "line", "--max-new-tokens", "2"]) == 0
+
+    source = folder / "code" / "foreign_model.py"
+    source.write_text(source.read_text() + "\n# another line\n")
+    forget_module()
+    assert main(check) == 2
+    assert "has changed since" in capsys.readouterr().err
+    assert main([*check, "--code", "code"]) == 0
