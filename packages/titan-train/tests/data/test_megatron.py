@@ -1,9 +1,10 @@
+import re
 import struct
 
 import numpy as np
 import pytest
 from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data import MegatronTokens, build_datasets
+from titan_train.data import MegatronTokens, build_datasets, prepare
 
 
 def write_megatron(prefix, documents, *, dtype="<u2", code=8, version=1):
@@ -46,19 +47,96 @@ def test_a_megatron_source_is_packed_like_any_other(tmp_path, documents, tokeniz
     assert np.array_equal(tokens[:, :-1].ravel(), np.concatenate(documents)[: tokens[:, :-1].size])
 
 
-def test_files_that_are_not_whole_or_not_of_the_vocabulary_are_refused(tmp_path, documents):
+def index(lengths, offsets, entries, *, code=8, version=1, magic=b"MMIDIDX\x00\x00", counts=None):
+    """The bytes of an index, from its published layout; ``counts`` replaces the true numbers in the header."""
+    head = magic + struct.pack("<QBQQ", version, code, *(counts or (len(lengths), len(entries))))
+    return head + b"".join(
+        np.array(values, dtype=kind).tobytes()
+        for values, kind in ((lengths, "<i4"), (offsets, "<i8"), (entries, "<i8"))
+    )
+
+
+GOOD = ([3, 4, 5], [0, 6, 14], [0, 1, 2, 3])
+TOKENS = np.arange(12, dtype="<u2").tobytes()
+HEAD = 34  # bytes
+MALFORMED = {
+    "an index of nothing": (b"", TOKENS, "is not a Megatron index"),
+    "an index of another format": (b"no index" * 9, TOKENS, "does not begin with MMIDIDX"),
+    "a header cut": (index(*GOOD)[:30], TOKENS, "a header of 34 bytes"),
+    "another version": (index(*GOOD, version=2), TOKENS, "format version 2"),
+    "an unknown type": (index(*GOOD, code=99), TOKENS, "dtype code 99 (unknown"),
+    "tokens as floats": (index(*GOOD, code=6), TOKENS, "dtype code 6 (float64"),
+    "signed bytes": (index(*GOOD, code=2), TOKENS, "dtype code 2 (int8"),
+    "the type of another file": (index(*GOOD, code=4), TOKENS, "byte 54); it must follow from the lengths"),
+    "an index cut": (index(*GOOD)[:-8], TOKENS, "has 94 bytes, but its header lists 3 sequences"),
+    "an index with more": (index(*GOOD) + b"12345678", TOKENS, "has 110 bytes"),
+    "a count beyond memory": (index(*GOOD, counts=(2**62, 4)), TOKENS, "4611686018427387904 sequences"),
+    "no sequences": (index([], [], [0]), b"", "the data set is empty"),
+    "no document entries": (index([3], [0], []), TOKENS[:6], "0 document entries"),
+    "no tokens": (index([0, 0], [0, 0], [0, 2]), b"", "without a token"),
+    "a negative length": (index([3, -1, 10], *GOOD[1:]), TOKENS, f"sequence 1 is -1 (byte {HEAD + 4})"),
+    "lengths that wrap around": (index([2**31 - 1, 2**31 - 1, 14], *GOOD[1:]), TOKENS, "offset of sequence 1 is 6"),
+    "a moved sequence": (index(GOOD[0], [0, 14, 6], GOOD[2]), TOKENS, f"sequence 1 is 14 (byte {HEAD + 12 + 8})"),
+    "a negative offset": (index(GOOD[0], [0, -6, 14], GOOD[2]), TOKENS, "sequence 1 is -6"),
+    "an offset beyond the file": (index(GOOD[0], [0, 6, 2**62], GOOD[2]), TOKENS, "sequence 2 is 4611686018427387904"),
+    "unsorted documents": (index(*GOOD[:2], [0, 2, 1, 3]), TOKENS, f"entry 2 is 1 (byte {HEAD + 36 + 16})"),
+    "a negative document": (index(*GOOD[:2], [0, -1, 2, 3]), TOKENS, "entry 1 is -1"),
+    "a document beyond the sequences": (index(*GOOD[:2], [0, 1, 9, 3]), TOKENS, "entry 2 is 9"),
+    "a first document that is not the first": (index(*GOOD[:2], [1, 2, 3]), TOKENS, "entry 0 is 1"),
+    "a last document that is not the last": (index(*GOOD[:2], [0, 1, 2]), TOKENS, "entry 2 is 2"),
+    "one document entry": (index(*GOOD[:2], [0]), TOKENS, "entry 0 is 0"),
+    "tokens cut": (index(*GOOD), TOKENS[:-2], "has 22 bytes, but"),
+    "half a token": (index(*GOOD), TOKENS[:-1], "it was cut"),
+    "more tokens": (index(*GOOD), TOKENS * 2, "the index is of another file"),
+    "no tokens at all": (index(*GOOD), b"", "has 0 bytes"),
+    "an id beyond the vocabulary": (index(*GOOD), TOKENS[:-2] + b"\xe7\x03", "id 999 at token 11 (byte 22)"),
+    "a negative id": (
+        index([3], [0], [0, 1], code=4), np.array([1, -1, 2], dtype="<i4").tobytes(), "id -1 at token 1 (byte 4)",
+    ),
+    "an id beyond 32 bits": (
+        index([2], [0], [0, 1], code=5), np.array([2**40, 1], dtype="<i8").tobytes(), "id 1099511627776 at token 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MALFORMED, ids=str)
+def test_a_malformed_pair_is_refused_with_the_file_and_the_place_in_it(case, tmp_path, tokenizer):
+    idx, tokens, expected = MALFORMED[case]
+    (tmp_path / "m.idx").write_bytes(idx)
+    (tmp_path / "m.bin").write_bytes(tokens)
+    config = DataConfig(sources=(SourceConfig(name="m", kind="megatron", paths=(str(tmp_path / "m"),)),))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        prepare(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert str(tmp_path / "m") in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_good_pair_of_these_cases_is_taken(tmp_path, tokenizer):
+    (tmp_path / "m.idx").write_bytes(index(*GOOD))
+    (tmp_path / "m.bin").write_bytes(TOKENS)
+    assert MegatronTokens(tmp_path / "m", vocab_size=256, verify="full").num_tokens == 12
+    (tmp_path / "m.idx").write_bytes(index(*GOOD[:2], [0, 0, 2, 2, 3]))  # documents of nothing
+    assert MegatronTokens(tmp_path / "m", vocab_size=256).document_starts(0, 12).tolist() == [7]
+
+
+def test_only_a_full_check_reads_every_id(tmp_path):
+    size = 64 * 4096 * 4
+    ids = np.zeros(size, dtype="<u2")
+    ids[5000] = 300  # between the first two of 64 pieces of 4096
+    write_megatron(tmp_path / "m", [ids])
+    assert MegatronTokens(tmp_path / "m", vocab_size=256).num_tokens == size
+    with pytest.raises(ValueError, match="id 300 at token 5000"):
+        MegatronTokens(tmp_path / "m", vocab_size=256, verify="full")
+
+
+def test_a_missing_file_and_another_vocabulary_are_refused(tmp_path, documents):
     prefix = tmp_path / "m"
     with pytest.raises(ValueError, match=r"m.bin is missing"):
         MegatronTokens(prefix, vocab_size=256)
     write_megatron(prefix, documents)
-    with pytest.raises(ValueError, match=r"holds token id 2[0-9]+, but the tokenizer has 200"):
+    with pytest.raises(ValueError, match=r"holds token id 2[0-9]+ at token .* but the tokenizer has 200"):
         MegatronTokens(prefix, vocab_size=200)
-    (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
-    with pytest.raises(ValueError, match="it was cut"):
-        MegatronTokens(prefix, vocab_size=256)
-    write_megatron(prefix, documents, code=7)
-    with pytest.raises(ValueError, match="dtype code 7"):
-        MegatronTokens(prefix, vocab_size=256)
-    (tmp_path / "m.idx").write_bytes(b"no index")
-    with pytest.raises(ValueError, match="is not a Megatron index"):
+    (tmp_path / "m.idx").unlink()
+    with pytest.raises(ValueError, match=r"m.idx is missing"):
         MegatronTokens(prefix, vocab_size=256)

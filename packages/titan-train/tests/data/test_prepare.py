@@ -83,6 +83,18 @@ def _noting(encode, read):
     return noting
 
 
+@pytest.mark.parametrize("noted", [b"", b'{"shards": {}', b"[]", b'{"next": ["a", 1]}', b"\xff\xfe"])
+def test_a_damaged_note_of_the_progress_begins_anew(noted, tmp_path, write_jsonl, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", 60)
+    config = _config(tmp_path / "a.jsonl")
+    (folder,) = prepare(config, tokenizer, cache_dir=tmp_path / "cache")
+    whole = {file.name: file.read_bytes() for file in folder.glob("*.tok")}
+    (folder / "manifest.json").unlink()
+    (folder / "progress.json").write_bytes(noted)
+    prepare(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert {file.name: file.read_bytes() for file in folder.glob("*.tok")} == whole
+
+
 def test_prepared_tokens_are_those_of_the_documents_and_are_made_once(tmp_path, write_jsonl, tokenizer):
     texts = write_jsonl(tmp_path / "a.jsonl", 100)
     config = _config(tmp_path / "a.jsonl")

@@ -8,9 +8,10 @@ here communicates.
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig, Verify
 from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.progress import ProgressCallback
 from titan_train.data.shards.manifest import DataManifest, read_manifest
@@ -65,17 +66,31 @@ def prepare(
     *,
     cache_dir: str | Path | None = None,
     progress: ProgressCallback | None = None,
+    verify: Verify | None = None,
 ) -> list[Path]:
-    """Tokenize every text source that is not in the cache yet.
+    """Tokenize every text source that is not in the cache yet, and open every source that holds tokens.
+
+    Args:
+        config: The sources.
+        tokenizer: What text is encoded with, and what token sources must have been made with.
+        cache_dir: Where shards go; None takes the configured place.
+        progress: Told now and then.
+        verify: How much of the token sources is read; None takes ``config.verify``.
 
     Returns:
         The folder of each prepared text source, training sources first.
 
     Raises:
-        ValueError: If a path does not exist; `MalformedInputError` for malformed documents.
+        ValueError: If a path does not exist, or a token source is not whole, damaged or of another tokenizer;
+            `MalformedInputError` for malformed documents.
     """
     cache = _cache(config, cache_dir)
     sources = [*config.sources, *config.validation_sources]
+    for source in sources:
+        if source.kind not in TEXT_KINDS:
+            opened = _open_source(source, replace(config, verify=verify or config.verify), tokenizer, cache)
+            if not any(part.num_tokens for part in opened if part is not None):
+                raise ValueError(f"source {source.name!r} holds no tokens: {', '.join(source.paths)}. Name another.")
     return [prepare_source(s, config, tokenizer, cache, progress) for s in sources if s.kind in TEXT_KINDS]
 
 
@@ -188,7 +203,7 @@ def _open_source(
 ) -> tuple[TokenSource, TokenSource | None]:
     """The part of a source to train on, and the held-out part if its kind has one."""
     if source.kind == "megatron":
-        return _open_megatron(source, tokenizer), None
+        return _open_megatron(source, tokenizer, config.verify), None
     if source.kind == "tokens":
         folders = [Path(path).expanduser() for path in source.paths]
     else:
@@ -204,6 +219,7 @@ def _open_source(
             tokenizer_fingerprint=tokenizer.fingerprint,
             fingerprint=hashlib.sha256(content.encode()).hexdigest(),
             verify=config.verify,
+            vocab_size=tokenizer.vocab_size,
         )
 
     return opened(TRAIN), opened(VALIDATION)
@@ -220,10 +236,10 @@ def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> DataManifest:
     return manifest
 
 
-def _open_megatron(source: SourceConfig, tokenizer: Tokenizer) -> TokenSource:
+def _open_megatron(source: SourceConfig, tokenizer: Tokenizer, verify: Verify) -> TokenSource:
     if len(source.paths) != 1:
         raise ValueError(
             f"data.sources[{source.name!r}].paths names {len(source.paths)} Megatron datasets, but a source is one data set. "
             "Make each a source of its own, with a weight."
         )
-    return MegatronTokens(Path(source.paths[0]).expanduser(), tokenizer.vocab_size)
+    return MegatronTokens(Path(source.paths[0]).expanduser(), tokenizer.vocab_size, verify)

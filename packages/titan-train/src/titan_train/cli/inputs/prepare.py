@@ -65,7 +65,7 @@ def prepare_sources(
     console = console or Console()
     with show_progress() as progress:
         built = build_tokenizer(tokenizer, data, cache_dir=cache_dir, progress=progress)
-        folders = prepare(data, built, cache_dir=cache_dir, progress=progress)
+        folders = prepare(data, built, cache_dir=cache_dir, progress=progress, verify="full")
     results = [_describe(folder) for folder in folders]
     table = Table(title=f"prepared in {cache_folder(data) if cache_dir is None else cache_dir}")
     for heading in ("source", "train tokens", "held out", "documents", "bytes/token", "left out", "folder"):

@@ -157,11 +157,28 @@ class TokenShard:
         """Checksummed blocks of 4 MiB."""
         return len(self._crcs)
 
-    def check_block(self, block: int) -> None:
-        """Compare one block with its checksum.
+    def check_documents(self, *, every: bool) -> None:
+        """Check that document ends rise up to the number of tokens.
+
+        Args:
+            every: All of them, not the last alone.
 
         Raises:
-            ValueError: If it differs, naming the shard, the block and the byte range.
+            ValueError: If they do not.
+        """
+        ends = self.document_ends
+        rising = not every or bool((ends[1:] > ends[:-1]).all())
+        if not ends.size or int(ends[-1]) != self.tokens.size or not rising:
+            raise ValueError(
+                f"{self.path.with_suffix('.idx')}: the document ends do not rise to {self.tokens.size}, the number of tokens. "
+                f"{_REBUILD}"
+            )
+
+    def check_block(self, block: int, vocab_size: int = 2**32) -> None:
+        """Compare one block with its checksum, and its ids with the vocabulary.
+
+        Raises:
+            ValueError: If it differs, naming the shard, the block and the byte range; or if an id is too large.
         """
         data = self.tokens.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
         if zlib.crc32(data.tobytes()) != int(self._crcs[block]):
@@ -169,6 +186,12 @@ class TokenShard:
             raise ValueError(
                 f"{self.path}: block {block} (bytes {start} to {start + data.size}) does not match its checksum: the "
                 f"file changed after it was written. {_REBUILD}"
+            )
+        ids = data.view(self.tokens.dtype)
+        if int(ids.max()) >= vocab_size:
+            raise ValueError(
+                f"{self.path}: block {block} holds token id {int(ids.max())}, but the tokenizer has {vocab_size} ids. "
+                f"{_REBUILD}"
             )
 
     def check_index(self) -> None:
@@ -196,6 +219,8 @@ class TokenShard:
             raise ValueError(
                 f"{path} has format version {version}, but this release reads version {_VERSION}. {_REBUILD}"
             )
+        if width not in (2, 4):
+            raise ValueError(f"{path} has tokens of {width} bytes; 2 and 4 exist. {_REBUILD}")
         if (tokens, documents) != (info.tokens, info.documents):
             raise ValueError(
                 f"{path} holds {tokens} tokens in {documents} documents, the manifest says {info.tokens} in "

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from titan_train.data.shards.format import ShardInfo
 from titan_train.files import write_atomic
 
@@ -65,6 +67,9 @@ class DataManifest:
         return sum(shard.documents for shard in self.splits.get(split, ()))
 
 
+_ADAPTER = TypeAdapter(DataManifest)
+
+
 def write_manifest(folder: Path, manifest: DataManifest) -> None:
     """Write it under its final name in one step, after the shards are on disk."""
     content = {
@@ -100,25 +105,26 @@ def read_manifest(folder: Path) -> DataManifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}, but this release reads format {_FORMAT}")
-        manifest = DataManifest(
-            source=content["source"],
-            tokenizer=content["tokenizer"],
-            vocab_size=content["vocab_size"],
-            bos_id=content["bos_id"],
-            eos_id=content["eos_id"],
-            splits={split: tuple(ShardInfo(**s) for s in shards) for split, shards in content["splits"].items()},
-            text_bytes=content["text_bytes"],
-            options=content["options"],
-            files=tuple(content["files"]),
-            bad=content["bad"],
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        noted = content["fingerprint"]
+        manifest = _ADAPTER.validate_python({key: content[key] for key in DataManifest.__slots__})
+    except (ValueError, KeyError, TypeError, RecursionError) as err:
+        problem = _first_problem(err) if isinstance(err, ValidationError) else f"{type(err).__name__}: {err}"
         raise ValueError(
-            f"{path} is not a readable manifest ({err!r}). Delete its folder and prepare it again."
+            f"{path} is not a readable manifest ({problem}). Delete its folder and prepare it again."
         ) from err
-    if manifest.fingerprint != content["fingerprint"]:
+    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        if Path(shard.name).name != shard.name:
+            raise ValueError(
+                f"{path} names the shard {shard.name!r}, which is not a file of its folder. Prepare it again."
+            )
+    if manifest.fingerprint != noted:
         raise ValueError(f"{path} was edited: its fingerprint does not match. Delete its folder and prepare it again.")
     return manifest
+
+
+def _first_problem(err: ValidationError) -> str:
+    item = err.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
 
 
 def write_json(path: Path, content: Any) -> None:

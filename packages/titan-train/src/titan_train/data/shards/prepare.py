@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from titan_train.config.data import DataConfig, SourceConfig
 from titan_train.data.progress import PrepareProgress, ProgressCallback
@@ -89,6 +90,22 @@ def prepare_source(
         if not _is_prepared(folder, source, config):  # another process may have done it meanwhile
             _Preparation(source, config, tokenizer, folder, files, progress).run()
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """The content of `progress.json`."""
+
+    shards: dict[str, list[ShardInfo]]
+    text_bytes: dict[str, int]
+    files: list[dict[str, Any]]
+    next: tuple[int, int]
+    seen: int
+    bad: dict[str, int]
+    quarantine_bytes: int
+
+
+_ADAPTER = TypeAdapter(_Noted)
 
 
 class _Preparation:
@@ -193,12 +210,17 @@ class _Preparation:
         if not path.exists():
             self._bad.resume(0, {}, 0)
             return
-        noted = json.loads(path.read_text(encoding="utf-8"))
-        self._shards = {split: [ShardInfo(**info) for info in noted["shards"][split]] for split in _SPLITS}
-        self._text_bytes = noted["text_bytes"]
-        self._done_files = noted["files"]
-        self._next = _Position(*noted["next"])
-        self._bad.resume(noted["seen"], noted["bad"], noted["quarantine_bytes"])
+        try:
+            noted = _ADAPTER.validate_json(path.read_bytes())
+        except ValidationError:  # written by a machine that lost power, perhaps
+            _logger.warning("%s is damaged: preparing %s from the beginning", path, self._source.name)
+            self._bad.resume(0, {}, 0)
+            return
+        self._shards = noted.shards
+        self._text_bytes = noted.text_bytes
+        self._done_files = noted.files
+        self._next = _Position(*noted.next)
+        self._bad.resume(noted.seen, noted.bad, noted.quarantine_bytes)
         _logger.info("%s: continuing at file %d, line %d", self._folder, self._next.file, self._next.line)
 
     def _open_writers(self) -> dict[str, ShardWriter]:

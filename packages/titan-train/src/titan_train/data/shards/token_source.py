@@ -47,6 +47,7 @@ class ShardedTokens:
         tokenizer_fingerprint: Hex; the shards must carry it.
         fingerprint: Hash of the content, from the manifests.
         verify: header, sample or full, see `DataConfig.verify`.
+        vocab_size: Ids must be below it; compared in the blocks that ``verify`` reads.
 
     Raises:
         ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks.
@@ -60,6 +61,7 @@ class ShardedTokens:
         tokenizer_fingerprint: str,
         fingerprint: str,
         verify: Verify = "sample",
+        vocab_size: int = 2**32,
     ) -> None:
         pairs = [(folder, info) for folder, info in zip(folders, infos, strict=True) if info.tokens]
         self._shards = [TokenShard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
@@ -67,7 +69,7 @@ class ShardedTokens:
         self.num_tokens: int = self._starts[-1]
         self.fingerprint = fingerprint
         for shard in self._shards:
-            verify_shard(shard, verify)
+            verify_shard(shard, verify, vocab_size)
 
     def window(self, start: int, n: int) -> npt.NDArray[Any]:
         number = bisect_right(self._starts, start) - 1
@@ -96,7 +98,7 @@ class ShardedTokens:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def verify_shard(shard: TokenShard, verify: Verify) -> None:
+def verify_shard(shard: TokenShard, verify: Verify, vocab_size: int = 2**32) -> None:
     """Check a shard's content against its checksums.
 
     Raises:
@@ -110,5 +112,6 @@ def verify_shard(shard: TokenShard, verify: Verify) -> None:
         blocks = permute(blocks[:_SAMPLED_BLOCKS], shard.num_blocks, "verify", shard.path.name)
     else:
         shard.check_index()
+    shard.check_documents(every=verify == "full")
     for block in blocks.tolist():
-        shard.check_block(block)
+        shard.check_block(block, vocab_size)

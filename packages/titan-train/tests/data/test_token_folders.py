@@ -1,0 +1,89 @@
+"""Folders of `kind = "tokens"` that are not what `titan-train prepare` wrote are refused when they are prepared again."""
+
+import json
+import shutil
+
+import pytest
+from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.data import prepare
+from titan_train.tokenizers import ByteTokenizer
+
+
+def with_manifest(change):
+    def damage(folder):
+        path = folder / "manifest.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def cut(name, count):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:count])
+
+
+def flip(name, at):
+    def damage(folder):
+        data = bytearray((folder / name).read_bytes())
+        data[at] ^= 0x40
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+DAMAGE = {
+    "a folder of something else": (lambda folder: [file.unlink() for file in folder.glob("*")], "has no manifest.json"),
+    "no folder": (shutil.rmtree, "has no manifest.json"),
+    "a manifest that is not JSON": (cut("manifest.json", 40), "is not a readable manifest"),
+    "a manifest of nothing": (cut("manifest.json", 0), "is not a readable manifest"),
+    "a manifest nested without end": (lambda f: (f / "manifest.json").write_text("[" * 9999), "is not a readable manifest"),
+    "a manifest that is a list": (lambda f: (f / "manifest.json").write_text("[]"), "is not a readable manifest"),
+    "a manifest without splits": (with_manifest(lambda c: c.pop("splits")), "KeyError: 'splits'"),
+    "splits that are a list": (with_manifest(lambda c: c.update(splits=[])), "splits: "),
+    "tokens that are text": (
+        with_manifest(lambda c: c["splits"]["train"][0].update(tokens="many")), "splits.train.0.tokens",
+    ),
+    "fewer tokens": (with_manifest(lambda c: c["splits"]["train"][0].update(tokens=3)), "was edited"),
+    "a shard of another folder": (
+        with_manifest(lambda c: c["splits"]["train"][0].update(name="../secret")), "not a file of its folder",
+    ),
+    "another tokenizer": (with_manifest(lambda c: c.update(tokenizer="00" * 32, fingerprint="x")), "was edited"),
+    "a later format": (with_manifest(lambda c: c.update(format=9)), "format 9"),
+    "a missing shard": (lambda folder: (folder / "train-00000.tok").unlink(), "is missing, though the manifest names it"),
+    "a missing index": (lambda folder: (folder / "train-00000.idx").unlink(), "is missing"),
+    "a shard cut": (cut("train-00000.tok", 200), "it was cut"),
+    "a shard without a header": (cut("train-00000.tok", 10), "an intact header"),
+    "an index cut": (cut("train-00000.idx", 76), "it was cut"),
+    "a flipped token": (flip("train-00000.tok", 100), "does not match its checksum"),
+    "a flipped document end": (flip("train-00000.idx", 70), "does not match its checksum"),
+    "a flipped header": (flip("train-00000.tok", 12), "an intact header"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "text.txt").write_text("some text that is long enough\n" * 40)
+    source = SourceConfig(name="a", kind="text", paths=(str(folder / "text.txt"),))
+    (made,) = prepare(DataConfig(sources=(source,)), ByteTokenizer(), cache_dir=folder)
+    return made
+
+
+@pytest.mark.parametrize("case", DAMAGE, ids=str)
+def test_a_wrong_token_folder_is_refused_and_left_as_it_was(case, good, tmp_path):
+    damage, expected = DAMAGE[case]
+    folder = tmp_path / "tokens"
+    shutil.copytree(good, folder)
+    damage(folder)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    config = DataConfig(sources=(SourceConfig(name="t", kind="tokens", paths=(str(folder),)),))
+    with pytest.raises(ValueError, match=str(folder)) as caught:
+        prepare(config, ByteTokenizer(), cache_dir=tmp_path / "cache", verify="full")
+    assert expected in str(caught.value)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_the_folder_as_it_was_written_is_taken(good, tmp_path):
+    config = DataConfig(sources=(SourceConfig(name="t", kind="tokens", paths=(str(good),)),))
+    assert prepare(config, ByteTokenizer(), cache_dir=tmp_path, verify="full") == []
