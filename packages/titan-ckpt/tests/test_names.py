@@ -329,6 +329,22 @@ def test_a_users_own_map_can_join_projections(tmp_path):
     assert_same(model.state_dict(), state)
 
 
+def test_a_users_own_map_can_join_projections_of_different_widths(tmp_path):
+    """Fewer key heads than query heads, as in Phi's qkv_proj."""
+    widths = {"q": (0, 4), "k": (4, 2), "v": (6, 2)}
+    joined = KeyMap("mine", tuple(Pair(w, "qkv", part=(n, 3, 0), rows=widths[w]) for n, w in enumerate("qkv")))
+    assert KeyMap.from_json(joined.to_json()) == joined
+    state = {w: torch.randn(size, 3) for w, (_, size) in widths.items()}
+    export_hf(saved(tmp_path, state), tmp_path / "hf", names=joined)
+    assert torch.equal(tensors_of(tmp_path / "hf")["qkv"], torch.cat([state[w] for w in "qkv"]))
+    model = module_of({w: torch.zeros(size, 3) for w, (_, size) in widths.items()})
+    import_hf(tmp_path / "hf", model, names=joined)
+    assert_same(model.state_dict(), state)
+    short = KeyMap("mine", (Pair("q", "qkv", part=(0, 1, 0), rows=(6, 4)),))
+    with pytest.raises(ValueError, match=r"'qkv' of shape \[8, 3\] has no places 6 to 10 along dimension 0"):
+        import_hf(tmp_path / "hf", module_of({"q": torch.zeros(4, 3)}), names=short)
+
+
 def test_a_map_is_a_value_that_a_file_or_another_package_holds(tmp_path, monkeypatch):
     own = KeyMap(
         "own", (Pair("a.{i}", "b.{i}", rotary=True, head_dim=4), Pair("q", "qkv", part=(0, 3, 0))), ("x",), ("y",)

@@ -33,6 +33,8 @@ class Pair:
     part: tuple[int, int, int] | None = None
     """``(index, count, dim)``: the native tensor is part ``index`` of ``count`` equal parts of the Hugging Face tensor along
     ``dim``."""
+    rows: tuple[int, int] | None = None
+    """``(start, size)``: where ``part`` lies along its dimension, for parts that are not equal."""
     rotary: bool = False
     """Whether rows are channels that a rotation pairs, head after head."""
     head_dim: int | None = None
@@ -217,8 +219,12 @@ def load_key_map(name: str) -> KeyMap:
     return key_map
 
 
-def _pair(native: str, hf: str, part: list[int] | None = None, **rest: Any) -> Pair:
-    if part is None:
-        return Pair(native, hf, **rest)
-    index, count, dim = part
-    return Pair(native, hf, (index, count, dim), **rest)
+def _pair(native: str, hf: str, part: list[int] | None = None, rows: list[int] | None = None, **rest: Any) -> Pair:
+    pair = Pair(native, hf, **rest)
+    if part is not None:
+        index, count, dim = part
+        pair = replace(pair, part=(index, count, dim))
+    if rows is not None:
+        start, size = rows
+        pair = replace(pair, rows=(start, size))
+    return pair

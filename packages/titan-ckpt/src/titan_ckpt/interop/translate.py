@@ -80,11 +80,7 @@ def _chosen(
 
 def _as_native(pair: Pair, view: View, name: str) -> View:
     if pair.part:
-        index, count, dim = pair.part
-        if len(view.shape) <= dim or view.shape[dim] % count:
-            raise ValueError(f"{name!r} of shape {list(view.shape)} has no {count} equal parts along dimension {dim}.")
-        size = view.shape[dim] // count
-        view = PartView(view, dim, index * size, size)
+        view = _part_of(pair, view, name)
     if pair.transposed:
         view = _transposed(view, name)
     if pair.head_dim:
@@ -92,6 +88,22 @@ def _as_native(pair: Pair, view: View, name: str) -> View:
             raise ValueError(f"{name!r} of shape {list(view.shape)} is not made of heads of {pair.head_dim} rows.")
         view = RotaryView(view, pair.head_dim, to_halves=False)
     return view
+
+
+def _part_of(pair: Pair, view: View, name: str) -> View:
+    assert pair.part
+    index, count, dim = pair.part
+    if pair.rows is not None:
+        start, size = pair.rows
+        if len(view.shape) <= dim or view.shape[dim] < start + size:
+            raise ValueError(
+                f"{name!r} of shape {list(view.shape)} has no places {start} to {start + size} along dimension {dim}."
+            )
+        return PartView(view, dim, start, size)
+    if len(view.shape) <= dim or view.shape[dim] % count:
+        raise ValueError(f"{name!r} of shape {list(view.shape)} has no {count} equal parts along dimension {dim}.")
+    size = view.shape[dim] // count
+    return PartView(view, dim, index * size, size)
 
 
 def _transposed(view: View, name: str) -> View:

@@ -65,8 +65,10 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
+    from titan_train.run_folder import run_folder, with_kept_model
     from titan_train.train.warm_start import check_init
 
+    config = with_kept_model(config, run_folder(config))
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
     check_model(config, layout, batch, model)

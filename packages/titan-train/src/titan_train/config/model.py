@@ -1,4 +1,4 @@
-"""Which model is trained: a shipped configuration, or a user's own module by dotted path."""
+"""Which model is trained: a shipped configuration, a folder of Hugging Face, or a user's own module by dotted path."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,11 +14,13 @@ class ModelConfig:
     """The model, and the length of the sequences it is trained on."""
 
     name: str = "llama3_debug"
-    """A shipped model, such as llama3_8b (`titan-train list` shows all), or "package.module:callable" that returns
-    your own nn.Module: a class, or a function annotated to return one, of an installed package or a folder of --code."""
+    """A shipped model, such as llama3_8b (`titan-train list` shows all); "hf:DIR", the decoder of transformers that the
+    config.json of a Hugging Face folder describes; or "package.module:callable" that returns your own nn.Module: a class,
+    or a function annotated to return one, of an installed package or a folder of --code."""
 
     args: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Changes to the shipped model's arguments, such as {num_layers = 4}, or the arguments of your own callable."""
+    """Changes to the shipped model's arguments, such as {num_layers = 4}, to fields of config.json ("hf:DIR"; a dot leads
+    into an object: {"rope_parameters.rope_theta" = 1e6}), or the arguments of your own callable."""
 
     seq_len: int = 512
     """Tokens in one training sequence."""
@@ -28,7 +30,12 @@ class ModelConfig:
     draws them from the seed. A run that resumes takes its checkpoint's."""
 
     def __post_init__(self) -> None:
-        if ":" in self.name:
+        if self.name.startswith("hf:"):
+            if self.name == "hf:":
+                raise ValueError(
+                    "model.name='hf:' names no folder. Write 'hf:DIR', with the folder of a published model."
+                )
+        elif ":" in self.name:
             if _DOTTED_PATH.fullmatch(self.name) is None:
                 raise ValueError(
                     f"model.name={self.name!r} is not a dotted path: write the module, one colon, and the callable in "

@@ -53,6 +53,10 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
             tokenizer's, a sequence longer than the model's learned positions, or a dotted path that leads nowhere.
     """
     with torch.device(device), _SkipRandomFill():
+        if config.name.startswith("hf:"):
+            from titan_train.models.hf.build import build_hf
+
+            return build_hf(config.name, dict(config.args), vocab_size=vocab_size, seq_len=config.seq_len)
         if ":" in config.name:
             return _build_own(config, vocab_size)
         return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))

@@ -12,7 +12,7 @@ from titan_fsdp import unwrap
 from torch import nn
 
 from titan_train.models.common.attention import CausalAttention
-from titan_train.models.common.moe.layer import MoE
+from titan_train.models.common.moe.routed import expert_stacks
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -52,8 +52,7 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
 def _idle_parameters(model: nn.Module) -> int:
     """Parameters of routed experts that a token does not go to."""
     idle = 0
-    for layer in model.modules():
-        if isinstance(layer, MoE):
-            of_one = sum(p.numel() for p in layer.experts.parameters()) // layer.args.num_experts
-            idle += of_one * (layer.args.num_experts - layer.args.experts_per_token)
+    for stack in expert_stacks(model):
+        of_one = sum(p.numel() for p in stack.experts.parameters()) // stack.num_experts
+        idle += of_one * (stack.num_experts - stack.experts_per_token)
     return idle

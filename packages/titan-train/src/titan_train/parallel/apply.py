@@ -219,7 +219,8 @@ class _Application:
             float8_gather=_gathers_float8(self.config, self.schedule),
         )
         for head in heads:
-            self.loss = _vocab_parallel_loss(group, self.cuts[f"{head}.weight"])
+            if f"{head}.weight" in self.cuts:
+                self.loss = _vocab_parallel_loss(group, self.cuts[f"{head}.weight"])
         share_scales(part, group)
 
     def _experts(self, part: nn.Module) -> None:

@@ -31,6 +31,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     """
     spec = layout.spec
     parallel = config.parallel
+    _check_plan(config, layout, model)
     if spec.tp > 1:
         check_tensor_parallel(
             model,
@@ -72,6 +73,27 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         raise ValueError(
             "activations.checkpoint='budget' is decided by torch.compile, which is disabled. Set compile.enabled=true, or "
             "use 'selective'."
+        )
+
+
+def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
+    """Refuse for a model of transformers what its family's plan does not say, and say what a plan would add."""
+    kind = getattr(model, "published", {}).get("model_type")
+    if kind is None:
+        return
+    spec = layout.spec
+    asked = [f"parallel.{name}={n}" for name in ("tp", "cp", "pp", "ep") if (n := getattr(spec, name)) > 1]
+    if asked and not hasattr(model, "plan"):
+        raise ValueError(
+            f"{', '.join(asked)}: the family {kind!r} of transformers has no plan, so it trains under fsdp, hsdp and ddp only. "
+            "A plan (titan_train.models.hf.plans) would name the styles of its linears (tp), its attention (cp), its layers "
+            "and ends (pp) and its experts (ep)."
+        )
+    narrow = [window for window in getattr(model, "windows", ()) if window < config.model.seq_len]
+    if spec.cp > 1 and narrow:
+        raise ValueError(
+            f"parallel.cp={spec.cp}: layers of {config.model.name} look back {narrow[0]} tokens, fewer than model.seq_len="
+            f"{config.model.seq_len}, and context parallelism has no windows. Set parallel.cp=1."
         )
 
 

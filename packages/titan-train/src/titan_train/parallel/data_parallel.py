@@ -13,7 +13,7 @@ from titan_mesh import Layout, Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.plan.layout import Mode
 
 
@@ -77,7 +77,7 @@ def apply_data_parallel(
         plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
         fsdp.materialize(part, device, init, seed=config.run.seed)
         return plan.apply(part), plan
-    experts = [f"{name}.experts" for name, _ in moe_layers(part)] if layout.spec.ep > 1 else []
+    experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if config.float8.recipe != "none" and config.float8.all_gather != "off":
         titan_fp8.apply_float8_all_gather(part)

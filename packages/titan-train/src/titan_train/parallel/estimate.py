@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models import build_model, count_parameters
-from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.param_shard import slice_parameter
-from titan_train.parallel.pipeline import stage_layers, take_stage
+from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
@@ -64,7 +64,7 @@ def estimate_ranks(
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
-        blocks = list(whole.get_submodule("layers").children())
+        blocks = list(layers_of(whole).children())
         measured: dict[Any, _Stage] = {}  # stages of equal layers hold equal amounts
         for stage, here in enumerate(layers):
             kind = rank.kind(blocks[here.start : here.stop], stage, last)
@@ -139,7 +139,7 @@ class _Rank:
             running, self._inputs(running), loss=_sum, in_place=True
         )
         held = self._cut(make())
-        experts = [f"{name}.experts" for name, _ in moe_layers(held)] if spec.ep > 1 else []
+        experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
         _cut_experts(held, spec.ep)
         policy = fsdp_policy(config, self.mode, experts=experts)
         plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
@@ -166,15 +166,14 @@ class _Rank:
         """One micro-batch of this rank: tokens for the first stage, hidden states for the others."""
         spec, rows = self.layout.spec, self.batch.microbatch
         seq_len = self.config.model.seq_len // spec.cp
-        if getattr(part, "tok_embeddings", part) is not None:
+        if getattr(part, "holds_embedding", getattr(part, "tok_embeddings", part)) not in (None, False):
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
         # a stage in the middle learns the length of its rows from their positions
         part.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "positions": torch.arange(seq_len).unsqueeze(0)}),
             with_kwargs=True,
         )
-        named = self.whole.named_parameters()
-        width = next(parameter.shape[-1] for name, parameter in named if name.startswith("tok_embeddings"))
+        width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         return (torch.zeros(rows, seq_len // cut, width, device="meta"),)
 
@@ -185,9 +184,9 @@ def _sum(output: Tensor) -> Tensor:
 
 
 def _cut_experts(part: nn.Module, ep: int) -> None:
-    for _, layer in moe_layers(part):
-        for name, parameter in list(layer.experts.named_parameters(recurse=False)):
-            slice_parameter(layer.experts, name, 0, 0, parameter.shape[0] // ep)
+    for stack in expert_stacks(part):
+        for name, parameter in list(stack.experts.named_parameters(recurse=False)):
+            slice_parameter(stack.experts, name, 0, 0, parameter.shape[0] // ep)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ and labels are never sent: only hidden states travel.
 A model can be cut if it names its repeated blocks in an ``nn.ModuleDict`` called ``layers``, keyed by number, and its
 ``forward`` takes hidden states where its embedding is None, and returns them where its head is None. Parts before the
 layers are ``tok_embeddings`` and ``pos_embeddings``, parts after them ``norm`` and ``lm_head``; a model of your own may
-name others in ``first_stage_parts`` and ``last_stage_parts``.
+name others in ``first_stage_parts`` and ``last_stage_parts``. Or it has a method ``take_stage(layers, first=, last=)`` of its
+own, and names its repeated blocks in ``pipeline_layers``, as models of transformers do here.
 """
 
 import copy
@@ -69,17 +70,24 @@ def plan_layers(
 def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
     """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
     check_can_be_cut(whole)
-    costs = [flops_per_token(block, config.model.seq_len) for block in whole.get_submodule("layers").children()]
+    costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole).children()]
     head = flops_per_token(whole, config.model.seq_len) - sum(costs)
     return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
+
+
+def layers_of(model: nn.Module) -> nn.Module:
+    """What holds the model's repeated blocks: ``layers``, or what its ``pipeline_layers`` names."""
+    return model.get_submodule(getattr(model, "pipeline_layers", "layers"))
 
 
 def check_can_be_cut(model: nn.Module) -> None:
     """Refuse a model that does not follow this module's protocol.
 
     Raises:
-        ValueError: It has no ``layers``, keyed by number.
+        ValueError: It has no ``layers``, keyed by number, and no ``take_stage`` of its own.
     """
+    if hasattr(model, "take_stage"):
+        return
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
         raise ValueError(
@@ -91,6 +99,8 @@ def check_can_be_cut(model: nn.Module) -> None:
 
 def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
+    if hasattr(whole, "take_stage"):
+        return cast("Any", whole).take_stage(layers, first=first, last=last)
     gone = [*(() if first else getattr(whole, "first_stage_parts", _FIRST))]
     gone += [*(() if last else getattr(whole, "last_stage_parts", _LAST))]
     stage = copy.copy(whole)

@@ -5,6 +5,7 @@
               layout.txt      which rank does what
               metrics.jsonl   one line per step
               attempts.jsonl  one line per attempt: how it ended
+              model/          config.json of a model that was named by a folder of Hugging Face
               checkpoints/    step-*/, each complete or absent
               logs/           what each rank printed
               report.html     the run on one page
@@ -18,7 +19,14 @@ leaves the folder as it was.
 No torch: the command line and the report use it.
 """
 
-from titan_train.run_folder.contents import checkpoint_folders, newest_checkpoint, read_config, run_folder
+from titan_train.run_folder.contents import (
+    checkpoint_folders,
+    keep_model,
+    newest_checkpoint,
+    read_config,
+    run_folder,
+    with_kept_model,
+)
 from titan_train.run_folder.lease import Lease
 from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
@@ -28,9 +36,11 @@ __all__ = [
     "checkpoint_folders",
     "commit",
     "discard",
+    "keep_model",
     "newest_checkpoint",
     "read_config",
     "run_folder",
     "stage",
     "staged_folder",
+    "with_kept_model",
 ]

@@ -2,9 +2,14 @@
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
+from titan_train.files import write_atomic
+
+_HF = "hf:"
+_MODEL = "model"
 
 
 def run_folder(config: Config) -> Path:
@@ -23,7 +28,37 @@ def read_config(run_dir: Path) -> Config:
         raise ValueError(
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
-    return parse_config(tomllib.loads(file.read_text(encoding="utf-8")), source=str(file))
+    config = parse_config(tomllib.loads(file.read_text(encoding="utf-8")), source=str(file))
+    return with_kept_model(config, run_dir)
+
+
+def with_kept_model(config: Config, run_dir: Path) -> Config:
+    """The configuration in which ``model.name = "hf:DIR"`` names the run folder's own copy of ``config.json``.
+
+    Raises:
+        ValueError: The folder's file has changed since the run was started.
+    """
+    name = config.model.name
+    kept = run_dir / _MODEL / "config.json"
+    if not name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
+        return config
+    file = Path(name.removeprefix(_HF)).expanduser() / "config.json"
+    if file.is_file() and file.read_bytes() != kept.read_bytes():
+        raise ValueError(
+            f"model.name={name!r}: {file} is not what this run was started with ({kept}). Bring the file back, or choose "
+            "another run.name."
+        )
+    return replace(config, model=replace(config.model, name=f"{_HF}{kept.parent}"))
+
+
+def keep_model(config: Config, run_dir: Path) -> None:
+    """Keep ``config.json`` of ``model.name = "hf:DIR"`` in the run's folder, so that the run can do without DIR."""
+    if config.model.name.startswith(_HF):
+        file = Path(config.model.name.removeprefix(_HF)).expanduser() / "config.json"
+        kept = run_dir / _MODEL / "config.json"
+        if file.resolve() != kept.resolve():
+            kept.parent.mkdir(exist_ok=True)
+            write_atomic(kept, file.read_bytes())
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:

@@ -41,7 +41,7 @@ from titan_train.observe import (
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
-from titan_train.run_folder import commit
+from titan_train.run_folder import commit, keep_model, with_kept_model
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
@@ -73,10 +73,11 @@ class Trainer:
         Raises:
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
         """
-        self.config = config
         self._unattended = monitor is None  # no launcher has prepared the inputs
         self._monitor = monitor or StepMonitor()
         self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
+        self._as_given = config
+        self.config = config = with_kept_model(config, self.run_dir)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         plan = plan_run(config, world_size)
@@ -362,7 +363,8 @@ class Trainer:
         return bool(minutes) and self.rank == 0 and time.monotonic() - since >= 60 * minutes
 
     def _open_run_folder(self, layout_text: str) -> None:
-        commit(self.run_dir, self.config)
+        commit(self.run_dir, self._as_given)
+        keep_model(self.config, self.run_dir)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)

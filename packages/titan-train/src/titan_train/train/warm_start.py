@@ -6,9 +6,9 @@ its own parameters and one slice.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
@@ -16,10 +16,9 @@ from torch import nn
 
 from titan_train.models import named_parameters
 from titan_train.models.build import ModelChoice
+from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
 from titan_train.parallel.structure import tied_to_first
-
-_PREFIX = "hf:"
 
 
 def check_init(init: str, whole: nn.Module, config: ModelChoice) -> tuple[Path, KeyMap]:
@@ -37,23 +36,28 @@ def check_init(init: str, whole: nn.Module, config: ModelChoice) -> tuple[Path, 
         ValueError: The folder is incomplete or damaged, its ``config.json`` describes another model, or tensors are missing
             or unexpected.
     """
-    folder = Path(init.removeprefix(_PREFIX)).expanduser()
+    folder = folder_of(init)
     family = family_of(whole)
-    if family is None:
+    kind = cast("Any", whole)
+    if family is None and not hasattr(whole, "hf_key_map"):
         raise ValueError(
             f"model.init={init!r}: {config.name} belongs to no registered family, so its names on Hugging Face are unknown. "
             "Use a family's model, or remove model.init."
         )
-    hf = family.load_hf()
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"model.init={init!r}: {file} does not exist. Name a complete folder of Hugging Face.")
-    try:
-        published = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as err:
-        raise ValueError(f"model.init={init!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
-    _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(whole.args))
-    key_map: KeyMap = hf.key_map
+    published = read_published(init, key="model.init")
+    key_map: KeyMap
+    if family is None:
+        if published.get("model_type") != kind.published["model_type"]:
+            raise ValueError(
+                f"model.init={init!r} holds a {published.get('model_type')!r}, but {config.name} is a "
+                f"{kind.published['model_type']!r}. Name the same folder in both."
+            )
+        _compare(init, kind.hf_settings(published), kind.hf_settings(kind.published))
+        key_map = kind.hf_key_map()
+    else:
+        hf = family.load_hf()
+        _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(kind.args))
+        key_map = hf.key_map
     _check_names(folder, key_map, whole)
     return folder, key_map
 

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 Style = Literal[
-    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "rowwise", "replicated", "head"
+    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "rowwise",
+    "replicated", "head",
 ]  # fmt: skip
 """How a module takes part in tensor parallelism. Weights are ``[out, in]``, as in `torch.nn.Linear`.
 
@@ -31,6 +32,8 @@ Style = Literal[
 - ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
 - ``heads``, ``kv_heads``: colwise in whole attention heads; the module that holds it, or a module beside it, tells how
   many there are by its attributes ``num_heads`` and ``num_kv_heads``, which become this rank's numbers.
+- ``heads_norm``, ``kv_heads_norm``: an RMSNorm over all heads at once, between such a linear and attention, cut in the same
+  way: the mean square is taken over the ranks.
 - ``rowwise``: a linear cut by columns of its weight: each rank's output is a summand. Its bias is with the first rank.
 - ``replicated``: whole on every rank, with all that it holds: norms, routers, projections to a shared latent.
 - ``head``: the linear to the vocabulary, cut by rows; its input is made whole, its output stays cut (the loss sums).

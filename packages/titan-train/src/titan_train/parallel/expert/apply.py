@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
 from titan_train.parallel.param_shard import ParamShard, slice_parameter
 
@@ -41,12 +41,12 @@ def apply_expert_parallel(model: nn.Module, group: dist.ProcessGroup, *, pad_row
         return {}
     _check_counts(model, n)
     cuts: dict[str, ParamShard] = {}
-    for fqn, layer in moe_layers(model):
-        held = layer.args.num_experts // n
-        for name, _ in list(layer.experts.named_parameters(recurse=False)):
-            cut = slice_parameter(layer.experts, name, 0, rank * held, held)
-            cuts[f"{fqn}.experts.{name}".lstrip(".")] = replace(cut, pieces=n, axis="ep")
-        layer.dispatch = ExpertParallelDispatch(group, pad_rows_to=pad_rows_to)
+    for stack in expert_stacks(model):
+        held = stack.num_experts // n
+        for name, _ in list(stack.experts.named_parameters(recurse=False)):
+            cut = slice_parameter(stack.experts, name, 0, rank * held, held)
+            cuts[f"{stack.fqn}.{name}"] = replace(cut, pieces=n, axis="ep")
+        stack.holder.dispatch = ExpertParallelDispatch(group, pad_rows_to=pad_rows_to)
     return cuts
 
 
@@ -65,7 +65,7 @@ def check_expert_parallel(model: nn.Module, ep: int, *, tp: int = 1, sequence_pa
     """
     if ep == 1:
         return
-    if not any(True for _ in moe_layers(model)):
+    if not any(True for _ in expert_stacks(model)):
         raise ValueError(f"ep={ep} spreads experts over ranks, but {type(model).__name__} has none. Use ep=1.")
     _check_counts(model, ep)
     if tp > 1 and not sequence_parallel:
@@ -76,11 +76,11 @@ def check_expert_parallel(model: nn.Module, ep: int, *, tp: int = 1, sequence_pa
 
 
 def _check_counts(model: nn.Module, ep: int) -> None:
-    for fqn, layer in moe_layers(model):
-        experts = layer.args.num_experts
+    for stack in expert_stacks(model):
+        experts = stack.num_experts
         if experts % ep:
             divisors = [d for d in range(1, experts + 1) if experts % d == 0]
             raise ValueError(
-                f"ep={ep} does not divide the {experts} experts of {fqn or type(model).__name__}: ranks would hold "
+                f"ep={ep} does not divide the {experts} experts of {stack.layer or type(model).__name__}: ranks would hold "
                 f"different numbers of experts. Use one of {divisors}."
             )

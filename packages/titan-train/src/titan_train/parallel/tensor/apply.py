@@ -11,7 +11,13 @@ from torch import nn
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor.async_linears import overlap
-from titan_train.parallel.tensor.boundaries import look_up_own_rows, look_up_own_tokens, make_input_whole, sum_output
+from titan_train.parallel.tensor.boundaries import (
+    look_up_own_rows,
+    look_up_own_tokens,
+    make_input_whole,
+    norm_over_ranks,
+    sum_output,
+)
 from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
 from titan_train.parallel.tensor.cutting import cut_parameters
 from titan_train.parallel.tensor.float8_linears import gather_in_float8
@@ -89,6 +95,8 @@ def _communicate(entry: PlannedModule, group: dist.ProcessGroup, *, sequence_par
         case "embedding":
             start, count = entry.share(group.size(), group.rank())
             look_up_own_rows(module, group, first_row=start, num_rows=count, sequence_parallel=sequence_parallel)
+        case "heads_norm" | "kv_heads_norm":
+            norm_over_ranks(module, group)
         case "positions" if sequence_parallel:
             look_up_own_tokens(module, group)
         case _:

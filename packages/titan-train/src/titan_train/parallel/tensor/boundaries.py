@@ -7,8 +7,9 @@ checkpointing repeats the collectives in the same order on every rank, and `torc
 Hidden states are ``[..., S, d]``: the sequence is the last dimension but one.
 """
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,22 +17,30 @@ from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum, s
 
 
 def make_input_whole(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Before the module runs, make its first argument the whole sequence on every rank."""
+    """Before the module runs, make its first argument (or ``hidden_states``) the whole sequence on every rank."""
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not args or not isinstance(args[0], Tensor):
-            raise ValueError(
-                f"a tensor-parallel {type(module).__name__} must be given its hidden states as first positional argument."
-            )
-        return enter(args[0], group, sequence_parallel=sequence_parallel), *args[1:]
+    def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        if args and isinstance(args[0], Tensor):
+            return (enter(args[0], group, sequence_parallel=sequence_parallel), *args[1:]), keywords
+        if not args and isinstance(keywords.get("hidden_states"), Tensor):
+            whole = enter(keywords["hidden_states"], group, sequence_parallel=sequence_parallel)
+            return args, {**keywords, "hidden_states": whole}
+        raise ValueError(
+            f"a tensor-parallel {type(module).__name__} must be given its hidden states as first positional argument."
+        )
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def sum_output(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-    """After the module has run, sum its output over the ranks; each keeps its own tokens, or all."""
+    """After the module has run, sum its output over the ranks; each keeps its own tokens, or all.
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+    Attention of transformers returns its output with None for the attention weights.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple) and isinstance(output[0], Tensor) and all(rest is None for rest in output[1:]):
+            return leave(output[0], group, sequence_parallel=sequence_parallel), *output[1:]
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"a tensor-parallel {type(module).__name__} must return one tensor, not a {type(output).__name__}."
@@ -61,6 +70,20 @@ def look_up_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
         return ids.narrow(-1, rank * length, length), *args[1:]
 
     module.register_forward_pre_hook(before)
+
+
+def norm_over_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make an RMSNorm of which each rank has some channels take its mean square over all of them."""
+    epsilon = next(float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name))
+
+    def forward(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        own = wide.square().mean(-1, keepdim=True) / group.size()
+        # every rank's output depends on every rank's channels: the gradient is summed as well
+        mean = share(sum_partials(own, group), group)
+        return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + epsilon))).to(x.dtype)
+
+    module.forward = forward
 
 
 def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:

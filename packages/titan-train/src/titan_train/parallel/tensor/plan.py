@@ -6,6 +6,7 @@ No process group and no weights are needed, so `check_tensor_parallel` makes the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from titan_fsdp import clean_fqn, named_parameters
 from torch import nn
@@ -13,10 +14,12 @@ from torch import nn
 from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.parallel.tensor.styles import style_of
 
-ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "head")
+ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "head")
 """Styles that cut dimension 0 of the weight (and the bias, where there is one)."""
 
 _COLWISE = ("colwise", "heads", "kv_heads")
+_NORMS = ("heads_norm", "kv_heads_norm")
+_BY_HEADS = ("heads", "kv_heads", *_NORMS)
 _STREAM = ("embedding", "positions", "head")
 
 
@@ -53,8 +56,8 @@ class TensorPlan:
     """Modules with a style, in the model's order."""
     partial: tuple[str, ...]
     """Whole parameters whose gradient on one rank is a partial sum."""
-    heads: tuple[tuple[nn.Module, str, int], ...]
-    """(module, attribute, new value): where a module counts its heads, it is to count this rank's."""
+    heads: tuple[tuple[Any, str, int], ...]
+    """(module, attribute, new value): where something counts heads, it is to count this rank's."""
 
 
 def own_units(units: int, tp: int, rank: int) -> tuple[int, int]:
@@ -78,7 +81,8 @@ def plan_tensor_parallel(
     Raises:
         ValueError: The model cannot be cut like that; the message names both numbers, or the module.
     """
-    named = {clean_fqn(name): module for name, module in model.named_modules()}
+    # where a pipeline stage lacks a module of transformers, an Identity is in its place
+    named = {clean_fqn(name): module for name, module in model.named_modules() if type(module) is not nn.Identity}
     styles: dict[str, Style] = {}
     for name in named:
         style = style_of(name, table) if name else None
@@ -86,7 +90,7 @@ def plan_tensor_parallel(
             styles[name] = style
     regions = [name for name, style in styles.items() if style == "region"]
     planned: list[PlannedModule] = []
-    counters: dict[tuple[int, str], tuple[nn.Module, str, int]] = {}
+    counters: dict[tuple[int, str], tuple[Any, str, int]] = {}
     for name, style in styles.items():
         module, inside = named[name], _is_inside(name, regions)
         if inside and style in ("region", *_STREAM):
@@ -95,7 +99,7 @@ def plan_tensor_parallel(
                 "would be all-reduced twice. Remove one of the two from the table."
             )
         units = size = 0
-        if style in ("heads", "kv_heads"):
+        if style in _BY_HEADS:
             size = _rows_or_columns(name, style, module)
             units, holders = _count_heads(name, style, size, named)
             _check_heads(name, style, units, tp, replicate_kv)
@@ -113,7 +117,9 @@ def plan_tensor_parallel(
 def _rows_or_columns(name: str, style: Style, module: nn.Module) -> int:
     """How long the dimension is that the style cuts."""
     weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 2:
+    if style in _NORMS and weight is not None and weight.ndim == 1:
+        return weight.shape[0]
+    if weight is None or weight.ndim != 2 or style in _NORMS:
         raise ValueError(
             f"the table says {style} for {name}, a {type(module).__name__}: only a module with a two-dimensional weight "
             "can be cut. Use 'replicated', or 'region' for a module that holds cut linears."
@@ -142,16 +148,21 @@ def _check_size(name: str, style: Style, size: int, tp: int) -> None:
 
 def _count_heads(
     name: str, style: Style, rows: int, named: dict[str, nn.Module]
-) -> tuple[int, list[tuple[nn.Module, str, int]]]:
-    """Heads of a projection, and everything beside it that counts them."""
+) -> tuple[int, list[tuple[Any, str, int]]]:
+    """Heads of a projection, and everything beside it (or in a module's ``head_counts``) that counts them."""
     parent = named[name.rpartition(".")[0]]
-    holders = [
+    holders: list[tuple[Any, str, int]] = [
         (module, attribute, int(getattr(module, attribute)))
         for module in (parent, *parent.children())
         for attribute in ("num_heads", "num_kv_heads")
         if isinstance(getattr(module, attribute, None), int)
     ]
-    wanted = "num_heads" if style == "heads" else "num_kv_heads"
+    holders += [
+        (counter, attribute, int(getattr(counter, attribute)))
+        for module in (parent, *parent.children())
+        for counter, attribute in getattr(module, "head_counts", ())
+    ]
+    wanted = "num_heads" if style in ("heads", "heads_norm") else "num_kv_heads"
     counts = [count for _, attribute, count in holders if attribute == wanted]
     counts = counts or [count for _, attribute, count in holders if attribute == "num_heads"]
     if not counts or rows % counts[0]:
@@ -166,8 +177,8 @@ def _count_heads(
 def _check_heads(name: str, style: Style, heads: int, tp: int, replicate_kv: bool) -> None:
     if heads % tp == 0:
         return
-    attribute = "num_heads" if style == "heads" else "num_kv_heads"
-    if style == "kv_heads" and tp % heads == 0:
+    attribute = "num_heads" if style in ("heads", "heads_norm") else "num_kv_heads"
+    if style in ("kv_heads", "kv_heads_norm") and tp % heads == 0:
         if replicate_kv:
             return
         raise ValueError(

@@ -14,9 +14,12 @@ from titan_train.nearest import did_you_mean
 
 
 def table_for(model: nn.Module) -> StyleTable:
-    """The table of the model's family; empty for a model of no registered family, which ``parallel.tp_plan`` describes."""
+    """The table of the model's family; else what the model says in ``tensor_styles``.
+
+    Empty for any other model, which ``parallel.tp_plan`` describes.
+    """
     family = family_of(model)
-    return {} if family is None else family.tensor_styles
+    return getattr(model, "tensor_styles", {}) if family is None else family.tensor_styles
 
 
 def style_of(fqn: str, table: StyleTable) -> Style | None:

@@ -1,0 +1,82 @@
+"""Experts without a router of their own: for layers of other libraries that route by themselves.
+
+Such a layer calls ``experts(tokens, chosen, weights)``. `RoutedExperts` takes the place of that module with the experts and
+the dispatch that `titan_train.models.common.moe.layer.MoE` has, so that expert parallelism, grouped products and float8
+work there too. Auxiliary losses and expert biases stay the layer's own business.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from titan_fsdp import clean_fqn, unwrap
+from torch import Tensor, nn
+
+from titan_train.models.common.moe.dispatch import LocalDispatch
+from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.moe.layer import MoE
+
+
+class RoutedExperts(Experts):
+    """Stacked experts that are told which tokens go to which of them."""
+
+    def __init__(self, num_experts: int, dim: int, ffn_dim: int, *, experts_per_token: int, init_std: float) -> None:
+        """Build the stacks; ``init_std`` is the standard deviation of initial weights."""
+        super().__init__(num_experts, dim, ffn_dim)
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.init_std = init_std
+        self.dispatch: nn.Module = LocalDispatch()
+
+    def reset_parameters(self) -> None:
+        """Draw the stacks anew."""
+        for weight in (self.w1, self.w2, self.w3):
+            nn.init.normal_(weight, std=self.init_std)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Apply each token's experts.
+
+        Args:
+            x: Tokens ``[T, d]``.
+            chosen: Experts of each token, ``[T, K]`` int64.
+            weights: Their weights, ``[T, K]``.
+
+        Returns:
+            Weighted sums ``[T, d]``, in the dtype of ``x``.
+        """
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        compute = cast("Callable[..., Tensor]", super().forward)
+        return self.dispatch(x, weights.to(wide), chosen, counts, compute)
+
+
+class ExpertStack:
+    """The routed experts of one layer, whichever kind of layer it is."""
+
+    def __init__(self, fqn: str, experts: Experts, holder: Any, num_experts: int, experts_per_token: int) -> None:
+        self.fqn = fqn
+        """Name of the module that holds the stacked parameters."""
+        self.experts = experts
+        self.holder = holder
+        """Its ``dispatch`` brings tokens to the experts."""
+        self.num_experts = num_experts
+        """Of the whole layer."""
+        self.experts_per_token = experts_per_token
+
+    @property
+    def layer(self) -> str:
+        """Name of the mixture of experts that they belong to; empty for the model itself."""
+        return self.fqn.rpartition(".")[0]
+
+
+def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
+    """Every layer's routed experts, by their names without wrappers."""
+    for name, module in unwrap(model).named_modules():
+        fqn = clean_fqn(name)
+        if isinstance(module, MoE):
+            args = module.args
+            inner = f"{fqn}.experts".lstrip(".")
+            yield ExpertStack(inner, module.experts, module, args.num_experts, args.experts_per_token)
+        elif isinstance(module, RoutedExperts):
+            yield ExpertStack(fqn, module, module, module.num_experts, module.experts_per_token)

@@ -1,0 +1,69 @@
+"""Attention of transformers' modules through `titan_train.models.CausalAttention`.
+
+transformers asks a registry for the function that computes attention. Ours hands queries, keys and values to a
+`CausalAttention` that is a child of the attention module. So whatever replaces that child elsewhere (context parallelism,
+the key-value cache) works here as well, and FLOPs are counted. The context of the rows travels in the keyword arguments
+that transformers passes from the model's forward down to the function.
+
+Layers with a sliding window, where a row is longer, take a mask of their own and do without the child.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from titan_train.models.common.attention import CausalAttention, SequenceContext, attend, document_mask
+
+NAME = "titan_train"
+"""In transformers' registry, and as ``attn_implementation``."""
+CONTEXT = "titan_context"
+"""The keyword argument that carries the context of the rows."""
+
+
+@dataclass(frozen=True)
+class WindowedContext(SequenceContext):
+    """A context that also has the masks of sliding windows."""
+
+    windows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Window to mask ``[B or 1, 1, S, S]``; windows that no row exceeds are absent."""
+
+
+def window_mask(cu_seqlens: Tensor | None, seq_len: int, window: int, device: torch.device) -> Tensor:
+    """True where a query may look that sees ``window`` tokens, itself included: ``[B or 1, 1, S, S]``."""
+    places = torch.arange(seq_len, device=device)
+    distance = places[:, None] - places[None, :]
+    near = (distance >= 0) & (distance < window)
+    return near[None, None] if cu_seqlens is None else document_mask(cu_seqlens, seq_len) & near
+
+
+def attach(attention: nn.Module, *, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+    """Give an attention module the child that computes its attention."""
+    attention.inner_attention = CausalAttention(num_heads, num_kv_heads, head_dim, value_dim=value_dim)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: ``[B, H, S, D]`` queries and ``[B, K, S, D]`` keys to ``[B, S, H, E]``."""
+    context: WindowedContext = keywords[CONTEXT]
+    own_scaling = query.shape[-1] ** -0.5
+    if scaling is not None and scaling != own_scaling:
+        query = query * (scaling / own_scaling)
+    if sliding_window is not None and sliding_window in context.windows:
+        return attend(query, key, value, context.windows[sliding_window]).transpose(1, 2), None
+    inner: Any = module.inner_attention
+    return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context), None
+
+
+AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,181 @@
+"""A model of transformers from a folder's ``config.json``, on the current device, without weights and without remote code."""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.hf.folder import folder_of, read_published, with_changes
+from titan_train.models.hf.plans import HF_PLANS, HFPlan
+from titan_train.nearest import did_you_mean
+
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+
+
+def build_hf(name: str, args: dict[str, Any], *, vocab_size: int | None, seq_len: int) -> nn.Module:
+    """Build the model that a folder describes.
+
+    Args:
+        name: ``"hf:DIR"``.
+        args: Fields of ``config.json`` to change.
+        vocab_size: The tokenizer's; the model's may be larger.
+        seq_len: Tokens in a row.
+
+    Raises:
+        ValueError: The folder is not one of a decoder that the installed transformers has, or cannot be as asked.
+    """
+    kind, config, published = _config(name, args)
+    _check(name, config, vocab_size, seq_len)
+    plan = HF_PLANS.get(published["model_type"])
+    from transformers import AutoModelForCausalLM
+
+    from titan_train.models.hf.attention import NAME
+    from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplacedDecoder, UnplannedDecoder, class_with
+
+    if plan is not None:
+        _check_plan(name, config)
+    implementation = {"attn_implementation": NAME} if plan is not None else {}
+    try:
+        model: Any = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=torch.float32, **implementation
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        raise ValueError(f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {err}") from err
+    forward_of: type[HFModel] = HFDecoder
+    if plan is None:
+        placed = "position_ids" in inspect.signature(model.forward).parameters
+        forward_of = UnplannedDecoder if placed else UnplacedDecoder
+    model.__class__ = class_with(type(model), forward_of)
+    model.published = published
+    if plan is not None:
+        _apply_plan(model, plan)
+    return model
+
+
+def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """The configuration of transformers, and the content of ``config.json`` that it comes from."""
+    published = read_published(name)
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as err:
+        raise ValueError(
+            f"model.name={name!r} needs the transformers library. Install titan-train[hf], or use a shipped model."
+        ) from err
+    kind = published.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        own = (
+            " Its code is in the folder (auto_map), and code of a folder is never executed."
+            if "auto_map" in published
+            else ""
+        )
+        raise ValueError(
+            f"model.name={name!r}: the installed transformers has no model_type {kind!r}.{own} "
+            f"{did_you_mean(str(kind), list(HF_PLANS))}Use a folder whose architecture is part of transformers."
+        )
+    published.pop("quantization_config", None)  # weights are read into full precision
+    cls: Any = CONFIG_MAPPING[kind]
+    changed = with_changes(published, args, known=cls.from_dict(published).to_dict())
+    config = cls.from_dict(changed)
+    config.use_cache = False
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    return str(kind), config, changed
+
+
+def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None:
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if vocab_size is not None and rows is not None and rows < vocab_size:
+        raise ValueError(
+            f"model.name={name!r} has a vocabulary of {rows}, less than the tokenizer's {vocab_size}: some tokens would have "
+            f"no embedding. Use the folder's tokenizer, or extend the vocabulary with model.args.vocab_size={vocab_size}."
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ValueError(
+            f"model.seq_len={seq_len} is longer than the {longest} positions of {folder_of(name)}: the nearest valid choice is "
+            f"{longest}. To extend it, set model.args.max_position_embeddings={seq_len}, and a larger rotary base or a scaling."
+        )
+
+
+def _check_plan(name: str, config: Any) -> None:
+    found = {key: value for key in _DROPOUTS if (value := getattr(config, key, 0.0))}
+    if found:
+        wanted = ", ".join(f"model.args.{key}=0.0" for key in found)
+        raise ValueError(
+            f"model.name={name!r} has {', '.join(f'{k}={v}' for k, v in found.items())}: results would depend on the layout. "
+            f"Set {wanted}."
+        )
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"model.name={name!r} has bidirectional attention or capped attention scores, which attention here has not. Use "
+            "a causal decoder."
+        )
+
+
+def _apply_plan(model: Any, plan: HFPlan) -> None:
+    """Attention, experts and fused linears as parallelism wants them; the model computes the same."""
+    from titan_train.models.hf.attention import attach
+
+    model.plan = plan
+    config = model.config
+    heads = int(config.num_attention_heads)
+    windows: set[int] = set()
+    for layer in model.get_submodule(plan.layers).children():
+        attention = layer.get_submodule(plan.attention)
+        width, value = _head_widths(attention)
+        kv_heads = heads // int(getattr(attention, "num_key_value_groups", 1))
+        attach(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=width, value_dim=value)
+        window = (
+            getattr(attention, "sliding_window", None)
+            if hasattr(attention, "sliding_window")
+            else getattr(config, "sliding_window", None)
+        )
+        windows |= {int(window)} if window else set()
+        _split_fused(layer, plan, heads, kv_heads, width)
+        if plan.experts:
+            _swap_experts(layer, plan, config)
+    model.windows = tuple(sorted(windows))
+
+
+def _head_widths(attention: Any) -> tuple[int, int]:
+    """Channels of a key and of a value."""
+    width = next(
+        getattr(attention, name) for name in ("qk_head_dim", "head_dim", "head_size") if hasattr(attention, name)
+    )
+    return int(width), int(getattr(attention, "v_head_dim", width))
+
+
+def _split_fused(layer: nn.Module, plan: HFPlan, heads: int, kv_heads: int, head_dim: int) -> None:
+    from titan_train.models.hf.fused import SplitLinear
+
+    for name, parts in plan.fused.items():
+        whole: Any = layer.get_submodule(name)
+        counts = {"query": heads * head_dim, "key_value": kv_heads * head_dim, "ffn": whole.out_features // 2}
+        widths = {part: counts[count] for part, count in parts.items()}
+        split = SplitLinear(whole, widths, num_heads=heads, num_kv_heads=kv_heads)
+        layer.set_submodule(name, split)
+        if "query" in parts.values():
+            attention: Any = layer.get_submodule(plan.attention)
+            attention.config = copy.copy(attention.config)  # its number of heads becomes the rank's own
+            split.head_counts = [
+                (attention.config, "num_attention_heads"), (attention, "num_key_value_heads"),
+                (attention.inner_attention, "num_heads"), (attention.inner_attention, "num_kv_heads"),
+            ]  # fmt: skip
+
+
+def _swap_experts(layer: nn.Module, plan: HFPlan, config: Any) -> None:
+    inner: Any = layer.get_submodule(plan.feed_forward)
+    old = getattr(inner, "experts", None)
+    if old is None:
+        return
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(
+            f"hidden_act={config.hidden_act!r}: experts here compute SiLU only. Set model.args.hidden_act='silu'."
+        )
+    count, width, hidden = old.gate_up_proj.shape
+    inner.experts = RoutedExperts(
+        count, hidden, width // 2, experts_per_token=config.num_experts_per_tok, init_std=config.initializer_range
+    )

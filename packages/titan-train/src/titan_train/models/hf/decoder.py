@@ -1,0 +1,157 @@
+"""What a decoder of transformers is given so that it looks like a model here.
+
+The module stays transformers' own, with its names, its weights' initial values and its code. Only its class gets another
+``forward``: tokens, positions and documents in, logits out. `HFDecoder` is for families with a plan, `UnplannedDecoder` for
+all others.
+"""
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from titan_ckpt import KeyMap
+from torch import Tensor, nn
+
+from titan_train.models.common.attention import document_mask, document_positions
+from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
+from titan_train.models.hf.names import key_map_of
+from titan_train.models.hf.plans import HFPlan, without_dense_region
+
+_NOT_COMPARED = frozenset(
+    {
+        "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
+        "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "quantization_config", "id2label", "label2id",
+        "attention_dropout", "output_router_logits", "router_aux_loss_coef", "return_dict", "output_hidden_states",
+        "output_attentions", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
+    }
+)  # fmt: skip
+
+
+class HFModel(nn.Module):
+    """What every model of this kind has, besides what its own class has."""
+
+    config: Any
+    published: dict[str, Any]
+    """The content of ``config.json``, with the changes of ``model.args``."""
+
+    def hf_config_dict(self) -> dict[str, Any]:
+        """The content of ``config.json`` that describes the model."""
+        return copy.deepcopy(self.published)
+
+    def hf_key_map(self) -> KeyMap:
+        """The tensors' names here and in files."""
+        return key_map_of(self, self.published["model_type"], getattr(self, "plan", None))
+
+    def hf_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides the logits in a ``config.json``, with every default filled in."""
+        filled = type(self.config).from_dict(dict(config)).to_dict()
+        return {name: value for name, value in filled.items() if name not in _NOT_COMPARED}
+
+
+class UnplannedDecoder(HFModel):
+    """A model whose family has no plan: transformers computes masks and attention from positions."""
+
+    def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits of every next token; arguments as `titan_train.models.common.decoder.Decoder.forward`."""
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, tokens.shape[1])
+        own = cast("Any", super())
+        return own.forward(input_ids=tokens, position_ids=positions, use_cache=False).logits
+
+
+class UnplacedDecoder(HFModel):
+    """A model whose forward takes no positions: documents of a row see each other."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, S]`` tokens to ``[B, S, V]`` logits."""
+        own = cast("Any", super())
+        return own.forward(input_ids=tokens, use_cache=False).logits
+
+
+class HFDecoder(HFModel):
+    """A model whose family has a plan."""
+
+    plan: HFPlan
+    windows: tuple[int, ...]
+    """Sliding windows of its layers."""
+    base_model: nn.Module
+    holds_embedding = True
+    holds_head = True
+
+    @property
+    def pipeline_layers(self) -> str:
+        """The list of layers that a pipeline cuts."""
+        return self.plan.layers
+
+    @property
+    def tensor_styles(self) -> StyleTable:
+        """How its modules take part in tensor parallelism: feed-forwards are regions where they are dense."""
+        table = dict(without_dense_region(self.plan).styles)
+        for name, layer in self.get_submodule(self.plan.layers).named_children():
+            if isinstance(layer, nn.Identity):
+                continue
+            inner = layer.get_submodule(self.plan.feed_forward)
+            if not any(isinstance(module, RoutedExperts) for module in inner.children()):
+                table[f"{self.plan.layers}.{name}.{self.plan.feed_forward}"] = "region"
+        return table
+
+    @property
+    def supports_kv_cache(self) -> bool:
+        """Generation's cache sees all earlier positions, so windows rule it out."""
+        return not self.windows
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_plan: Any = None,
+    ) -> Tensor:
+        """Logits of every next token; arguments and result as `titan_train.models.common.decoder.Decoder.forward`."""
+        length = tokens.shape[1] if positions is None else positions.shape[1]
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, length)
+        elif positions is None:
+            positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+        mask = None if cu_seqlens is None else document_mask(cu_seqlens, length)
+        narrow = () if attention_plan is not None else (w for w in self.windows if w < length)
+        context = WindowedContext(
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            attention_plan=attention_plan,
+            windows={w: window_mask(cu_seqlens, length, w, tokens.device) for w in narrow},
+        )
+        given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
+        keywords: dict[str, Any] = {"position_ids": positions, "use_cache": False, CONTEXT: context}
+        if self.holds_head:
+            return cast("Any", super()).forward(**given, **keywords).logits
+        return self.base_model(**given, **keywords).last_hidden_state
+
+    def take_stage(self, layers: range, *, first: bool, last: bool) -> "HFDecoder":
+        """A copy of what one pipeline stage holds; parameter names stay as they are, other parts do nothing."""
+        plan = self.plan
+        gone = [self.get_submodule(name) for name in (() if first else (plan.embedding,))]
+        gone += [self.get_submodule(name) for name in (() if last else (plan.norm, plan.head))]
+        children = self.get_submodule(plan.layers)._modules
+        gone += [layer for name, layer in children.items() if layer is not None and int(name) not in layers]
+        stage = copy.deepcopy(self, {id(module): nn.Identity() for module in gone})
+        kept = stage.get_submodule(plan.layers)
+        kept._modules = {str(number): kept._modules[str(number)] for number in layers}
+        changed = {"num_hidden_layers": len(layers)}
+        if getattr(self.config, "layer_types", None) is not None:
+            changed["layer_types"] = [self.config.layer_types[number] for number in layers]
+        vars(stage.config).update(changed)  # not by its setters: they compare both with each other
+        stage.holds_embedding, stage.holds_head = first, last
+        return stage
+
+
+@functools.cache
+def class_with(kind: type[nn.Module], forward_of: type[HFModel]) -> type[nn.Module]:
+    """The class of transformers with the forward of one of the classes here; it keeps its name."""
+    return type(kind.__name__, (forward_of, kind), {"__module__": kind.__module__})

@@ -1,0 +1,82 @@
+"""``config.json`` of a Hugging Face folder: read it, and change it by ``model.args``. No torch, no transformers."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_train.nearest import did_you_mean
+
+PREFIX = "hf:"
+
+
+def folder_of(name: str) -> Path:
+    """The folder that ``"hf:DIR"`` names."""
+    return Path(name.removeprefix(PREFIX)).expanduser()
+
+
+def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
+    """The content of the folder's ``config.json``.
+
+    Args:
+        name: ``"hf:DIR"``.
+        key: The setting that it is the value of, for the message.
+
+    Raises:
+        ValueError: There is none, or it is not a JSON object.
+    """
+    file = folder_of(name) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.")
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ValueError(f"{key}={name!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
+    if not isinstance(content, dict):
+        raise ValueError(f"{key}={name!r}: {file} is not a JSON object. Fetch the folder again.")
+    return content
+
+
+def with_changes(
+    published: Mapping[str, Any], changes: Mapping[str, Any], *, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``config.json`` with the fields of ``model.args`` changed; a dot leads into an object, as in ``rope_parameters.factor``.
+
+    Args:
+        published: The file's content.
+        changes: Field to value.
+        known: All fields of this ``model_type``, with their values.
+
+    Raises:
+        ValueError: A field that the family does not have, or a value of another type.
+    """
+    changed = copy.deepcopy(dict(published))
+    for key, value in changes.items():
+        first, *inner = key.split(".")
+        if first not in known and first not in published:
+            raise ValueError(
+                f"model.args.{key}={value!r}: this model's config.json has no such field. {did_you_mean(first, known)}"
+                f"It has {', '.join(sorted(known))}."
+            )
+        current = known.get(first) if not inner else None
+        numbers = isinstance(current, int | float) and isinstance(value, int | float)
+        if (
+            type(current) in (bool, int, float, str)
+            and type(value) is not type(current)
+            and (not numbers or isinstance(current, bool) or isinstance(value, bool))
+        ):
+            raise ValueError(
+                f"model.args.{key}={value!r} must be of type {type(current).__name__}, not {type(value).__name__}; the "
+                f"folder has {current!r}."
+            )
+        if not inner:
+            changed[first] = value
+            continue
+        holder = changed.setdefault(first, copy.deepcopy(known.get(first)) or {})
+        for part in inner[:-1]:
+            holder = holder.setdefault(part, {})
+        if not isinstance(holder, dict):
+            raise ValueError(f"model.args.{key}={value!r}: {first} is not an object in config.json. Leave the dot out.")
+        holder[inner[-1]] = value
+    return changed

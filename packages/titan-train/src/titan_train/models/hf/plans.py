@@ -1,0 +1,151 @@
+"""What parallelism must know about each family of transformers: a table of module patterns, and a few names.
+
+A family without a plan trains under DDP, FSDP and HSDP, with checkpoints, float8, activation checkpointing and compilation.
+Its plan adds tensor and sequence parallelism (`HFPlan.styles`), context parallelism (its attention is known to be causal,
+perhaps within a window), pipeline parallelism (the names of its parts) and expert parallelism (`HFPlan.experts`).
+
+The words of the styles are those of `titan_train.models.common.tensor_styles`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from titan_train.models.common.tensor_styles import Style, StyleTable
+
+Count = Literal["query", "key_value", "ffn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFPlan:
+    """One family of decoders. Names are those of transformers' modules."""
+
+    styles: StyleTable
+    """How modules take part in tensor parallelism."""
+    layers: str = "model.layers"
+    """The list of decoder layers."""
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    """The last norm."""
+    head: str = "lm_head"
+    attention: str = "self_attn"
+    """The attention of a layer: calls transformers' registry of attention functions with all keywords it was given."""
+    feed_forward: str = "mlp"
+    """The feed-forward of a layer, a tensor-parallel region where it is dense."""
+    experts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Where layers have routed experts ``gate_up_proj`` and ``down_proj`` in ``FEED_FORWARD.experts``: the file's names of
+    each expert's gate, down and up projection, from the layer's name on. Empty for a dense family."""
+    fused: Mapping[str, Mapping[str, Count]] = field(default_factory=dict[str, Mapping[str, Count]])
+    """Linears of a layer that are several in one, to their parts in order and how wide each is."""
+
+
+def _decoder(attention: StyleTable, **more: Style) -> StyleTable:
+    """The table of a family in Llama's names, with these styles inside its attention."""
+    return {
+        "model.embed_tokens": "embedding",
+        "model.layers.*.*layernorm": "replicated",
+        "model.layers.*.self_attn": "region",
+        **{f"model.layers.*.self_attn.{name}": style for name, style in attention.items()},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        **_swiglu("model.layers.*.mlp"),
+        "model.norm": "replicated",
+        "lm_head": "head",
+        **{f"model.layers.*.mlp.{name}": style for name, style in more.items()},
+    }
+
+
+def _swiglu(name: str) -> StyleTable:
+    return {
+        name: "region",
+        f"{name}.gate_proj": "colwise",
+        f"{name}.up_proj": "colwise",
+        f"{name}.down_proj": "rowwise",
+    }
+
+
+def _separate(prefix: str, gate: str, down: str, up: str) -> Mapping[str, str]:
+    return {
+        "w1": f"{prefix}.{{j}}.{gate}.weight",
+        "w2": f"{prefix}.{{j}}.{down}.weight",
+        "w3": f"{prefix}.{{j}}.{up}.weight",
+    }
+
+
+_QKV: StyleTable = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"}
+_HEAD_NORMS: StyleTable = {"[qk]_norm": "replicated"}
+_WIDE_NORMS: StyleTable = {"q_norm": "heads_norm", "k_norm": "kv_heads_norm"}
+_LATENT: StyleTable = {
+    "q_proj": "heads",
+    "q_a_proj": "replicated",
+    "q_a_layernorm": "replicated",
+    "q_b_proj": "heads",
+    "kv_a_proj_with_mqa": "replicated",
+    "kv_a_layernorm": "replicated",
+    "kv_b_proj": "heads",
+}
+_NEOX: StyleTable = {
+    "gpt_neox.embed_in": "embedding",
+    "gpt_neox.layers.*.*layernorm": "replicated",
+    "gpt_neox.layers.*.attention": "region",
+    "gpt_neox.layers.*.attention.query_key_value": "heads",  # rows are q, k and v of one head after the other
+    "gpt_neox.layers.*.attention.dense": "rowwise",
+    "gpt_neox.layers.*.mlp": "region",
+    "gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
+    "gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
+    "gpt_neox.final_layer_norm": "replicated",
+    "lm_head": "head",
+}
+_PHI: StyleTable = {
+    **_decoder({"qkv_proj.q": "heads", "qkv_proj.[kv]": "kv_heads"}),
+    "model.layers.*.mlp.gate_up_proj.*": "colwise",
+}
+_ROUTED: Mapping[str, Style] = {"gate": "replicated", "experts": "replicated"}
+
+_LLAMA = HFPlan(styles=_decoder(_QKV))
+_HF_EXPERTS = _separate("mlp.experts", "gate_proj", "down_proj", "up_proj")
+
+HF_PLANS: Mapping[str, HFPlan] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS})),
+    "gemma3_text": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS})),
+    "olmo2": HFPlan(styles=_decoder({**_QKV, **_WIDE_NORMS})),
+    "phi3": HFPlan(
+        styles=_PHI,
+        fused={
+            "self_attn.qkv_proj": {"q": "query", "k": "key_value", "v": "key_value"},
+            "mlp.gate_up_proj": {"gate": "ffn", "up": "ffn"},
+        },
+    ),
+    "gpt_neox": HFPlan(
+        styles=_NEOX, layers="gpt_neox.layers", embedding="gpt_neox.embed_in", norm="gpt_neox.final_layer_norm",
+        attention="attention",
+    ),
+    "mixtral": HFPlan(
+        styles=_decoder(_QKV, **_ROUTED), experts=_separate("block_sparse_moe.experts", "w1", "w2", "w3")
+    ),
+    "qwen2_moe": HFPlan(
+        styles={
+            **_decoder(_QKV, **_ROUTED, shared_expert_gate="replicated"), **_swiglu("model.layers.*.mlp.shared_expert")
+        },
+        experts=_HF_EXPERTS,
+    ),
+    "qwen3_moe": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), experts=_HF_EXPERTS),
+    "deepseek_v3": HFPlan(
+        styles={**_decoder(_LATENT, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_experts")}, experts=_HF_EXPERTS
+    ),
+}  # fmt: skip
+"""``model_type`` of ``config.json`` to the plan."""
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {".{i}.mlp.": ".{i}.block_sparse_moe."},
+    "gpt_neox": {"lm_head.": "embed_out."},
+}
+"""``model_type`` to what files call a part of a name, where it differs from the module's; ``{i}`` is a layer's number."""
+
+
+def without_dense_region(plan: HFPlan) -> HFPlan:
+    """The plan whose feed-forwards are no regions by themselves: layers with experts are not."""
+    region = f"{plan.layers}.*.{plan.feed_forward}"
+    return replace(plan, styles={name: style for name, style in plan.styles.items() if name != region})

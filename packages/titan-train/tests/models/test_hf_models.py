@@ -1,0 +1,102 @@
+"""`model.name = "hf:DIR"`: transformers' own logits from the same files; what the folder must be; what is never done."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_fsdp as fsdp
+import torch
+from titan_ckpt import import_hf
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model, flops_per_token, init_for
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import hf_folders
+
+PLANNED = [kind for kind in hf_folders.FOLDERS if kind not in ("granite", "gpt2", "bloom")]
+
+
+def built(folder: Path, **args: Any) -> Any:
+    return build_model(ModelConfig(name=f"hf:{folder}", args=args, seq_len=32), vocab_size=96)
+
+
+def materialized(folder: Path, **args: Any) -> Any:
+    model = built(folder, **args)
+    fsdp.materialize(model, "cpu", init_for(model), seed=3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", hf_folders.FOLDERS)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = hf_folders.make(tmp_path / kind, kind)
+    model = materialized(folder)
+    import_hf(folder, model, names=model.hf_key_map())
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = reference(ids, use_cache=False).logits
+        assert want.std() > 0.2
+        # float32: experts are added in another order, and scores are scaled before the product
+        torch.testing.assert_close(model(ids), want, atol=1e-5, rtol=0)
+        if kind == "bloom":  # takes no positions
+            return
+        positions = torch.cat([torch.arange(10), torch.arange(22)]).expand(2, -1)
+        apart = reference(ids, position_ids=positions, use_cache=False).logits
+        cu_seqlens = torch.tensor([[0, 10, 32]] * 2, dtype=torch.int32)
+        got = model(ids, positions=positions, cu_seqlens=cu_seqlens)
+        torch.testing.assert_close(got, apart, atol=1e-5, rtol=0)
+        assert (apart - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "phi3"])
+def test_initial_weights_are_spread_as_transformers_draws_them(kind: str, tmp_path: Path) -> None:
+    model = materialized(hf_folders.make(tmp_path / kind, kind))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert bool((parameter == 1).all()), name
+        elif parameter.ndim > 1 and parameter.numel() > 300:
+            assert 0.017 < float(parameter.detach().std()) < 0.023, name  # initializer_range 0.02
+
+
+@pytest.mark.parametrize("kind", PLANNED)
+def test_the_table_covers_every_parameter_and_flops_see_attention(kind: str, tmp_path: Path) -> None:
+    from titan_train.parallel.tensor import check_tensor_parallel, table_for
+
+    model = built(hf_folders.make(tmp_path / kind, kind))
+    check_tensor_parallel(model, 2, table=table_for(model), seq_len_local=32, sequence_parallel=True)
+    assert flops_per_token(model, 64) > flops_per_token(model, 32)
+
+
+def test_fields_of_config_json_are_changed_by_arguments(tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / "llama", "llama")
+    model = built(folder, num_hidden_layers=2, **{"rope_parameters.factor": 4.0})
+    assert len(model.model.layers) == 2
+    assert model.config.rope_parameters["factor"] == 4.0
+    assert model.hf_config_dict()["num_hidden_layers"] == 2
+    with pytest.raises(ValueError, match=r"num_layers=2.*no such field. Did you mean 'num_hidden_layers'"):
+        built(folder, num_layers=2)
+    with pytest.raises(ValueError, match=r"hidden_size='x' must be of type int, not str; the folder has 32"):
+        built(folder, hidden_size="x")
+
+
+def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) -> None:
+    def refused(content: Any, words: str) -> None:
+        (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(ValueError, match=words):
+            built(tmp_path)
+
+    with pytest.raises(ValueError, match=r"config.json does not exist"):
+        built(tmp_path / "nowhere")
+    refused("{", "not valid JSON")
+    refused({"model_type": "t5"}, "cannot build a decoder of this t5")
+    own = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    (tmp_path / "modeling_mine.py").write_text("raise SystemExit('executed')")
+    refused(own, "code of a folder is never executed")
+    refused({"model_type": "llama", "vocab_size": 90}, "vocabulary of 90, less than the tokenizer's 96")
+    refused({"model_type": "llama", "max_position_embeddings": 16}, "longer than the 16 positions")
+    refused({"model_type": "llama", "attention_dropout": 0.1}, r"Set model.args.attention_dropout=0.0")

@@ -1,0 +1,56 @@
+"""Tiny folders as transformers writes them, one for each family, with weights that are not their initial ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "head_dim": 8,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "olmo2": {},
+    "phi3": {"tie_word_embeddings": True, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": _ROUTED | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_moe": _ROUTED | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+                    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
+    # without a plan
+    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "attn_pdrop": 0.0},
+    "bloom": {"n_layer": 4, "n_head": 4},
+}  # fmt: skip
+
+
+def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **changes: Any) -> Path:
+    """Write a folder with transformers' own ``save_pretrained``."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    base = {key: value for key, value in _BASE.items() if kind != "deepseek_v3" or key != "head_dim"}
+    config = CONFIG_MAPPING[kind](**base | FOLDERS[kind] | {"vocab_size": vocab_size} | changes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += torch.randn_like(buffer) * 0.1
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,81 @@
+"""Train a model of transformers under a layout; its losses, norms, validation loss, first gradients and final weights."""
+
+import tempfile
+from pathlib import Path
+
+import composition
+from hf_folders import make
+from titan_train.config import parse_config
+from titan_train.train import Trainer
+
+STEPS = 4
+
+
+def publish(folder, kind, **changes):
+    """A folder that transformers wrote; made once."""
+    target = Path(folder) / "published" / kind
+    return str(target if target.exists() else make(target, kind, vocab_size=264, **changes))
+
+
+def sections(source, layout, *, init=True):
+    """A configuration that trains the folder's model."""
+    merged = {
+        "model": {"name": f"hf:{source}", "seq_len": 32, "init": f"hf:{source}" if init else "", "args": {}},
+        "train": {"steps": STEPS, "global_batch": 8, "max_grad_norm": 0.5, "microbatch": 2},
+        "validation": {"every": STEPS, "steps": 1},
+        # where a gradient is zero but for rounding (the bias of keys), AdamW would make a whole step of its sign
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
+    for section, values in layout.items():
+        merged[section] = merged.get(section, {}) | values
+    return merged
+
+
+def run(folder, name, tree):
+    """What one rank saw of a run."""
+    config = parse_config(composition.tree(folder, name, tree))
+    with tempfile.TemporaryDirectory() as scratch, Trainer(config, run_dir=Path(scratch) / "run") as trainer:
+        gradients, norms = {}, []
+        update, record = trainer.optimizer.step, trainer._record
+
+        def capture_then_update(*args, **kwargs):
+            if not gradients:
+                gradients.update(composition.boxes(trainer.model))
+            return update(*args, **kwargs)
+
+        def keep_norm(result, *args, **kwargs):
+            norms.append(result.grad_norm)
+            return record(result, *args, **kwargs)
+
+        trainer.optimizer.step, trainer._record = capture_then_update, keep_norm
+        validation = []
+        trainer.fit()
+        from titan_train.train.validate import validation_loss
+
+        with trainer._make_loader(trainer._inputs.validation, steps=1) as loader:
+            accumulation = trainer.batch_plan.accumulation
+            found = validation_loss(
+                trainer.model, loader, accumulation=accumulation, scope=trainer._scope, device=trainer.device
+            )
+            validation.append(found[0])
+        weights = composition.boxes(trainer.model, of=lambda parameter: parameter.detach())
+        return trainer.losses, norms, validation, gradients, weights
+
+
+def final_weights(results):
+    """The whole weights after the last step, from all ranks."""
+    return composition.assemble([weights for *_, weights in results])
+
+
+def errors(single, results):
+    """As `composition_check.compare`, and the largest difference of any final weight."""
+    from composition_check import compare
+
+    for *_, gradients, weights in results:  # a pipeline has a copy of a tied matrix under its other name
+        for boxes, reference in ((gradients, single[3]), (weights, single[4])):
+            for name in boxes.keys() & {"lm_head.weight"} - reference.keys():
+                del boxes[name]
+    found = compare(single[:4], [result[:4] for result in results])
+    want, got = final_weights([single]), final_weights(results)
+    assert want.keys() == got.keys()
+    return found, max(float((want[name] - got[name]).abs().max()) for name in want)

@@ -1,0 +1,92 @@
+"""Decoders of transformers (``model.name = "hf:DIR"``) under every layout: one process's losses, gradients and weights."""
+
+import hf_runs
+import pytest
+from composition_check import failures
+from titan_testing import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
+LAYOUTS = {
+    "fsdp": (2, {}),
+    "hsdp": (4, {"parallel": {"dp_replicate": 2}}),
+    "ddp, selective": (2, {"parallel": {"mode": "ddp"}, "activations": {"checkpoint": "selective"}}),
+    "tp": (2, {"parallel": {"tp": 2}}),
+    "tp without sp": (2, {"parallel": {"tp": 2, "sequence_parallel": False}}),
+    "tp beyond kv heads": (4, {"parallel": {"tp": 4, "replicate_kv": True}}),
+    "cp": (2, {"parallel": {"cp": 2}}),
+    "pp": (2, PP),
+    "pp zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    "tp pp": (4, {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+    "ep": (2, {"parallel": {"ep": 2}}),
+    "ep tp": (4, {"parallel": {"ep": 2, "tp": 2}}),
+}
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox")
+WINDOWED = ("mistral", "qwen2", "gemma3_text")
+UNPLANNED = ("granite", "gpt2", "bloom")
+DEFAULT = [("phi3", "tp pp"), ("deepseek_v3", "ep tp"), ("olmo2", "tp"), ("qwen3", "cp"), ("gpt2", "fsdp")]
+WEIGHTS = (
+    2e-6  # four steps of SGD at 0.1, clipped to a norm of 0.5, from gradients that differ by 4e-6 of their largest
+)
+
+
+def works(kind, layout):
+    if kind in UNPLANNED:
+        return layout in ("fsdp", "hsdp", "ddp, selective")
+    if kind in ("gpt_neox", "deepseek_v3") and "kv" in layout:
+        return False  # as many key-value heads as query heads: nothing to replicate
+    return ("ep" not in layout or kind in ROUTED) and (layout != "cp" or kind not in WINDOWED)
+
+
+CASES = [(kind, layout) for kind in (*DENSE, *ROUTED, *UNPLANNED) for layout in LAYOUTS if works(kind, layout)]
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    known = {}
+
+    def reference(kind):
+        if kind not in known:
+            tree = hf_runs.sections(hf_runs.publish(folder, kind), UNMASKED if kind == "bloom" else {})
+            known[kind] = run_ranks(hf_runs.run, 1, folder, "single", tree, init=False, timeout_s=120)[0]
+        return known[kind]
+
+    return reference
+
+
+UNMASKED = {"data": {"document_mask": False}}  # its forward takes no positions
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, kind, layout):
+    ranks, settings = LAYOUTS[layout]
+    if kind == "bloom":
+        settings = settings | UNMASKED
+    tree = hf_runs.sections(hf_runs.publish(folder, kind), settings)
+    results = run_ranks(hf_runs.run, ranks, folder, "layout", tree, timeout_s=240)
+    errors, weights = hf_runs.errors(single(kind), results)
+    assert not failures(errors, float8=False), errors
+    assert weights <= WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "words"),
+    [
+        ("granite", {"tp": 2}, "has no plan, so it trains under fsdp, hsdp and ddp only"),
+        ("mistral", {"cp": 2}, "look back 7 tokens, fewer than model.seq_len=32"),
+        ("llama", {"ep": 2}, "has none"),
+        ("llama", {"tp": 4}, "does not divide|more than num_kv_heads=2"),
+    ],
+)
+def test_what_a_plan_does_not_say_is_refused(folder, kind, layout, words):
+    import composition
+    from titan_train.config import parse_config
+    from titan_train.launch.validate import validate
+
+    tree = hf_runs.sections(hf_runs.publish(folder, kind), {"parallel": layout})
+    with pytest.raises(ValueError, match=words):
+        validate(parse_config(composition.tree(folder, "refused", tree)), 4)
