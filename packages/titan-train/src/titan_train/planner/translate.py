@@ -28,6 +28,11 @@ def shape_of_config(config: Config) -> ModelShape:
         ValueError: The model is a dotted path, whose inside cannot be seen without building it.
     """
     name = config.model.name
+    if name.startswith("hf:"):
+        raise ValueError(
+            f"model.name={name!r} is a folder of Hugging Face, and the planner needs a shape that it knows. Estimate a shipped "
+            "model of similar shape; `titan-train check` measures this one."
+        )
     if ":" in name:
         raise ValueError(
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
