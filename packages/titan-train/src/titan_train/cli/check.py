@@ -65,7 +65,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
-    from titan_train.run_folder import run_folder, with_kept_model
+    from titan_train.run_folder import with_kept_model
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
