@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_mesh import Layout
 
 from titan_train.cli.shell.parser import CommandParser
 from titan_train.config import Config
-from titan_train.launch.job import Attempt, Launcher
+from titan_train.launch.job import Attempt, Launcher, RunningJob
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, check_trackers, read_run_info
@@ -32,6 +32,10 @@ from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
+if TYPE_CHECKING:
+    from titan_train.launch.supervise.supervisor import Before
+
+_KEPT = "--kept"  # see `titan_train.launch.launchers.ray.driver`, which writes it before the configuration
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
 
 
@@ -39,22 +43,26 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
     parser.add_config()
-    arguments, settings = parser.parse_with_settings(words, written_out)
+    kept = words[1] if words[:1] == [_KEPT] else ""
+    arguments, settings = parser.parse_with_settings(words[2:] if kept else words, written_out)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
     if note:
         print(f"note     {note}")
     source = admit_own_code(run_folder(config), config.model.name, arguments.code)
-    return _be_a_torchrun_worker(config, source) if under_torchrun() else _run_here(config, source)
+    return _be_a_torchrun_worker(config, source) if under_torchrun() else _run_here(config, source, kept)
 
 
-def _run_here(config: Config, source: CodeRecord | None) -> int:
-    """Start the ranks, supervise them, write the report."""
+def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
+    """Start the ranks, supervise them, write the report.
+
+    Args:
+        config: What to run.
+        source: Code of the user's that it names.
+        kept: ``first`` or ``again`` if an actor of a Ray cluster keeps this process.
+    """
     per_node = ranks_per_node(config.launch)
     world_size = per_node * config.launch.nnodes
     layout = _check_layout(config, world_size)
-    if config.launch.nnodes > 1:
-        for note in check_placement(layout, per_node):
-            print(f"note     {note}")
     run_dir = run_folder(config)
     if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
         return _follow(config, run_dir, per_node)
@@ -67,13 +75,25 @@ def _run_here(config: Config, source: CodeRecord | None) -> int:
         _print_next(run_dir)
         return 0
 
-    launcher = _launcher(config, per_node)
+    if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
+        from titan_train.launch.launchers.ray.driver import run_under_driver
+
+        return run_under_driver(config, run_dir, source.paths if source is not None else ())
+    if config.launch.nnodes > 1:
+        for note in check_placement(layout, per_node):
+            print(f"note     {note}")
+    launcher = _launcher(config, per_node, run_dir if kept else None)
     try:
-        launcher.validate(config, world_size)
-        with Lease(run_dir) as lease:
+        adopted = launcher.adopt(run_dir) if kept == "again" else None
+        if adopted is None:
+            launcher.validate(config, world_size)
+        with Lease(run_dir, chain="ray" if kept else "") as lease:
             remember_code(run_dir, source)
+            from titan_train.launch.supervise.supervisor import Before
+
+            before = Before(kept == "again", adopted)
             try:
-                return _supervise(config, run_dir, lease, launcher, world_size, per_node, source)
+                return _supervise(config, run_dir, lease, launcher, world_size, per_node, source, before)
             finally:
                 discard(run_dir)
     except BaseException:
@@ -89,6 +109,7 @@ def _supervise(
     world_size: int,
     per_node: int,
     source: CodeRecord | None,
+    before: "Before",
 ) -> int:
     """Run all attempts, then report."""
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
@@ -99,7 +120,7 @@ def _supervise(
     from titan_train.inputs import prepare_inputs
     from titan_train.launch.supervise.supervisor import Supervisor
 
-    infos: list[RunInfo] = []
+    infos = [RunInfo.running(run_dir)] if before.adopted is not None else []
     attempts_before = len(read_run_info(run_dir).get("attempts", []))
 
     def record(attempt: Attempt) -> None:
@@ -109,7 +130,9 @@ def _supervise(
     prepare_inputs(config)
     for change in changes(config, run_dir):
         print(f"changed  {change}")
-    supervisor = Supervisor(launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record)
+    supervisor = Supervisor(
+        launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record, before=before
+    )
     try:
         code = supervisor.run()
     except ValueError as err:  # the ranks could not be placed
@@ -140,7 +163,7 @@ def _follow(config: Config, run_dir: Path, per_node: int) -> int:
     return follow(config, run_dir, world_size, lambda attempt: TorchrunJob(attempt, per_node, device))
 
 
-def _launcher(config: Config, per_node: int) -> Launcher:
+def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:
     launch = config.launch
     if launch.launcher == "torchrun":
         from titan_train.launch.launchers.torchrun import TorchrunLauncher
@@ -149,7 +172,7 @@ def _launcher(config: Config, per_node: int) -> Launcher:
     if launch.launcher == "ray":
         from titan_train.launch.launchers.ray.launcher import RayLauncher
 
-        return RayLauncher(launch, per_node)
+        return RayLauncher(launch, per_node, outlives)
     from titan_train.launch.launchers.local import LocalLauncher
 
     return LocalLauncher(per_node, device_type(launch))

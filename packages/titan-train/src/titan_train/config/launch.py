@@ -22,8 +22,19 @@ class RayConfig:
     wait_s: float = 60.0
     """Seconds to wait for nodes, at the start and after a loss, before the run fails. An elastic run shrinks at once."""
 
+    topology: tuple[str, ...] = ()
+    """Labels of the nodes that say which are close, outermost first, such as rack, nvlink_domain (`ray start --labels`)."""
+
+    driver: Literal["actor", "command"] = "actor"
+    """What holds the supervisor on a cluster with an address: an actor that Ray restarts elsewhere, or this command."""
+
     env: tuple[str, ...] = ()
     """Further environment variables to pass to ranks on other nodes. OMP_*, NCCL_*, GLOO_* and TORCH_* are always passed."""
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether the supervisor runs on the cluster, which outlives the command."""
+        return bool(self.address) and self.driver == "actor"
 
     def __post_init__(self) -> None:
         if self.cpus_per_rank <= 0:

@@ -114,6 +114,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def adopt(self, run_dir: Path) -> tuple[Attempt, RunningJob] | None:
+        """The attempt that a supervisor before this one left running; None if there is none."""
+        ...
+
     def close(self, exit_code: int = 1) -> None:
         """Give back everything, also what keeps restarts fast."""
         ...

@@ -81,6 +81,15 @@ class RunInfo:
         self._started = attempt["started"]
         _write(staged or self._run_dir, info)
 
+    @classmethod
+    def running(cls, run_dir: str | Path) -> "RunInfo":
+        """The attempt that another process recorded and left running."""
+        info = cls.__new__(cls)
+        info._run_dir = Path(run_dir)
+        attempts: list[dict[str, Any]] = read_run_info(run_dir).get("attempts", [])
+        info._started = attempts[-1].get("started") if attempts else None
+        return info
+
     def finish(self, status: Status, *, step: int, error: str | None = None) -> None:
         """Record how the attempt ended, if it took effect; only the first call counts.
 

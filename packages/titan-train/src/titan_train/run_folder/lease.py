@@ -38,25 +38,33 @@ class _Owner:
     since: float
     """Seconds since the epoch."""
     attempt: int = 0
+    chain: str = ""
+    """Owners of one chain follow each other: something makes sure that only one of them lives."""
 
 
 class Lease:
     """The right to write to a run's folder. Use it as a context manager, or call `release`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, chain: str = "") -> None:
         """Take the lease; the folder is made if it is missing.
+
+        Args:
+            run_dir: The run's folder.
+            chain: The lease of an owner with the same one is taken over at once, on any host: the caller makes sure that
+                this owner is gone. Empty: no such owner.
 
         Raises:
             ValueError: Another run holds it; the message names that run.
             OSError: The folder cannot be written.
         """
         self._file = run_dir / _FILE
-        self._owner = _Owner(platform.node(), os.getpid(), _place(), _start_of(os.getpid()), time.time())
+        self._owner = _Owner(platform.node(), os.getpid(), _place(), _start_of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(run_dir):
             while not self._link():
                 owner = _read(self._file)
-                if owner is not None and _alive(owner, self._file):
+                follows = owner is not None and chain and owner.chain == chain
+                if owner is not None and not follows and _alive(owner, self._file):
                     raise ValueError(_refusal(run_dir, owner))
                 self._file.unlink(missing_ok=True)
         self._released = threading.Event()
@@ -125,6 +133,7 @@ def _read(file: Path) -> _Owner | None:
             started=str(values["started"]),
             since=float(values["since"]),
             attempt=int(values["attempt"]),
+            chain=str(values.get("chain", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -47,6 +47,9 @@ class LocalLauncher:
         """Start all ranks of an attempt."""
         return LocalJob(self._server, attempt, self._places, self.device)
 
+    def adopt(self, run_dir: Path) -> None:
+        """None: the ranks end with the process that started them."""
+
     def close(self, exit_code: int = 1) -> None:
         """Nothing to give back: the server ends with this process."""
 

@@ -72,6 +72,9 @@ class TorchrunLauncher:
             self._leader.attempt(attempt.number)
         return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device, self._leader)
 
+    def adopt(self, run_dir: Path) -> None:
+        """None: the ranks end with the process that started them."""
+
     def close(self, exit_code: int = 1) -> None:
         """Tell the other machines that all is over."""
         if self._leader is not None:

@@ -14,12 +14,13 @@ import errno
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from titan_train.config import Config
 from titan_train.config.faults import check_faults, forget_struck, parse_faults
-from titan_train.launch.job import Attempt, Launcher
+from titan_train.launch.job import Attempt, Launcher, RunningJob
 from titan_train.launch.rank.failure import clear_failures
 from titan_train.launch.supervise.attempt import Outcome, WatchedAttempt, free, record_of
 from titan_train.launch.supervise.elastic import fit_layout
@@ -31,6 +32,16 @@ from titan_train.run_folder import newest_checkpoint
 _TICK_S = 0.1
 _ROOM_S = 600.0  # how long a full disk is waited for before an attempt
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What an earlier supervisor of the same command left behind when it was lost."""
+
+    again: bool = False
+    """There was one: faults that struck do not strike again."""
+    adopted: tuple[Attempt, RunningJob] | None = None
+    """The attempt that it left running."""
 
 
 class Supervisor:
@@ -46,6 +57,7 @@ class Supervisor:
         unit: int = 1,
         on_attempt: Callable[[Attempt], None] = lambda _: None,
         out: TextIO | None = None,
+        before: "Before | None" = None,
     ) -> None:
         """Prepare.
 
@@ -57,6 +69,7 @@ class Supervisor:
             unit: Ranks that come and go together: those of a node.
             on_attempt: Called before each attempt.
             out: Where to tell the user; the default is stderr.
+            before: What a supervisor of the same command left behind, if there was one.
 
         Raises:
             ValueError: A fault names a rank that the run does not have.
@@ -71,11 +84,13 @@ class Supervisor:
         self._budget = RestartBudget(config.launch)
         self._requests = Requests()
         self._lost_at: float | None = None
+        self._before = before or Before()
         check_faults(parse_faults(config.launch.faults), ranks)
 
     def run(self) -> int:
         """Run until the job is done, stopped or given up. Returns the exit code."""
-        forget_struck(self._run_dir)
+        if not self._before.again:
+            forget_struck(self._run_dir)
         code = 1
         try:
             with self._requests.installed():
@@ -87,9 +102,8 @@ class Supervisor:
     def _attempts(self) -> int:
         number = 0
         while True:
-            config, size = self._size()
-            attempt = Attempt(number, config, self._run_dir, size)
-            outcome = self._one(attempt)
+            attempt, outcome = self._adopt() if self._before.adopted is not None else self._next(number)
+            number = attempt.number
             self._journal.record(record_of(attempt, outcome))
             number += 1
             if outcome.ended is None and (outcome.finished or not outcome.growing):
@@ -99,6 +113,21 @@ class Supervisor:
             code = self._after(outcome, outcome.ended)
             if code is not None:
                 return code
+
+    def _adopt(self) -> tuple[Attempt, Outcome]:
+        """Watch the attempt that was left running."""
+        assert self._before.adopted is not None
+        attempt, job = self._before.adopted
+        self._before = Before(again=True)
+        self._journal.say(
+            f"adopted  attempt {attempt.number}: its {attempt.world_size} ranks went on without a supervisor"
+        )
+        return attempt, self._watch(attempt, job)
+
+    def _next(self, number: int) -> tuple[Attempt, Outcome]:
+        config, size = self._size()
+        attempt = Attempt(number, config, self._run_dir, size)
+        return attempt, self._one(attempt)
 
     def _after(self, outcome: Outcome, ended: Ended) -> int | None:
         """What follows a lost attempt: the exit code, or None to start again."""
@@ -139,6 +168,9 @@ class Supervisor:
         except OSError as err:
             ended = Ended(f"the ranks could not be started: {err}", saved, progressed=False)
             return Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
+        return self._watch(attempt, job)
+
+    def _watch(self, attempt: Attempt, job: RunningJob) -> Outcome:
         can_grow = attempt.world_size < self._full
         watched = WatchedAttempt(
             attempt,

@@ -1,38 +1,66 @@
-"""What runs on a node of a Ray cluster: an actor without torch that forks ranks and answers questions about them."""
+"""What runs on a node of a Ray cluster: an actor without torch that forks ranks and reports what becomes of them."""
 
 import os
 import socket
 import sys
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_train.launch.job import RankExit, RankJob
 from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
 from titan_train.launch.launchers.ray.cluster import versions
+from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats
+from titan_train.launch.launchers.ray.watch import Child, Watch
 from titan_train.launch.rank.heartbeat import Beat
+from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order
+
+_LOOK_S = 0.1  # between looks at heartbeats; a rank's end wakes the agent at once
+_PACE_S = 1.0  # between reports of mere progress
+_ORPHAN_S = 180.0  # longer than Ray takes to start the driver on another node
 
 
 @dataclass(frozen=True, slots=True)
-class NodeReport:
-    """What happened on a node since the last poll."""
+class NodeJob:
+    """One node's part of an attempt."""
 
-    exits: list[RankExit]
-    beats: dict[int, Beat]
-    output: str
-    """What rank 0 printed, if it is here."""
+    attempt: int
+    config_toml: str
+    run_dir: str
+    node: int
+    """Its number in this attempt."""
+    per_node: int
+    world_size: int
+    device: DeviceType
+    store: str
+    """host:port of the store that rank 0 serves."""
+
+    def rank_jobs(self) -> list[RankJob]:
+        """The jobs of this node's ranks."""
+        first = self.node * self.per_node
+        return [
+            RankJob(
+                self.config_toml, self.run_dir, "", self.attempt,
+                RankInfo(first + local, local, self.world_size, self.per_node, self.device, self.store),
+            )
+            for local in range(self.per_node)
+        ]  # fmt: skip
 
 
 class NodeAgent:
-    """The ranks of one node. One method runs at a time."""
+    """The ranks of one node, and the reports of the nodes that it leads. Ray calls its methods from several threads."""
 
-    def __init__(self, folder: str, environ: dict[str, str], threads_per_rank: int) -> None:
+    def __init__(self, folder: str, environ: dict[str, str], threads_per_rank: int, *, outlives_driver: bool) -> None:
         """Start the server that imports torch.
 
         Args:
             folder: The driver's working folder, entered where it exists here: a user's modules are found from it.
             environ: Environment variables the ranks shall have.
             threads_per_rank: Processor threads of each rank.
+            outlives_driver: Nobody ends this actor when its driver is gone: it must notice by itself.
         """
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own setting for this actor
         os.environ.update(environ)
@@ -46,10 +74,11 @@ class NodeAgent:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         self._address = address
         self._server = ForkServer(threads_per_rank)
-        self._ranks: ForkedRanks | None = None
+        self._running: _Running | None = None
         self._listener: socket.socket | None = None
-        self._log: Path | None = None
-        self._read = 0
+        self._heard = time.monotonic()
+        if outlives_driver:
+            threading.Thread(target=self._end_with_the_driver, name="orphan", daemon=True).start()
 
     def describe(self, token: str) -> dict[str, object]:
         """Address, id and versions of this node, and whether it sees the driver's file ``token``."""
@@ -71,41 +100,113 @@ class NodeAgent:
         self._listener = listener
         return {"address": f"{self._address}:{listener.getsockname()[1]}"}
 
-    def start(self, jobs: list[str]) -> None:
+    def start(self, job: NodeJob) -> None:
         """Start this node's ranks."""
-        rank_jobs = [RankJob.loads(job) for job in jobs]
-        if rank_jobs[0].ranks.rank == 0:
-            self._log = Path(rank_jobs[0].run_dir, "logs", "rank-0.log")
-            self._read = self._log.stat().st_size if self._log.exists() else 0
-        self._ranks = ForkedRanks(self._server, rank_jobs, log_rank_0=True, listener=self._listener)
+        self.end()
+        self._heard = time.monotonic()
+        self._running = _Running(self._server, job, self._listener)
         self._listener = None
 
-    def poll(self, timeout_s: float) -> NodeReport:
-        """Wait up to ``timeout_s`` for a rank to end, and tell what is known."""
-        if self._ranks is None:
+    def job(self) -> NodeJob | None:
+        """What runs here; None if nothing does."""
+        return None if self._running is None else self._running.job
+
+    def printed(self) -> int:
+        """Bytes that rank 0 has printed, if it is here."""
+        return 0 if self._running is None else len(self._running.news(0, 0, 0.0).output)
+
+    def lead(self, children: Sequence[Child]) -> None:
+        """Watch other nodes too, and report for them."""
+        if self._running is not None:
+            self._running.lead(children)
+
+    def news(self, after: int, output_from: int, timeout_s: float) -> News:
+        """What changed on this node, and those it leads, since version ``after``; waits up to ``timeout_s`` for it.
+
+        Args:
+            after: The version of the answer before.
+            output_from: Bytes of rank 0's output that are known; -1 asks for none.
+            timeout_s: How long to wait.
+        """
+        self._heard = time.monotonic()
+        if self._running is None:
             raise RuntimeError("this node's ranks were not started")
-        exits = self._ranks.exits(timeout_s)
-        return NodeReport(exits, self._ranks.beats(), self._new_output())
+        return self._running.news(after, output_from, timeout_s)
 
     def order(self, name: str) -> None:
         """Pass an order on."""
-        if self._ranks is not None:
-            self._ranks.order(Order[name])
+        if self._running is not None:
+            self._running.ranks.order(Order[name])
 
     def end(self) -> None:
         """Kill this node's ranks."""
-        if self._ranks is not None:
-            self._ranks.end()
-            self._ranks = None
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
 
-    def _new_output(self) -> str:
-        if self._log is None or not self._log.exists():
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
-        self._read += len(new)
-        return new.decode("utf-8", errors="replace")
+    def _end_with_the_driver(self) -> None:
+        """Without a driver for minutes, let the ranks save and stop, as they do when the launcher is gone; then go."""
+        while time.monotonic() - self._heard < _ORPHAN_S:
+            time.sleep(1.0)
+        os._exit(0)
+
+
+class _Running:
+    """The ranks of this node in one attempt, watched by a thread."""
+
+    def __init__(self, server: ForkServer, job: NodeJob, listener: socket.socket | None) -> None:
+        self.job = job
+        self._log = Path(job.run_dir, "logs", "rank-0.log") if job.node == 0 else None
+        self._log_start = self._log.stat().st_size if self._log is not None and self._log.exists() else 0
+        self.ranks = ForkedRanks(server, job.rank_jobs(), log_rank_0=True, listener=listener)
+        self._mailbox = Mailbox(_PACE_S)
+        self._over = threading.Event()
+        self._followed = threading.Lock()  # held while the board is read, so that it is not removed meanwhile
+        threading.Thread(target=self._follow_ranks, name="ranks", daemon=True).start()
+
+    def lead(self, children: Sequence[Child]) -> None:
+        threading.Thread(target=self._follow_nodes, args=(children,), name="nodes", daemon=True).start()
+
+    def news(self, after: int, output_from: int, timeout_s: float) -> News:
+        news = self._mailbox.take(after, timeout_s)
+        return News(news.version, news.nodes, self._printed(output_from)) if output_from >= 0 else news
+
+    def end(self) -> None:
+        self._over.set()
+        with self._followed:
+            self.ranks.end()
+
+    def _follow_ranks(self) -> None:
+        told: dict[int, Beat] = {}
+        exits: tuple[RankExit, ...] = ()
+        while not self._over.is_set():
+            with self._followed:
+                if self._over.is_set():
+                    return
+                ended = self.ranks.exits(_LOOK_S)
+                beats = self.ranks.beats()
+            if ended or not alike(beats, told):
+                exits, told = (*exits, *ended), beats
+                self._mailbox.put(NodeNews(self.job.node, pack_beats(beats), exits))
+            self._over.wait(0.0 if ended else _LOOK_S if len(exits) == self.job.per_node else 0.001)
+
+    def _follow_nodes(self, children: Sequence[Child]) -> None:
+        import ray
+
+        watch = Watch(ray, children)
+        while not self._over.is_set():
+            for news in watch.look(_LOOK_S):
+                self._mailbox.put(news)
+
+    def _printed(self, output_from: int) -> bytes:
+        if self._log is None:
+            return b""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._log_start + output_from)
+                return file.read()
+        except OSError:  # not there yet, or its disk fails: what ranks print does not end a run
+            return b""
 
 
 def bind(address: str, port: int) -> socket.socket:

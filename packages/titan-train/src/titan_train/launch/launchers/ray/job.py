@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_train.config import dump_config
-from titan_train.launch.job import Attempt, RankExit, RankJob
+from titan_train.launch.job import Attempt, RankExit
+from titan_train.launch.launchers.ray.agent import NodeJob
 from titan_train.launch.launchers.ray.cluster import versions
+from titan_train.launch.launchers.ray.news import NodeNews, unpack_beats
+from titan_train.launch.launchers.ray.watch import Child, Watch, groups
 from titan_train.launch.rank.heartbeat import Beat
-from titan_train.launch.rank.info import DeviceType, RankInfo
+from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
 
 _END_S = 60.0  # for an agent to kill its ranks
@@ -17,62 +20,84 @@ _END_S = 60.0  # for an agent to kill its ranks
 class RayJob:
     """The ranks of one attempt."""
 
-    def __init__(
-        self,
+    def __init__(self, ray: Any, agents: Sequence["RayAgent"], per_node: int, *, printed: int = 0) -> None:
+        """Watch ranks that run already; `started` starts them.
+
+        Args:
+            ray: The module, connected.
+            agents: One per node, in the order of their ranks.
+            per_node: Ranks on each node.
+            printed: Bytes of rank 0's output that are not to be shown again.
+        """
+        self._ray = ray
+        self._agents = agents
+        self._per_node = per_node
+        self._known: dict[int, tuple[float, NodeNews]] = {}  # node -> when it was received, what
+        self._told: set[int] = set()  # ranks whose end was reported
+        children = [Child(node, agent.handle, agent.name, agent.raylet) for node, agent in enumerate(agents)]
+        first = [group[0] for group in groups(len(agents))]
+        for group in groups(len(agents)):
+            if len(group) > 1:
+                agents[group[0]].handle.lead.remote([children[node] for node in group[1:]])
+        self._watch = Watch(ray, [children[node] for node in first], printed)
+
+    @classmethod
+    def started(
+        cls,
         ray: Any,
         agents: Sequence["RayAgent"],
         attempt: Attempt,
         per_node: int,
         device: DeviceType,
         start_s: float,
-    ) -> None:
-        self._ray = ray
-        self._agents = agents
-        self._per_node = per_node
-        self._lost: set[int] = set()
-        self._beats: dict[int, Beat] = {}
-        self._polls: dict[Any, int] = {}
+    ) -> "RayJob":
+        """Start the ranks of an attempt.
+
+        Raises:
+            ValueError: The port that they would meet at is taken.
+        """
         launch, size = attempt.config.launch, attempt.world_size
         store = ray.get(agents[0].handle.listen.remote(launch.port), timeout=start_s)
         if "error" in store:
             raise ValueError(f"launch.port={launch.port} cannot be used on node {agents[0].address}: {store['error']}. "
                              "Free it, or set launch.port to 0.")  # fmt: skip
         text, run_dir = dump_config(attempt.config), str(attempt.run_dir.resolve())
-        starting: list[Any] = []
-        for node, agent in enumerate(agents):
-            jobs = [
-                RankJob(text, run_dir, "", attempt.number,
-                        RankInfo(node * per_node + local, local, size, per_node, device, store["address"])).dumps()
-                for local in range(per_node)
-            ]  # fmt: skip
-            starting.append(agent.handle.start.remote(jobs))
-        ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first poll
+        starting = [
+            agent.handle.start.remote(
+                NodeJob(attempt.number, text, run_dir, node, per_node, size, device, store["address"])
+            )
+            for node, agent in enumerate(agents)
+        ]
+        ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first look
+        return cls(ray, agents, per_node)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.RunningJob`."""
         deadline = time.monotonic() + timeout_s
-        found: list[RankExit] = []
-        while not found:
-            asked = set(self._polls.values())
-            for node, agent in enumerate(self._agents):
-                if node not in self._lost and node not in asked:
-                    self._polls[agent.handle.poll.remote(timeout_s)] = node
-            left_s = deadline - time.monotonic()
-            if not self._polls or left_s <= 0:
-                break
-            ready, _ = self._ray.wait(list(self._polls), num_returns=1, timeout=left_s)
-            for reference in ready:
-                found += self._take(self._polls.pop(reference), reference)
-        return found
+        while True:
+            found: list[RankExit] = []
+            for news in self._watch.look(max(0.0, deadline - time.monotonic())):
+                found += self._take(news)
+            if output := self._watch.output:
+                whole = output.rpartition(b"\n")[0] + b"\n" if b"\n" in output else b""
+                self._watch.output = output[len(whole) :]
+                print(whole.decode("utf-8", errors="replace"), end="", flush=True)
+            if found or time.monotonic() >= deadline:
+                return found
 
     def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.RunningJob`. As old as the last poll, a fraction of a second."""
-        return {rank: beat for rank, beat in self._beats.items() if rank // self._per_node not in self._lost}
+        """See `titan_train.launch.job.RunningJob`. Progress is at most two seconds old, and its age is known."""
+        now = time.monotonic()
+        found: dict[int, Beat] = {}
+        for node, (received, news) in self._known.items():
+            if not self._agents[node].lost:
+                found.update(unpack_beats(news.beats, news.age_s + now - received))
+        return found
 
     def order(self, order: Order) -> None:
         """See `titan_train.launch.job.RunningJob`."""
-        for node, agent in enumerate(self._agents):
-            if node not in self._lost:
+        for agent in self._agents:
+            if not agent.lost:
                 agent.handle.order.remote(order.name)
 
     def node_of(self, rank: int) -> str:
@@ -82,32 +107,37 @@ class RayJob:
 
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
-        calls = [agent.handle.end.remote() for node, agent in enumerate(self._agents) if node not in self._lost]
+        calls = [agent.handle.end.remote() for agent in self._agents if not agent.lost]
         if calls:
             self._ray.wait(calls, num_returns=len(calls), timeout=_END_S)
-        self._polls = {}
 
-    def _take(self, node: int, reference: Any) -> list[RankExit]:
-        agent = self._agents[node]
-        try:
-            report = self._ray.get(reference)
-        except self._ray.exceptions.RayError as err:
-            self._lost.add(node)
-            agent.lost = True
-            note = f"node {agent.address} ({agent.node_id[:8]}) was lost: {type(err).__name__}"
-            ranks = range(node * self._per_node, (node + 1) * self._per_node)
-            return [RankExit(rank, None, note) for rank in ranks]
-        self._beats.update(report.beats)
-        if report.output:
-            print(report.output, end="", flush=True)
-        return report.exits
+    def _take(self, news: NodeNews) -> list[RankExit]:
+        """Keep the news of a node; its ranks that have ended since the last."""
+        exits = news.exits
+        if news.lost:
+            self._agents[news.node].lost = True
+            ranks = range(news.node * self._per_node, (news.node + 1) * self._per_node)
+            exits = tuple(RankExit(rank, None, news.lost) for rank in ranks)
+        else:
+            self._known[news.node] = (time.monotonic(), news)
+        fresh = [exit for exit in exits if exit.rank not in self._told]
+        self._told |= {exit.rank for exit in fresh}
+        return fresh
 
 
 class RayAgent:
     """The driver's view of one node's agent."""
 
     def __init__(
-        self, ray: Any, handle: Any, *, address: str, node_id: str, versions: dict[str, str], sees: bool
+        self,
+        ray: Any,
+        handle: Any,
+        *,
+        address: str,
+        node_id: str,
+        versions: dict[str, str],
+        sees: bool,
+        raylet: tuple[str, int] = ("", 0),
     ) -> None:
         self._ray = ray
         self.handle = handle
@@ -115,18 +145,25 @@ class RayAgent:
         self.node_id = node_id
         self.versions = versions
         self.sees_run_folder = sees
+        self.raylet = raylet
         self.lost = False
+
+    @property
+    def name(self) -> str:
+        """For messages: the node's address and the start of its id."""
+        return f"node {self.address} ({self.node_id[:8]})"
 
     def problems(self) -> list[str]:
         """What keeps this node from running the job."""
         found: list[str] = []
-        name = f"node {self.address} ({self.node_id[:8]})"
         for package, mine in versions().items():
             if self.versions.get(package) != mine:
                 installed = self.versions.get(package, "not installed")
-                found.append(f"{name} has {package} {installed}, this machine has {mine}: install the same version")
+                found.append(
+                    f"{self.name} has {package} {installed}, this machine has {mine}: install the same version"
+                )
         if not self.sees_run_folder:
-            found.append(f"{name} cannot see the run folder: set run.dir to a file system that all nodes share")
+            found.append(f"{self.name} cannot see the run folder: set run.dir to a file system that all nodes share")
         return found
 
     def alive(self, nodes: Mapping[str, object]) -> bool:
@@ -134,4 +171,5 @@ class RayAgent:
         return not self.lost and self.node_id in nodes
 
     def kill(self) -> None:
+        """End the actor; its ranks end with it."""
         self._ray.kill(self.handle)

@@ -6,42 +6,51 @@ the agent imports no torch (a rank-per-actor design costs 620 MB and a torch imp
 agents and their warm fork servers stay, so a restart on live nodes costs no import. TorchTrainer would bring a second
 restarter, and runs training in a thread, where signal handlers cannot be installed.
 
-Placement: one bundle a node, ``launch.nproc`` ranks whole. A node holds consecutive ranks, nodes sorted by address, so
-the innermost axes of the mesh (tp, then cp) stay on a node and only the outer ones (dp_replicate, pp) cross. With
-several nodes bundles are spread strictly; one node packs strictly.
+Placement: one bundle a node, ``launch.nproc`` ranks whole. A node holds consecutive ranks, nodes sorted by their domains
+(`topology`) and addresses, so the innermost axes of the mesh (tp, then cp) stay on a node and only the outer ones
+(dp_replicate, pp) cross. With several nodes bundles are spread strictly; one node packs strictly.
 
-Ray does not restart anything here: the supervisor's next attempt replaces the agents that were lost, and only those.
+Ray does not restart ranks here: the supervisor's next attempt replaces the agents that were lost, and only those. The
+supervisor itself runs under an actor that Ray does restart (`driver`); a new one finds the agents by their names, and
+the ranks never notice.
 """
 
-import ipaddress
+import hashlib
 import os
 import platform
 import time
+import tomllib
+import uuid
 from pathlib import Path
 from typing import Any
 
-from titan_train.config import Config, LaunchConfig
+from titan_train.config import Config, LaunchConfig, parse_config
 from titan_train.launch.job import Attempt
-from titan_train.launch.launchers.ray.agent import NodeAgent
+from titan_train.launch.launchers.ray.agent import NodeAgent, NodeJob
 from titan_train.launch.launchers.ray.cluster import connect, first_line
 from titan_train.launch.launchers.ray.job import RayAgent, RayJob
 from titan_train.launch.launchers.ray.nodes import RayNodes
+from titan_train.launch.launchers.ray.topology import order
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.validate import validate
 
 _START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
+_ADOPT_S = 10.0  # for agents of a lost driver to answer
+_CALLS = 8  # of an agent at a time: one is held open, others order, start and end
+NAMESPACE = "titan-train"
 _FORWARDED = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class RayLauncher:
     """Starts ranks on the nodes of a Ray cluster."""
 
-    def __init__(self, launch: LaunchConfig, per_node: int) -> None:
+    def __init__(self, launch: LaunchConfig, per_node: int, outlives: Path | None = None) -> None:
         """Connect, or start a cluster here.
 
         Args:
             launch: Address, nodes, placement.
             per_node: Ranks on each node.
+            outlives: The folder of a run whose ranks live on without this process, until another one adopts them.
 
         Raises:
             ValueError: Ray is not installed, does not answer, or is of another version.
@@ -53,6 +62,35 @@ class RayLauncher:
         self._nodes = RayNodes(self._ray, launch.ray, self._bundle())
         self._start_s = max(_START_S, launch.ray.wait_s)
         self._agents: list[RayAgent] = []
+        self._prefix = agent_prefix(outlives) if outlives is not None else ""
+
+    def adopt(self, run_dir: Path) -> tuple[Attempt, RayJob] | None:
+        """The attempt that a driver before this one left running, with all its ranks; None if there is none.
+
+        Agents of anything else are ended: a part of an attempt cannot go on.
+        """
+        handles = self._named_agents()
+        if not handles:
+            return None
+        try:
+            jobs: list[NodeJob | None] = self._ray.get([handle.job.remote() for handle in handles], timeout=_ADOPT_S)
+        except self._ray.exceptions.RayError:  # one of them went with the driver
+            jobs = [None]
+        found = sorted(
+            ((job, handle) for job, handle in zip(jobs, handles, strict=False) if job is not None),
+            key=lambda pair: pair[0].node,
+        )
+        whole = found and [job.node for job, _ in found] == list(range(found[0][0].world_size // self._per_node))
+        if not whole or len({job.attempt for job, _ in found}) > 1:
+            self._ray.wait([handle.end.remote() for handle in handles], num_returns=len(handles), timeout=_ADOPT_S)
+            for handle in handles:
+                self._ray.kill(handle)
+            return None
+        job = found[0][0]
+        self._agents = self._described([handle for _, handle in found], self._token(run_dir))
+        attempt = Attempt(job.attempt, parse_config(tomllib.loads(job.config_toml)), run_dir, job.world_size)
+        printed = self._ray.get(self._agents[0].handle.printed.remote(), timeout=_ADOPT_S)
+        return attempt, RayJob(self._ray, self._agents, self._per_node, printed=printed)
 
     def capacity(self) -> int:
         """Ranks on whole nodes: before the first attempt those that are large enough, later those held and those free."""
@@ -72,7 +110,7 @@ class RayLauncher:
         while True:
             self._hold(nodes, attempt.run_dir)
             try:
-                return RayJob(self._ray, self._agents, attempt, self._per_node, self.device, self._start_s)
+                return RayJob.started(self._ray, self._agents, attempt, self._per_node, self.device, self._start_s)
             except self._ray.exceptions.RayActorError:  # the first node was lost this instant: it alone was waited for
                 self._agents[0].lost = True
 
@@ -112,20 +150,19 @@ class RayLauncher:
         self._agents = keep
         if len(keep) < nodes:
             self._agents = [*keep, *self._new_agents(nodes - len(keep), run_dir)]
-        self._agents.sort(key=lambda agent: (ipaddress.ip_address(agent.address).packed, agent.node_id))
+        labels, topology = self._nodes.labels(), self._launch.ray.topology
+        self._agents.sort(key=lambda a: order(topology, labels.get(a.node_id, {}), a.address, a.node_id))
 
     def _new_agents(self, count: int, run_dir: Path) -> list[RayAgent]:
         """Start agents on more nodes; a node that goes away meanwhile is replaced while there is time."""
-        token = run_dir / ".nodes"
-        token.parent.mkdir(parents=True, exist_ok=True)
-        token.write_text(platform.node(), encoding="utf-8")
+        token = self._token(run_dir)
         deadline = time.monotonic() + self._launch.ray.wait_s
         while True:
             wait_s = max(1.0, deadline - time.monotonic())
             node_ids = self._nodes.reserve(count, [agent.node_id for agent in self._agents], wait_s)
             handles = [self._start_agent(node_id) for node_id in node_ids]
             try:
-                told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
+                agents = self._described(handles, token)
                 break
             except self._ray.exceptions.RayError as err:
                 for handle, node_id in zip(handles, node_ids, strict=True):
@@ -138,13 +175,32 @@ class RayLauncher:
                     ) from err
                 if time.monotonic() > deadline:
                     raise ValueError(f"an agent could not start on its node: {first_line(err)}") from err
-        agents = [RayAgent(self._ray, handle, **facts) for handle, facts in zip(handles, told, strict=True)]
         problems = [problem for agent in agents for problem in agent.problems()]
         if problems:
             for agent in agents:
                 agent.kill()
             raise ValueError("the Ray cluster cannot run this job:\n  " + "\n  ".join(problems))
         return agents
+
+    def _described(self, handles: list[Any], token: Path) -> list[RayAgent]:
+        told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
+        raylets = self._nodes.raylets()
+        return [
+            RayAgent(self._ray, handle, **facts, raylet=raylets.get(str(facts["node_id"]), ("", 0)))
+            for handle, facts in zip(handles, told, strict=True)
+        ]
+
+    def _token(self, run_dir: Path) -> Path:
+        """A file that nodes with the same file system see."""
+        token = run_dir / ".nodes"
+        token.parent.mkdir(parents=True, exist_ok=True)
+        token.write_text(platform.node(), encoding="utf-8")
+        return token
+
+    def _named_agents(self) -> list[Any]:
+        named = self._ray.util.list_named_actors(all_namespaces=True)
+        names = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
+        return [self._ray.get_actor(name, NAMESPACE) for name in names if name.startswith(self._prefix)]
 
     def _start_agent(self, node_id: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -154,20 +210,31 @@ class RayLauncher:
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0),
             "max_restarts": 0,
+            "max_concurrency": _CALLS,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
+        if self._prefix:
+            unique = uuid.uuid4().hex[:8]  # where placement packs, a node holds several
+            options |= {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{self._prefix}{node_id}/{unique}"}
         threads = max(1, int(self._launch.ray.cpus_per_rank))
-        return self._ray.remote(NodeAgent).options(**options).remote(str(Path.cwd()), self._forwarded(), threads)
+        agent = self._ray.remote(NodeAgent).options(**options)
+        return agent.remote(str(Path.cwd()), self._forwarded(), threads, outlives_driver=bool(self._prefix))
 
     def _forwarded(self) -> dict[str, str]:
-        return {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_FORWARDED) or name in self._launch.ray.env
-        }
+        return forwarded(self._launch)
 
     def _give_back(self) -> None:
         for agent in self._agents:
             agent.kill()
         self._agents = []
         self._nodes.release()
+
+
+def agent_prefix(run_dir: Path) -> str:
+    """What the names of a run's detached actors begin with, on every node."""
+    return f"{run_dir.name}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}/"
+
+
+def forwarded(launch: LaunchConfig) -> dict[str, str]:
+    """The environment variables of this process that ranks on other nodes shall have."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) or name in launch.ray.env}

@@ -10,14 +10,15 @@ by id. A lost node is asked for by a group of its own, whose label selector rule
 not answer.
 """
 
-import socket
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_train.config.launch import RayConfig
+from titan_train.launch.launchers.ray.topology import selectors
+from titan_train.launch.launchers.ray.watch import answers, raylets
 
 _NODE_ID = "ray.io/node-id"
-_ANSWER_S = 1.0  # for a raylet to take a connection
 _FIRST_LOOK_S = 1.0  # Ray answers in about 40 ms if a node is free
 
 
@@ -52,14 +53,26 @@ class RayNodes:
         """Resources of every node by its id. A node that comes back has another id."""
         found: dict[str, dict[str, float]] = {}
         for node in self._ray.nodes():
-            if node["Alive"] and (node["NodeID"] not in self._suspects or _answers(node)):
+            suspect = node["Alive"] and node["NodeID"] in self._suspects
+            if node["Alive"] and (not suspect or answers(raylets([node])[node["NodeID"]])):
                 found[node["NodeID"]] = node["Resources"]
         return found
 
+    def labels(self) -> dict[str, Mapping[str, str]]:
+        """Labels of every node by its id."""
+        return {node["NodeID"]: node.get("Labels") or {} for node in self._ray.nodes() if node["Alive"]}
+
+    def raylets(self) -> dict[str, tuple[str, int]]:
+        """Where each node's raylet listens, by node id."""
+        return raylets([node for node in self._ray.nodes() if node["Alive"]])
+
     def large_enough(self) -> int:
         """Nodes that could hold a bundle if nobody else had anything on them."""
-        nodes = self.alive().values()
-        return sum(all(node.get(name, 0) >= amount for name, amount in self._bundle.items()) for node in nodes)
+        return len(self._large())
+
+    def _large(self) -> list[str]:
+        nodes = self.alive().items()
+        return [id for id, has in nodes if all(has.get(name, 0) >= amount for name, amount in self._bundle.items())]
 
     def spares(self, held: Collection[str], most: int) -> int:
         """Look for more nodes without waiting, and keep those found reserved until `reserve` takes them.
@@ -107,14 +120,27 @@ class RayNodes:
         if missing:
             placement = self._settings.placement
             strategy = ("STRICT_PACK" if count == 1 else "STRICT_SPREAD") if placement == "auto" else placement.upper()
-            group = self._ask(missing, strategy, [*held, *found])
+            found += self._near(missing, strategy, [*held, *found], wait_s)
+            if len(found) < count:
+                raise ValueError(self._what_is_missing(count, strategy))
+        return found
+
+    def _near(self, count: int, strategy: str, held: Collection[str], wait_s: float) -> list[str]:
+        """Ask for nodes of one domain, then for less and less; only the last question waits."""
+        labels = self.labels()
+        taken = set(held) if self.spread else set[str]()
+        candidates = [labels[node] for node in self._large() if node in labels and node not in taken]
+        here = [labels[node] for node in held if node in labels]
+        questions = selectors(self._settings.topology, candidates, count if self.spread else 1, here)
+        deadline = time.monotonic() + wait_s
+        for question in questions:
+            group = self._ask(count, strategy, held, question)
             try:
-                if not group.wait(wait_s):
-                    raise ValueError(self._what_is_missing(count, strategy))
-                found += self._placed(group)
+                if group.wait(max(_FIRST_LOOK_S, deadline - time.monotonic()) if not question else _FIRST_LOOK_S):
+                    return self._placed(group)
             finally:
                 self._remove(group)
-        return found
+        return []
 
     def release(self) -> None:
         """Give back what is reserved."""
@@ -125,12 +151,12 @@ class RayNodes:
             self._remove(self._asked)
             self._asked = None
 
-    def _ask(self, count: int, strategy: str, held: Collection[str]) -> Any:
+    def _ask(self, count: int, strategy: str, held: Collection[str], near: Mapping[str, str] | None = None) -> Any:
         from ray.util.placement_group import placement_group
 
         alive = self.alive()
         ruled_out = {node for node in self._suspects if node not in alive} | (set(held) if self.spread else set())
-        selector = {_NODE_ID: f"!in({','.join(sorted(ruled_out))})"} if ruled_out else {}
+        selector = {**(near or {}), **({_NODE_ID: f"!in({','.join(sorted(ruled_out))})"} if ruled_out else {})}
         return placement_group([self._bundle] * count, strategy=strategy, bundle_label_selector=[selector] * count)
 
     def _placed(self, group: Any) -> list[str]:
@@ -159,11 +185,3 @@ class RayNodes:
         lines.append("  free in all: " + ", ".join(f"{free.get(name, 0):g} {name}" for name in self._bundle))
         lines.append("Lower launch.nnodes, launch.nproc or launch.ray.cpus_per_rank, or add nodes.")
         return "\n".join(lines)
-
-
-def _answers(node: dict[str, Any]) -> bool:
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_ANSWER_S).close()
-    except OSError:
-        return False
-    return True

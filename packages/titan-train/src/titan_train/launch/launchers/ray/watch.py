@@ -1,0 +1,136 @@
+"""Watching nodes through their agents: a tree of long calls, and a node that falls silent is asked itself.
+
+Each agent holds one call open and answers it when something changed, or after a second: that answer says that it lives.
+With more than 32 nodes the first agent of each group watches the others and answers for all of them, so the driver of
+1,000 nodes has 32 calls open. The tree is made anew with each attempt; a lost leader ends the attempt like any lost node.
+
+A broken connection is seen at once. A node that loses power breaks none: when an answer is overdue, its raylet is asked
+for a connection. Refused means lost, now. Accepted means busy: nothing follows for half a minute. No reply at all means
+unreachable, and counts as lost after ten seconds.
+"""
+
+import math
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_train.launch.launchers.ray.news import News, NodeNews
+
+ANSWER_S = 1.0  # an agent answers at least this often
+_DIRECT = 32  # nodes that the driver watches itself
+_OVERDUE_S = 0.4
+_PROBE_S = 0.3
+_UNREACHABLE_S = 10.0
+_BUSY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """An agent to watch."""
+
+    node: int
+    handle: Any
+    """Ray's handle of the agent's actor."""
+    name: str
+    """For messages."""
+    raylet: tuple[str, int]
+    """Address and port of the process of Ray that every node has."""
+
+
+def groups(nodes: int) -> list[range]:
+    """Who watches whom: the driver watches the first node of each range, and that node the rest of it."""
+    size = 1 if nodes <= _DIRECT else math.isqrt(nodes - 1) + 1
+    return [range(first, min(first + size, nodes)) for first in range(0, nodes, size)]
+
+
+class Watch:
+    """Some agents, each with one call open. For one thread."""
+
+    def __init__(self, ray: Any, children: Sequence[Child], output_from: int = 0) -> None:
+        """Prepare.
+
+        Args:
+            ray: The module, connected.
+            children: Whom to watch.
+            output_from: Bytes of rank 0's output that are known already.
+        """
+        self._ray = ray
+        self._children = {child.node: child for child in children}
+        self._versions = dict.fromkeys(self._children, 0)
+        self._open: dict[Any, int] = {}
+        self._asked: dict[int, float] = {}
+        self._probed: dict[int, float] = {}
+        self._lost: set[int] = set()
+        self.output_from = output_from
+        self.output = b""
+        """What rank 0 printed and nobody has taken yet."""
+
+    def look(self, timeout_s: float) -> list[NodeNews]:
+        """What changed; waits for it up to ``timeout_s`` seconds."""
+        now = time.monotonic()
+        for node, child in self._children.items():
+            if node not in self._asked and node not in self._lost:
+                output_from = self.output_from if node == 0 else -1
+                self._open[child.handle.news.remote(self._versions[node], output_from, ANSWER_S)] = node
+                self._asked[node] = now
+        if not self._open:
+            return []
+        ready, _ = self._ray.wait(list(self._open), num_returns=1, timeout=timeout_s)
+        if ready:  # and all others that are there by now
+            ready, _ = self._ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
+        found: list[NodeNews] = []
+        for reference in ready:
+            found += self._take(reference)
+        return found + self._overdue()
+
+    def _take(self, reference: Any) -> list[NodeNews]:
+        node = self._open.pop(reference)
+        self._asked.pop(node, None)
+        self._probed.pop(node, None)
+        try:
+            news: News = self._ray.get(reference)
+        except self._ray.exceptions.RayError as err:
+            return [] if node in self._lost else [self._lose(node, type(err).__name__)]
+        self._versions[node] = news.version
+        if node == 0:
+            self.output += news.output
+            self.output_from += len(news.output)
+        return news.nodes
+
+    def _overdue(self) -> list[NodeNews]:
+        now = time.monotonic()
+        found: list[NodeNews] = []
+        for node, since in list(self._asked.items()):
+            silent_s = now - since - ANSWER_S
+            if silent_s < _OVERDUE_S or now < self._probed.get(node, 0.0):
+                continue
+            self._probed[node] = now + _OVERDUE_S
+            answer = answers(self._children[node].raylet)
+            if answer is False:
+                found.append(self._lose(node, "nothing of Ray runs there any more"))
+            elif silent_s > (_BUSY_S if answer else _UNREACHABLE_S):
+                found.append(self._lose(node, f"no answer in {silent_s:.0f} s"))
+        return found
+
+    def _lose(self, node: int, why: str) -> NodeNews:
+        self._lost.add(node)
+        self._asked.pop(node, None)
+        return NodeNews(node, lost=f"{self._children[node].name} was lost: {why}")
+
+
+def answers(raylet: tuple[str, int]) -> bool | None:
+    """Whether a node takes a connection: True, False if it refuses, None if nothing comes back."""
+    try:
+        socket.create_connection(raylet, timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def raylets(nodes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Where each node's raylet listens, by node id."""
+    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes}
