@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # what the tests of this folder share
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.launch.launchers.local import LocalLauncher

@@ -233,7 +233,7 @@ def test_a_port_that_is_taken_is_refused_before_any_rank_starts(tmp_path):
         with pytest.raises(
             ValueError, match=rf"launch.port={launch.port} cannot be used on node 127.0.0.1: Address al"
         ):
-            RayJob(Ray, [Agent()], attempt, 1, "cpu", 10.0)
+            RayJob.started(Ray, [Agent()], attempt, 1, "cpu", 10.0)
     listener = bind("127.0.0.1", 0)
     assert listener.getsockname()[0] == "127.0.0.1"
     listener.close()

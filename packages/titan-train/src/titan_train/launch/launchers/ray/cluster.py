@@ -25,7 +25,7 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray prints pages of its own state when a node dies; the supervisor says it in a line
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Raylet is terminated|has been marked dead")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Raylet is terminated|has been marked dead|A worker died")
     try:
         import ray
     except ImportError:

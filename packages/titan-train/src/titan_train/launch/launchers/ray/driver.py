@@ -10,6 +10,7 @@ supervisor prints and passes signals on. Killing it changes nothing; the same co
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -68,7 +69,7 @@ class Driver:
         # what Ray tells its workers is not for a process that connects by itself
         mine = {name: value for name, value in os.environ.items() if name not in _OF_A_WORKER}
         self._environ = mine | environ | {"PYTHONUNBUFFERED": "1"}
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: int | None = None
         self._collected = threading.Event()
         threading.Thread(target=self._keep, name="keep", daemon=True).start()
@@ -78,10 +79,10 @@ class Driver:
         return self._config_toml
 
     def place(self) -> str:
-        """The node that the supervisor runs on, and its process."""
+        """The node that the actor runs on, and its process."""
         import ray
 
-        return f"node {ray.util.get_node_ip_address()}, process {self._process.pid}"
+        return f"node {ray.util.get_node_ip_address()}, process {os.getpid()}"
 
     def show(self, life: str, out_from: int, err_from: int) -> Shown:
         """What is new in the supervisor's two texts; from the beginning, if ``life`` is another one's."""
@@ -95,24 +96,32 @@ class Driver:
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the supervisor."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "titan_train", "run", KEPT, "again" if self._again else "first"]
         self._again = True
         with (self._here / "out").open("ab") as out, (self._here / "err").open("ab") as err:
             return subprocess.Popen(
-                [*command, str(self._here / "run.toml")], cwd=self._folder, env=self._environ, stdout=out, stderr=err
+                [*command, str(self._here / "run.toml")],
+                cwd=self._folder,
+                env=self._environ,
+                stdout=out,
+                stderr=err,
+                preexec_fn=_end_with_parent,
             )
 
     def _keep(self) -> None:
         """Start the supervisor again when it dies of anything but its own decision; end when it is done."""
+        code = -1
         for _ in range(_MOST_CRASHES):
+            self._process = self._start()  # by this thread, which lives as long as the actor: see `_end_with_parent`
             code = self._process.wait()
             if code >= 0:
                 break
-            self._process = self._start()
         self._exit_code = code if code >= 0 else 1
         self._collected.wait(_UNCOLLECTED_S)
         time.sleep(1.0)  # for the answer to leave
@@ -125,6 +134,11 @@ class Driver:
         with (self._here / name).open("rb") as file:
             file.seek(start)
             return file.read()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process with the thread that started it, before Ray's SIGTERM asks it to stop the run."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 _OF_A_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS")
@@ -174,7 +188,15 @@ def _driver_of(ray: Any, config: Config, run_dir: Path) -> tuple[Any, str]:
     except ValueError:
         environ = forwarded(config.launch)
         made = ray.remote(Driver).options(**options).remote(text, str(Path.cwd()), environ)
-        print(f"driver   {ray.get(made.place.remote())}", flush=True)
+        try:
+            print(f"driver   {ray.get(made.place.remote())}", flush=True)
+        except ray.exceptions.RayActorError as err:
+            ray.kill(made, no_restart=True)
+            last = str(err).strip().splitlines()[-1]
+            raise ValueError(
+                f"the run's driver could not start on a node of this Ray cluster: {last}. Install the same titan-train on "
+                "every node, for the Python that `ray start` runs there."
+            ) from err
         return made, text
 
 

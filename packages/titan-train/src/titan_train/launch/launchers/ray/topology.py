@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Labels = Mapping[str, str]
-_MISSING = ""  # a node without the label: a domain of its own kind
+_MISSING = ""  # nodes without the label come first
 
 
 def selectors(
@@ -27,26 +27,30 @@ def selectors(
         held: Labels of the nodes that it has: their domains come first.
 
     Returns:
-        At most five selectors per label: the domains that hold the whole job, the smallest first, or the fewest
-        domains that hold it together.
+        At most four selectors per label: the domains that hold the whole job, the innermost and smallest first; then the
+        fewest domains that hold it together.
     """
-    found: list[dict[str, str]] = []
+    whole: list[dict[str, str]] = []
+    several: list[dict[str, str]] = []
     for label in reversed(topology):
-        sizes = Counter(labels.get(label, _MISSING) for labels in nodes)
-        sizes.pop(_MISSING, None)
+        sizes = Counter(labels[label] for labels in nodes if label in labels)
         near = {labels[label] for labels in held if label in labels}
         if near and sum(sizes[name] for name in near) >= count:
-            found.append({label: f"in({','.join(sorted(near))})"})
-        whole = sorted((size, name) for name, size in sizes.items() if size >= count)
-        found += [{label: name} for _, name in whole[:3]]
-        if not whole and sum(sizes.values()) >= count:
-            found.append({label: f"in({','.join(sorted(_fewest(sizes, count)))})"})
-    return [*found, {}]
+            whole.append({label: _one_of(near)})
+        smallest = sorted((size, name) for name, size in sizes.items() if size >= count)
+        whole += [{label: name} for _, name in smallest[:3]]
+        if not smallest and sum(sizes.values()) >= count:
+            several = [{label: _one_of(_fewest(sizes, count))}]  # the outermost label's stay
+    return [*whole, *several, {}]
 
 
 def order(topology: Sequence[str], labels: Labels, address: str, node_id: str) -> Any:
     """The key that nodes are sorted by: their domains from the outermost to the innermost, then their address."""
     return [labels.get(label, _MISSING) for label in topology], ipaddress.ip_address(address).packed, node_id
+
+
+def _one_of(names: Collection[str]) -> str:
+    return f"in({','.join(sorted(names))})"
 
 
 def _fewest(sizes: Mapping[str, int], count: int) -> list[str]:

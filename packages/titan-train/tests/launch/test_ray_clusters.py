@@ -1,0 +1,194 @@
+"""Clusters of `ray start --head` and `ray start --address` on loopback, in a network namespace of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from isolated import Isolated, can_isolate, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed"),
+    pytest.mark.skipif(not can_isolate(), reason="needs the right to make network and process namespaces"),
+]
+RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--disable-usage-stats"]
+SMALL = ["--object-store-memory", "80000000"]
+ADDRESS = "127.0.0.1:6379"
+
+
+class Cluster:
+    """Nodes of one machine. The head holds no ranks unless it is given processors."""
+
+    def __init__(self, namespace, folder, head_cpus=0):
+        self.namespace, self.folder = namespace, folder
+        self.environ = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        self.start("--head", "--port", "6379", "--include-dashboard=false", "--num-cpus", head_cpus)
+
+    def start(self, *words):
+        done = self.namespace.run([*RAY, *SMALL, *words], self.folder, env=self.environ, timeout=170)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def add_node(self, rack="r0"):
+        """Another node; its raylet is the newest one."""
+        before = self.raylets()
+        self.start("--address", ADDRESS, "--num-cpus", 1, "--labels", f"rack={rack}")
+        return next(pid for pid in self.raylets() if pid not in before)
+
+    def raylets(self):
+        return self.namespace.pids("/raylet/raylet ")
+
+    def command(self, job, name, *words, nodes):
+        ray = ("--launcher", "ray", "--ray.address", ADDRESS, "--launch.nnodes", str(nodes))
+        return self.namespace.command(job.command(name, *ray, *words), job.folder)
+
+    def open(self, job, name, *words, nodes=2):
+        told = (job.folder / f"{name}.told").open("w")
+        command = self.command(job, name, "--launch.nproc", "1", *words, nodes=nodes)
+        return subprocess.Popen(command, stdout=told, stderr=told, env=self.environ)
+
+
+def told(job, name):
+    return (job.folder / f"{name}.told").read_text()
+
+
+@pytest.fixture(scope="module")
+def cluster(job):
+    with Isolated() as namespace:
+        cluster = Cluster(namespace, job.folder)
+        for rack in ("r1", "r2", "r2"):
+            cluster.add_node(rack)
+        yield cluster
+
+
+@pytest.mark.timeout(400)
+def test_a_run_on_a_cluster_has_the_losses_of_local_ranks_though_its_supervisor_is_killed(job, undisturbed):
+    with Isolated() as namespace:
+        cluster = Cluster(namespace, job.folder, head_cpus=2)
+        slow = ("--launch.faults", "slow rank=0 factor=12 step=5", "--launch.straggler-factor", "0")
+        words = ("--launch.nproc", "2", *slow)
+        with subprocess.Popen(
+            cluster.command(job, "kept", *words, nodes=1),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=cluster.environ,
+        ) as command:
+            seen = ""
+            for line in command.stdout:
+                seen += line
+                if line.startswith("step=5/"):
+                    (supervisor,) = namespace.pids("titan_train run --kept")
+                    os.kill(supervisor, signal.SIGKILL)
+    assert command.returncode == 0, seen
+    assert "adopted  attempt 0: its 2 ranks went on without a supervisor" in seen
+    assert "lost     " not in seen
+    assert job.losses("kept") == undisturbed
+    assert [attempt["end"] for attempt in job.attempts("kept")] == ["finished"]
+    assert json.loads((job.folder / "runs/kept/run.json").read_text())["attempts"][-1]["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_command_and_the_driver_s_actor_may_be_killed_and_the_run_goes_on(job, cluster):
+    name, words = "window", ("--train.steps", "150")
+    command = cluster.open(job, name, *words)
+    wait_for(lambda: "step=5/" in told(job, name))
+    command.kill()
+    command.wait()
+    (actor,) = cluster.namespace.pids("ray::Driver")
+    os.kill(actor, signal.SIGKILL)
+    again = cluster.open(job, name, *words)  # the same command watches the same run
+    assert again.wait(timeout=400) == 0
+    text = told(job, name)
+    assert "adopted  attempt 0" in text, text
+    assert sorted(job.losses(name)) == list(range(1, 151))
+    assert len(job.attempts(name)) == 1
+    other = cluster.open(job, name, "--train.steps", "9")
+    assert other.wait(timeout=100) == 0
+    assert "is complete" in told(job, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(job, undisturbed, cluster):
+    name, run = "nodes", job.folder / "runs" / "nodes"
+    slow = ("--launch.faults", "kill rank=1 step=3; slow rank=0 factor=25", "--launch.straggler-factor", "0")
+    command = cluster.open(job, name, *slow, "--ray.topology", "rack")
+    wait_for(lambda: "step=5/" in told(job, name))
+    assert "(r2)" not in told(job, name)
+    # preempted: the batch system sends SIGTERM to a rank; it saves, and all ranks start again
+    rank = next(iter(ranks_of(cluster, run)))
+    os.kill(rank, signal.SIGTERM)
+    wait_for(lambda: "a rank received SIGTERM from outside" in told(job, name))
+    wait_for(lambda: told(job, name).count("resumed  step") == 2)
+    # lost: everything of Ray on a node that holds a rank
+    agent = cluster.namespace.pids("ray::NodeAgent")[-1]
+    raylet = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(raylet, signal.SIGKILL)
+    assert command.wait(timeout=400) == 0, told(job, name)
+    assert " was lost: " in told(job, name)
+    assert job.losses(name) == undisturbed
+    assert len(job.attempts(name)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
+    name = "shrinks"
+    while len(cluster.raylets()) < 4:  # the head, and three for the ranks
+        cluster.add_node()
+    command = cluster.open(job, name, "--launch.elastic", "--train.steps", "5000", nodes=3)
+    wait_for(lambda: "step=5/" in told(job, name))
+    agent = cluster.namespace.pids("ray::NodeAgent")[-1]
+    os.kill(int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    wait_for(lambda: "resumed  step" in told(job, name))
+    cluster.add_node()
+    wait_for(lambda: "elastic  ranks came back" in told(job, name))
+    wait_for(lambda: len(job.attempts(name)) == 2)
+    wait_for(lambda: "step=" in told(job, name).rpartition("elastic  ranks came back")[2])
+    command.send_signal(signal.SIGTERM)
+    for pid in cluster.namespace.pids(f"--run.name {name}"):
+        os.kill(pid, signal.SIGTERM)  # nsenter does not pass signals on
+    assert command.wait(timeout=200) == 0, told(job, name)
+    assert [attempt["world_size"] for attempt in job.attempts(name)] == [3, 2, 3], told(job, name)
+    consumed = [record["samples_consumed"] for record in job.records(name)]
+    assert consumed == [12 * step for step in range(1, len(consumed) + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quick_start_has_the_losses_of_local_ranks(job, cluster):
+    folder = job.folder
+    fewer = (
+        "--train.steps",
+        "6",
+        "--train.global-batch",
+        "2",
+        "--schedule.warmup-steps",
+        "2",
+        "--launch.device",
+        "cpu",
+    )
+    here = ("--run.dir", str(folder / "runs"), "--data.cache-dir", str(folder / "cache"))
+    ray = ("--launcher", "ray", "--ray.address", ADDRESS, "--launch.nnodes", "2", "--launch.nproc", "1")
+    local = job.run("start-local", *fewer, *here, "--launch.nproc", "2", timeout=400, config="quickstart")
+    assert local.returncode == 0, local.stderr
+    command = job.command("start-ray", *fewer, *here, *ray, config="quickstart")
+    done = cluster.namespace.run(command, folder, env=cluster.environ, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job.losses("start-ray") == job.losses("start-local")
+
+
+def ranks_of(cluster, run):
+    """Training ranks inside the namespace: the processes that have the run's log open."""
+    found = []
+    for pid in cluster.namespace.pids("multiprocessing.forkserver"):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            if str(file.readlink()).startswith(str(run / "logs")):
+                found.append(pid)
+                break
+    return found

@@ -1,0 +1,142 @@
+"""Reports of a thousand nodes as few messages: the mailbox, the watch over agents, the choice of nodes. Without Ray."""
+
+import socket
+import threading
+import time
+
+import pytest
+from titan_train.launch.job import RankExit
+from titan_train.launch.launchers.ray import watch as module
+from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
+from titan_train.launch.launchers.ray.topology import order, selectors
+from titan_train.launch.launchers.ray.watch import Child, Watch, groups
+from titan_train.launch.rank.heartbeat import Beat, Phase
+
+
+def beat(step, phase=Phase.TRAIN, step_s=1.0, age_s=0.0):
+    return Beat(100, phase, step, age_s, step_s, 0.5, 0)
+
+
+def progress(node, step, **words):
+    return NodeNews(node, pack_beats({node: beat(step, **words)}))
+
+
+def test_heartbeats_travel_whole_and_grow_older_on_the_way():
+    beats = {7: beat(3), 8: Beat(101, Phase.SAVE, 4, 1.25, 0.0, 0.0, -1)}
+    assert dict(unpack_beats(pack_beats(beats))) == beats
+    assert dict(unpack_beats(pack_beats(beats), 2.0))[8].age_s == 3.25
+    assert alike(beats, {7: beat(3, age_s=9.0), 8: beats[8]})
+    assert not alike(beats, {7: beat(4), 8: beats[8]})
+
+
+def test_a_reader_gets_what_is_newer_than_his_version_and_losing_an_answer_loses_nothing():
+    box = Mailbox(pace_s=0.0)
+    box.put(progress(0, 1))
+    box.put(progress(1, 1))
+    first = box.take(0, 0.0)
+    assert [news.node for news in first.nodes] == [0, 1]
+    box.put(progress(1, 2))
+    second = box.take(first.version, 0.0)
+    assert [news.node for news in second.nodes] == [1]
+    assert len(box.take(0, 0.0).nodes) == 2  # a new reader, or one whose answer was lost
+    assert box.take(second.version, 0.01) == News(second.version)
+
+
+def test_progress_is_collected_and_a_failure_is_passed_on_at_once():
+    box = Mailbox(pace_s=5.0)
+    box.put(progress(0, 1))
+    version = box.take(0, 1.0).version  # the first word of a node
+    box.put(progress(0, 2))
+    assert box.take(version, 0.1).nodes != []  # time is up: what is there
+    began = time.monotonic()
+    threading.Timer(0.1, lambda: box.put(NodeNews(0, exits=(RankExit(0, -9),)))).start()
+    news = box.take(box.take(0, 0.0).version, 5.0)
+    assert news.nodes[0].exits == (RankExit(0, -9),)
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 32, 33, 100, 1000, 4001])
+def test_every_node_is_watched_once_and_nobody_watches_many(nodes):
+    made = groups(nodes)
+    assert [node for group in made for node in group] == list(range(nodes))
+    assert len(made) + max(map(len, made)) <= max(33, 2 * nodes**0.5 + 3)
+
+
+class FakeRay:
+    """Agents in this process: a call is a future, `wait` and `get` are as Ray's."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def wait(self, calls, num_returns, timeout):
+        deadline = time.monotonic() + timeout
+        while not (ready := [call for call in calls if call.result is not None]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return ready[:num_returns], []
+
+    def get(self, call):
+        if isinstance(call.result, Exception):
+            raise call.result
+        return call.result
+
+
+class FakeAgent:
+    def __init__(self):
+        self.calls, self.news = [], self
+
+    def remote(self, after, output_from, timeout_s):
+        self.calls.append(type("Call", (), {"result": None, "after": after})())
+        return self.calls[-1]
+
+
+def watched(*agents, raylet=("127.0.0.1", 1)):
+    return Watch(FakeRay(), [Child(node, agent, f"node n{node}", raylet) for node, agent in enumerate(agents)])
+
+
+def test_one_call_is_open_for_each_agent_and_a_broken_one_loses_the_node_once():
+    one, two = FakeAgent(), FakeAgent()
+    watch = watched(one, two)
+    assert watch.look(0.0) == []
+    one.calls[0].result = News(4, [progress(0, 1)])
+    two.calls[0].result = FakeRay.exceptions.RayError()
+    found = {news.node: news.lost for news in watch.look(1.0)}
+    assert found == {0: "", 1: "node n1 was lost: RayError"}
+    watch.look(0.0)
+    assert [call.after for call in one.calls] == [0, 4]
+    assert len(two.calls) == 1
+
+
+def test_a_silent_node_is_asked_itself(monkeypatch):
+    monkeypatch.setattr(module, "ANSWER_S", 0.0)
+    monkeypatch.setattr(module, "_OVERDUE_S", 0.05)
+    monkeypatch.setattr(module, "_BUSY_S", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        busy = watched(FakeAgent(), raylet=raylet.getsockname())
+        gone = watched(FakeAgent())
+        began, lost = time.monotonic(), {}
+        while len(lost) < 2:
+            for name, watch in (("busy", busy), ("gone", gone)):
+                for news in watch.look(0.01):
+                    lost[name] = (time.monotonic() - began, news.lost)
+    assert lost["gone"][0] < lost["busy"][0]
+    assert lost["gone"][1] == "node n0 was lost: nothing of Ray runs there any more"
+    assert lost["busy"][0] >= 0.4
+    assert "no answer in" in lost["busy"][1]
+
+
+def test_a_job_is_put_into_the_smallest_domain_that_holds_it():
+    nodes = [{"rack": f"r{i // 4}", "nvlink": f"d{i // 2}"} for i in range(8)]
+    topology = ("rack", "nvlink")
+    assert selectors(topology, nodes, 2)[0] == {"nvlink": "d0"}
+    assert selectors(topology, nodes, 4)[0] == {"rack": "r0"}
+    assert selectors(topology, nodes, 6)[-2:] == [{"rack": "in(r0,r1)"}, {}]
+    assert selectors(topology, nodes, 1, held=[nodes[5]])[0] == {"nvlink": "in(d2)"}  # a replacement stays near
+    assert selectors((), nodes, 8) == [{}]
+    assert selectors(topology, [{}, {}], 2) == [{}]  # nobody labelled anything
+
+
+def test_nodes_are_numbered_along_their_domains():
+    nodes = [("10.0.0.9", {"rack": "a"}), ("10.0.0.10", {"rack": "b"}), ("10.0.0.2", {"rack": "b"}), ("10.0.0.1", {})]
+    ordered = sorted(nodes, key=lambda node: order(("rack",), node[1], node[0], "id"))
+    assert [address for address, _ in ordered] == ["10.0.0.1", "10.0.0.9", "10.0.0.2", "10.0.0.10"]
