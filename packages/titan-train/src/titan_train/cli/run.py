@@ -22,7 +22,7 @@ from titan_mesh import Layout
 
 from titan_train.cli.shell.parser import CommandParser
 from titan_train.config import Config
-from titan_train.launch.job import Attempt, Launcher, RunningJob
+from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, check_trackers, read_run_info

@@ -110,7 +110,8 @@ class TorchrunJob:
             *self._rendezvous(launch),
             "-m", "titan_train.launch.rank.worker", str(job_file),
         ]  # fmt: skip
-        environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        # PYTHONSAFEPATH: the working directory does not shadow modules
+        environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONSAFEPATH": "1"}
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node) if device == "cpu" else 1))
         with self._log.open("wb") as log:
             # A session of its own: Ctrl-C at the terminal is for the supervisor, which passes on an order.

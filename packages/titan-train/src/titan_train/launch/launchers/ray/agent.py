@@ -53,12 +53,15 @@ class NodeJob:
 class NodeAgent:
     """The ranks of one node, and the reports of the nodes that it leads. Ray calls its methods from several threads."""
 
-    def __init__(self, folder: str, environ: dict[str, str], threads_per_rank: int, *, outlives_driver: bool) -> None:
+    def __init__(
+        self, folder: str, environ: dict[str, str], code: str, threads_per_rank: int, *, outlives_driver: bool
+    ) -> None:
         """Start the server that imports torch.
 
         Args:
-            folder: The driver's working folder, entered where it exists here: a user's modules are found from it.
+            folder: The driver's working folder, entered where it exists here.
             environ: Environment variables the ranks shall have.
+            code: Folders that the driver imports from (PYTHONPATH), used where they exist here.
             threads_per_rank: Processor threads of each rank.
             outlives_driver: Nobody ends this actor when its driver is gone: it must notice by itself.
         """
@@ -66,7 +69,7 @@ class NodeAgent:
         os.environ.update(environ)
         if Path(folder).is_dir():
             os.chdir(folder)
-            sys.path.insert(0, folder)
+        sys.path += [path for path in code.split(os.pathsep) if path not in sys.path and Path(path).is_dir()]
         address = _own_address()
         interface = _interface_of(address)
         if interface:  # or gloo and NCCL take the first one that a name server knows

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,17 +50,19 @@ class Shown:
 class Driver:
     """The actor. Ray calls its methods from several threads."""
 
-    def __init__(self, config_toml: str, folder: str, environ: dict[str, str]) -> None:
+    def __init__(self, config_toml: str, folder: str, environ: dict[str, str], code: Sequence[str]) -> None:
         """Start the supervisor; Ray calls this again where it restarts the actor.
 
         Args:
             config_toml: The whole configuration of the run.
             folder: The working folder of the command, entered where it exists here.
             environ: Environment variables to pass on.
+            code: Folders of the user's code.
         """
         import ray
 
         self._config_toml = config_toml
+        self._code = [word for path in code for word in ("--code", path)]
         self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._here = Path(tempfile.mkdtemp(prefix="titan-train-driver-"))
         (self._here / "run.toml").write_text(config_toml, encoding="utf-8")
@@ -106,7 +108,7 @@ class Driver:
         self._again = True
         with (self._here / "out").open("ab") as out, (self._here / "err").open("ab") as err:
             return subprocess.Popen(
-                [*command, str(self._here / "run.toml")],
+                [*command, str(self._here / "run.toml"), *self._code],
                 cwd=self._folder,
                 env=self._environ,
                 stdout=out,
@@ -144,17 +146,22 @@ def _end_with_parent() -> None:
 _OF_A_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS")
 
 
-def run_under_driver(config: Config, run_dir: Path) -> int:
+def run_under_driver(config: Config, run_dir: Path, code: Sequence[str] = ()) -> int:
     """Have the cluster run the supervisor, show what it prints, and return its exit code.
 
     Where the run has a driver already, show that one.
+
+    Args:
+        config: What to run.
+        run_dir: Its folder.
+        code: Folders of the user's code, on a file system that the nodes share.
 
     Raises:
         ValueError: The cluster does not answer, or the run is under way with another configuration.
     """
     ray = connect(config.launch, 0)
     try:
-        driver, text = _driver_of(ray, config, run_dir)
+        driver, text = _driver_of(ray, config, run_dir, code)
         try:
             running = ray.get(driver.config.remote())
         except ray.exceptions.RayError:  # it is being restarted elsewhere
@@ -169,7 +176,7 @@ def run_under_driver(config: Config, run_dir: Path) -> int:
         ray.shutdown()
 
 
-def _driver_of(ray: Any, config: Config, run_dir: Path) -> tuple[Any, str]:
+def _driver_of(ray: Any, config: Config, run_dir: Path, code: Sequence[str]) -> tuple[Any, str]:
     """The run's actor, made if there is none, and the configuration that it shall run."""
     text = dump_config(config)
     name = f"{agent_prefix(run_dir)[:-1]}:driver"
@@ -187,7 +194,7 @@ def _driver_of(ray: Any, config: Config, run_dir: Path) -> tuple[Any, str]:
         return driver, text
     except ValueError:
         environ = forwarded(config.launch)
-        made = ray.remote(Driver).options(**options).remote(text, str(Path.cwd()), environ)
+        made = ray.remote(Driver).options(**options).remote(text, str(Path.cwd()), environ, tuple(code))
         try:
             print(f"driver   {ray.get(made.place.remote())}", flush=True)
         except ray.exceptions.RayActorError as err:

@@ -218,7 +218,8 @@ class RayLauncher:
             options |= {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{self._prefix}{node_id}/{unique}"}
         threads = max(1, int(self._launch.ray.cpus_per_rank))
         agent = self._ray.remote(NodeAgent).options(**options)
-        return agent.remote(str(Path.cwd()), self._forwarded(), threads, outlives_driver=bool(self._prefix))
+        code = os.environ.get("PYTHONPATH", "")
+        return agent.remote(str(Path.cwd()), self._forwarded(), code, threads, outlives_driver=bool(self._prefix))
 
     def _forwarded(self) -> dict[str, str]:
         return forwarded(self._launch)
