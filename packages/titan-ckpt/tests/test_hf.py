@@ -310,3 +310,35 @@ def test_an_export_of_two_gigabytes_takes_less_than_200_mb(tmp_path):
     command = [sys.executable, "-c", EXPORT, str(tmp_path / "step-00000001"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200e6
+
+
+def test_float8_matrices_carry_their_scales_and_are_read_back_within_a_rounding(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.a, model.b = nn.Linear(300, 200, bias=False), nn.Linear(40, 1000, bias=False)
+    model.a.weight.data[130:, 140:] *= 1e-4  # a block of small weights keeps its resolution
+    model.b.weight.data[:128] = 0
+    Checkpointer(tmp_path / "steps").save(1, TrainState(model=model, rng=False))
+    export_hf(tmp_path / "steps" / "step-00000001", tmp_path / "out", float8=["a.weight", "b.weight"])
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got["a.weight"].dtype == torch.float8_e4m3fn
+    assert got["a.weight_scale_inv"].shape == (2, 3)
+    assert got["b.weight_scale_inv"].shape == (8, 1)
+    assert got["a.weight_scale_inv"].dtype == torch.float32
+    back = nn.Module()
+    back.a, back.b = nn.Linear(300, 200, bias=False), nn.Linear(40, 1000, bias=False)
+    import_hf(tmp_path / "out", back)
+    for rows in range(0, 200, 128):
+        for columns in range(0, 300, 128):
+            want = model.a.weight.data[rows : rows + 128, columns : columns + 128]
+            have = back.a.weight.data[rows : rows + 128, columns : columns + 128]
+            # e4m3: 3 bits of fraction, half a unit of the last place of the block's largest; reading rounds to bfloat16
+            assert (have - want).abs().max() <= want.abs().max() * (2**-4 + 2**-8)
+    assert torch.equal(back.b.weight.data[:128], torch.zeros(128, 40))
+    with pytest.raises(ValueError, match="it is not a floating-point matrix"):
+        model.bias = nn.Parameter(torch.zeros(3))
+        Checkpointer(tmp_path / "steps").save(2, TrainState(model=model, rng=False))
+        export_hf(tmp_path / "steps" / "step-00000002", tmp_path / "bad", float8=["bias"])
+    with pytest.raises(ValueError, match="are not exported"):
+        export_hf(tmp_path / "steps" / "step-00000002", tmp_path / "bad", float8=["gone"])
+    assert not (tmp_path / "bad").exists()

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported_runs import trained
 from titan_train.cli import main
-from titan_train.config import parse_config
-from titan_train.export import hf_folder
-from titan_train.export.hf_folder import export_run
+from titan_train.export import run as export_module
+from titan_train.export.run import export_run
 from titan_train.generation import load_run
-from titan_train.inputs import prepare_inputs
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.registry import families
-from titan_train.train import Trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -31,42 +29,10 @@ CLASSES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
-    (folder / "text.txt").write_text("".join(f"def f{i % 9}(x):\n    return x + {i}\n" for i in range(900)))
-    return folder
-
-
-def trained(folder: Path, name: str, **args: object) -> Path:
-    """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
-    tree = {
-        "run": {"dir": str(folder / "runs"), "name": name},
-        "model": {"name": name, "seq_len": 64, "args": args},
-        "tokenizer": {"kind": "bytes"},
-        "data": {
-            "cache_dir": str(folder / "cache"),
-            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
-        },
-        "train": {"steps": 6, "global_batch": 4},
-        "optimizer": {"lr": 1e-2},
-        "schedule": {"warmup_steps": 0},
-        "launch": {"device": "cpu"},
-        "metrics": {"progress": "off", "report": False},
-    }
-    config = parse_config(tree)
-    run_dir = folder / "runs" / name
-    if not run_dir.exists():
-        prepare_inputs(config, quiet=True)
-        with Trainer(config) as trainer:
-            trainer.fit()
-    return run_dir
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
     run_dir = trained(folder, name, **MODELS[name])
-    checks = export_run(run_dir, tmp_path / "model", dtype="fp32", max_shard_bytes=100_000)
+    checks = export_run(run_dir, tmp_path / "model", dtype="fp32", max_shard_bytes=100_000)["hf"]
     assert [check.name for check in checks] == [
         "largest difference of a logit", "same most likely token", "48 greedy tokens", "token ids"
     ]  # fmt: skip
@@ -122,7 +88,7 @@ def test_a_folder_that_computes_something_else_is_not_written(
         }
 
     wrong = dataclasses.replace(hf, config_of=without_scaling)
-    monkeypatch.setattr(hf_folder, "family_of", lambda model: LLAMA_FAMILY)
+    monkeypatch.setattr(export_module, "family_of", lambda model: LLAMA_FAMILY)
     monkeypatch.setattr("titan_train.models.llama.hf.LLAMA_HF", wrong)
     with pytest.raises(ValueError, match="does not compute what the run's model computes"):
         export_run(run_dir, tmp_path / "model", dtype="fp32")

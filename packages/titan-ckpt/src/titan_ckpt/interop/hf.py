@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from titan_ckpt.errors import DamageError
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.header import Entry
 from titan_ckpt.format.names import ITEM_BYTES, parse_object
+from titan_ckpt.interop.float8 import SUFFIX, with_scales
 from titan_ckpt.interop.key_map import KeyMap
 from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
 from titan_ckpt.interop.stream import view_bytes, write_step
@@ -49,6 +50,7 @@ def export_hf(
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
     leave_out: Sequence[str] = (),
+    float8: Collection[str] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
     """Write a step's weights as a Hugging Face folder. The folder appears when it is complete.
@@ -63,6 +65,8 @@ def export_hf(
         max_shard_bytes: Start another file before one passes this size.
         config: Written as ``config.json``.
         leave_out: Regular expressions; a tensor of the step whose name one of them matches as a whole is not exported.
+        float8: Names in the folder of matrices to store in e4m3, with one float32 scale for each block of 128 x 128 as
+            ``NAME_scale_inv``. Say so in ``config``.
         progress: Called with the bytes just written.
 
     Returns:
@@ -70,12 +74,13 @@ def export_hf(
 
     Raises:
         DamageError: If the step is not what was written.
-        ValueError: If ``out`` exists, a name is not of the family, or a pattern of ``leave_out`` matches nothing.
+        ValueError: If ``out`` exists, a name is not of the family, a pattern of ``leave_out`` matches nothing, or what
+            ``float8`` names is no matrix.
     """
     reader, target = StepReader(step), Path(out)
     if target.exists():
         raise ValueError(f"{target} exists. Export to a new folder, so that no stale file stays in it.")
-    listed = _export_list(reader, names, dtype, leave_out)
+    listed = _export_list(reader, names, dtype, leave_out, float8)
     shards = _split(listed, max_shard_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.parent / f".{target.name}.part-{secrets.token_hex(4)}"
@@ -269,7 +274,11 @@ def _equal(views: list[View]) -> bool:
 
 
 def _export_list(
-    reader: StepReader, names: KeyMap | None, dtype: torch.dtype | None, leave_out: Sequence[str]
+    reader: StepReader,
+    names: KeyMap | None,
+    dtype: torch.dtype | None,
+    leave_out: Sequence[str],
+    float8: Collection[str],
 ) -> list[tuple[Entry, View]]:
     native: dict[str, View] = {
         key: StoredView(reader, reader.index.tensors["model"][key]) for key in _exported(reader, names, leave_out)
@@ -277,7 +286,11 @@ def _export_list(
     exact = {key for key in native if key.endswith("expert_bias")}
     exact |= {names.to_hf(key) for key in exact} if names else set()
     listed: list[tuple[Entry, View]] = []
-    for name, view in (to_hf(native, names) if names else native).items():
+    views = to_hf(native, names) if names else native
+    if float8:
+        views = with_scales(views, frozenset(float8))
+        exact |= {*float8, *(name + SUFFIX for name in float8)}
+    for name, view in views.items():
         keep = dtype is None or not DTYPES[view.dtype].is_floating_point or name in exact
         out_dtype = view.dtype if keep or dtype is None else dtype_name(dtype, name)
         listed.append((Entry(name, out_dtype, view.shape), view))

@@ -1,6 +1,10 @@
-"""A trained model leaves complete and proven, as a Hugging Face folder.
+"""A trained model leaves complete and proven, for every library that runs models.
 
-- `hf_folder`: write the folder: weights, configuration, tokenizer, model card.
-- `tokenizer_json`: our tokenizers in the format of Hugging Face's tokenizers library.
-- `gate`: load the folder with transformers and compare it with the model of the run.
+- `run`: export to one target or several; nothing appears before every check has passed.
+- `gate`: compare an artefact with the model of the run. `load` loads an artefact with the library of its users.
+- `hf_folder`, `hf_model`: a Hugging Face folder, by transformers. `tokenizer_json`: our tokenizers in its format.
+- `step_model`, `stepped`: the model as one function with the caches as arguments; `onnx_folder`, `aoti_folder` export it.
+- `gguf/`: a file for llama.cpp, and the reference that reads it back. `float8`: what is stored with block scales.
+- `dcp_folder`: a checkpoint of torch's distributed checkpointing.
+- `card`: the model card.
 """

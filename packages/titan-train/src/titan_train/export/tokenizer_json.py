@@ -9,8 +9,11 @@ Known differences: a special token's name inside a text is ordinary text here, a
 text is three bytes here, and a space there (SentencePiece).
 """
 
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_train.tokenizers import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
@@ -22,14 +25,25 @@ _SPACE = "\u2581"
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """The text of ``tokenizer.json``; None for a tokenizer that the format cannot express."""
     if isinstance(tokenizer, ByteTokenizer):
-        vocab = {_CHARACTERS[byte]: byte for byte in range(256)}
-        special = {"<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id, "<pad>": tokenizer.pad_id}
-        return _file(_bpe(vocab, []), special, pre_tokenizer=_byte_level(), decoder=_byte_level())
+        vocabulary = byte_level_vocabulary(tokenizer)
+        model = _bpe(vocabulary.tokens, [])
+        return _file(model, vocabulary.special, pre_tokenizer=_byte_level(), decoder=_byte_level())
     if isinstance(tokenizer, TiktokenTokenizer):
         return _tiktoken(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer) and not tokenizer.adds_space:
         return _sentencepiece(tokenizer)
     return None
+
+
+def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
+    """A text to its ids, by the ``tokenizer.json`` of a folder; to None if it has none or the library is missing."""
+    file = folder / "tokenizer.json"
+    if not file.is_file() or importlib.util.find_spec("tokenizers") is None:
+        return lambda text: None
+    import tokenizers
+
+    read: Any = tokenizers.Tokenizer.from_file(str(file))  # type: ignore[attr-defined]
+    return lambda text: read.encode(text, add_special_tokens=False).ids
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
@@ -44,18 +58,37 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return {key: names[token_id] for key, token_id in ids.items() if token_id is not None}
 
 
-def _tiktoken(tokenizer: TiktokenTokenizer) -> str:
+@dataclass(frozen=True, slots=True)
+class ByteLevelVocabulary:
+    """A byte-level vocabulary as GPT-2 writes it."""
+
+    tokens: dict[str, int]
+    merges: list[list[str]]
+    """Pairs in the order in which they are joined."""
+    special: dict[str, int]
+
+
+def byte_level_vocabulary(tokenizer: ByteTokenizer | TiktokenTokenizer) -> ByteLevelVocabulary:
+    """The vocabulary with each byte as a printable character."""
+    if isinstance(tokenizer, ByteTokenizer):
+        special = {"<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id, "<pad>": tokenizer.pad_id}
+        return ByteLevelVocabulary({_CHARACTERS[byte]: byte for byte in range(256)}, [], special)
     ranks = tokenizer.ranks()
-    vocab = {_written(token): rank for token, rank in ranks.items()}
     merges = [
         [_written(part) for part in _last_merge(ranks, token, rank)]
         for token, rank in sorted(ranks.items(), key=lambda item: item[1])
         if len(token) > 1
     ]
+    tokens = {_written(token): rank for token, rank in ranks.items()}
+    return ByteLevelVocabulary(tokens, [pair for pair in merges if len(pair) == 2], tokenizer.special_ids)
+
+
+def _tiktoken(tokenizer: TiktokenTokenizer) -> str:
+    vocabulary = byte_level_vocabulary(tokenizer)
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
-    model = _bpe(vocab, [pair for pair in merges if len(pair) == 2]) | {"ignore_merges": True}
+    model = _bpe(vocabulary.tokens, vocabulary.merges) | {"ignore_merges": True}
     sequence = {"type": "Sequence", "pretokenizers": [split, _byte_level()]}
-    return _file(model, tokenizer.special_ids, pre_tokenizer=sequence, decoder=_byte_level())
+    return _file(model, vocabulary.special, pre_tokenizer=sequence, decoder=_byte_level())
 
 
 def _last_merge(ranks: Mapping[bytes, int], token: bytes, rank: int) -> list[bytes]:

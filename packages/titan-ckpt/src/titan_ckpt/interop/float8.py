@@ -1,0 +1,134 @@
+"""Write matrices as float8 with block scales, as DeepSeek-V3 (arXiv:2412.19437) is published.
+
+A matrix is cut into blocks of 128 x 128. Each is divided by its scale, the largest magnitude over e4m3's 448, and rounded to
+e4m3; the scales are a float32 matrix beside it. `titan_ckpt.interop.views.ScaledView` reads such pairs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_ckpt.errors import Damage
+from titan_ckpt.format.boxes import Box
+from titan_ckpt.interop.views import View
+from titan_ckpt.state.dtypes import DTYPES
+
+BLOCK = 128
+SUFFIX = "_scale_inv"
+_LARGEST = 448.0  # of e4m3
+
+
+def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as float8.
+
+    Args:
+        matrix: ``[R, C]``, any float dtype.
+
+    Returns:
+        ``[R, C]`` e4m3, and the scales ``[ceil(R / 128), ceil(C / 128)]`` float32 that it must be multiplied with.
+    """
+    rows, columns = matrix.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.zeros(down * BLOCK, across * BLOCK)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    amax = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(amax > 0, amax / _LARGEST, torch.ones_like(amax))
+    stored = (blocks / scales[:, None, :, None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return stored.view_as(padded)[:rows, :columns].contiguous(), scales
+
+
+def dequantize(stored: Tensor, scales: Tensor) -> Tensor:
+    """Undo `quantize`, in float32."""
+    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return stored.float() * wide[: stored.shape[0], : stored.shape[1]]
+
+
+def with_scales(views: Mapping[str, View], chosen: frozenset[str]) -> dict[str, View]:
+    """The views, the chosen ones as float8 with their scales after them.
+
+    Raises:
+        ValueError: A chosen tensor is not there, or is no floating-point matrix.
+    """
+    if unknown := sorted(chosen - views.keys()):
+        raise ValueError(f"{unknown[:4]} are not exported, so they cannot be stored as float8. Leave them out.")
+    found: dict[str, View] = {}
+    for name, view in views.items():
+        if name not in chosen:
+            found[name] = view
+            continue
+        if len(view.shape) != 2 or not DTYPES[view.dtype].is_floating_point:
+            raise ValueError(
+                f"{name!r} of shape {list(view.shape)} and dtype {view.dtype} cannot be stored as float8: it is not a "
+                "floating-point matrix. Choose fewer names."
+            )
+        found[name] = Float8View(view)
+        found[name + SUFFIX] = Float8ScalesView(view)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Float8View:
+    """A matrix divided by its blocks' scales, in e4m3."""
+
+    base: View
+
+    @property
+    def dtype(self) -> str:
+        return "F8_E4M3"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def check(self, box: Box) -> list[Damage]:
+        return self.base.check(_whole_blocks(box, self.shape))
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        covering = _whole_blocks(box, self.shape)
+        stored = quantize(_read(self.base, covering))[0]
+        for dim in range(2):
+            stored = stored.narrow(dim, box[0][dim] - covering[0][dim], box[1][dim])
+        into.copy_(stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8ScalesView:
+    """The scales of a `Float8View`."""
+
+    base: View
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(-(-size // BLOCK) for size in self.base.shape)
+
+    def check(self, box: Box) -> list[Damage]:
+        return self.base.check(self._covered(box))
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        for row in range(box[1][0]):  # one row of blocks at a time
+            line = ((box[0][0] + row, box[0][1]), (1, box[1][1]))
+            into[row : row + 1].copy_(quantize(_read(self.base, self._covered(line)))[1])
+
+    def _covered(self, box: Box) -> Box:
+        low = tuple(at * BLOCK for at in box[0])
+        high = [min((at + n) * BLOCK, size) for at, n, size in zip(*box, self.base.shape, strict=True)]
+        return low, tuple(end - start for start, end in zip(low, high, strict=True))
+
+
+def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
+    low = tuple(at // BLOCK * BLOCK for at in box[0])
+    high = [min(-(-(at + n) // BLOCK) * BLOCK, size) for at, n, size in zip(*box, shape, strict=True)]
+    return low, tuple(end - start for start, end in zip(low, high, strict=True))
+
+
+def _read(view: View, box: Box) -> Tensor:
+    values = torch.empty(box[1], dtype=DTYPES[view.dtype])
+    view.fill(box, values)
+    return values.float()

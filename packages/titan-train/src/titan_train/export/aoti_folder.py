@@ -1,0 +1,72 @@
+"""A run's model as an AOTInductor package: compiled ahead of time, run from Python or C++ without the model's code.
+
+    model.pt2      two entries: "prefill" for two tokens and more, "decode" for one
+    export.json    how the caches look
+
+Both entries take tokens ``[B, S]``, positions ``[B, S]`` and the caches of every layer (keys, values, keys, ...), and return
+the logits and the caches. B, S and T are free. A package is built for one kind of processor and one version of torch, and
+holds the weights once for each entry. It does not check positions: `SteppedModel` does.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_train.export.onnx_folder import example
+from titan_train.export.step_model import StepModel
+from titan_train.export.stepped import SteppedModel, write_description
+
+_FILE = "model.pt2"
+
+
+def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
+    """Compile the package into a new folder. ``model`` is taken over; the package runs where it is.
+
+    Raises:
+        ValueError: There is no C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        raise ValueError(
+            f"--to aoti compiles the model with a C++ compiler, and {compiler} was not found. Install g++, or name a "
+            "compiler in CXX."
+        )
+    from torch._inductor.package import package_aoti
+
+    limit = getattr(model, "max_seq_len", None)
+    stepped = StepModel(model).eval()
+    folder.mkdir(parents=True)
+    files = {"prefill": _compile(stepped, 3), "decode": _compile(stepped, 1)}
+    package_aoti(str(folder / _FILE), files)
+    write_description(folder, stepped.shape, max_positions=limit, step=step, torch=torch.__version__)
+
+
+def _compile(stepped: StepModel, seq_len: int) -> Any:
+    batch = torch.export.Dim("batch", min=1, max=1 << 16)
+    seq = torch.export.Dim("seq", min=2, max=1 << 24)
+    length = torch.export.Dim("cache", min=2, max=1 << 24)
+    inputs = example(stepped, seq_len=seq_len)
+    of_tokens = {0: batch, 1: seq} if seq_len > 1 else {0: batch}
+    shapes = (of_tokens, of_tokens, [{0: batch, 2: length}] * len(inputs[2]))
+    program = torch.export.export(stepped, inputs, dynamic_shapes=shapes, strict=False)
+    return torch._inductor.aot_compile(program.module(), inputs, options={"aot_inductor.package": True})  # type: ignore[arg-type]
+
+
+class AotiModel(SteppedModel):
+    """A package, run from Python."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load both entries. Loading runs the package's machine code: load only what you trust."""
+        super().__init__(folder)
+        from torch._inductor.package import load_package
+
+        self._prefill, self._decode = (load_package(str(folder / _FILE), name) for name in ("prefill", "decode"))
+
+    def step(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        entry = self._decode if tokens.shape[1] == 1 else self._prefill
+        logits, present = entry(tokens, positions, caches)
+        return logits, present

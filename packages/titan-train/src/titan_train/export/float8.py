@@ -1,0 +1,79 @@
+"""Which matrices of a model are exported as float8 with block scales, and how a folder says so.
+
+Attention, feed-forward and experts are; embeddings, head, norms and routers are not. Readers take a matrix's block to be its
+size over the number of its scales, which is 128 only where a side is at most 128 or a multiple of it; other matrices stay
+bfloat16. Matrices that vLLM and SGLang join (queries, keys and values; gate and up) are float8 all together or not at all.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from titan_train.models.family import Family
+
+_BLOCK = 128
+_MATRIX = re.compile(r"(model\.layers\..*)\.(\w+_proj|kv_a_proj_with_mqa)\.weight")
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def float8_names(model: nn.Module, family: Family) -> frozenset[str]:
+    """Hugging Face names of the matrices that are stored as float8.
+
+    Raises:
+        ValueError: There are none, as readers know none of the architecture's.
+    """
+    suited = {name: _suits(shape) for name, _, shape in _matrices(model, family)}
+    if not any(suited.values()):
+        raise ValueError(
+            "--dtype float8: readers of Hugging Face folders know no matrix of this model as float8: its family has none, or "
+            "none with sides that are multiples of 128. Use --dtype bf16."
+        )
+    return frozenset(name for name in suited if all(suited.get(other, True) for other in _partners(name)))
+
+
+def is_float8(native: str, model: nn.Module, family: Family) -> bool:
+    """Whether a parameter of the model is stored as float8."""
+    chosen = float8_names(model, family)
+    return any(name in chosen for name, other, _ in _matrices(model, family) if other == native)
+
+
+def float8_config(model: nn.Module, family: Family) -> dict[str, Any]:
+    """``quantization_config`` of ``config.json``, as transformers, vLLM and SGLang read DeepSeek-V3's."""
+    chosen = float8_names(model, family)
+    kept = [name.removesuffix(".weight") for name, _, _ in _matrices(model, family) if name not in chosen]
+    routers = [
+        f"model.layers.{name.split('.')[1]}.mlp.gate" for name, _ in model.named_parameters() if "router" in name
+    ]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_BLOCK, _BLOCK],
+        "modules_to_not_convert": ["lm_head", *kept, *routers],
+    }
+
+
+def _matrices(model: nn.Module, family: Family) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Hugging Face name, native name and shape of every matrix that could be float8."""
+    key_map = family.load_hf().key_map
+    for native, parameter in model.named_parameters():
+        pair, letters = key_map.match_native(native)
+        numbers = range(parameter.shape[0]) if pair.stacked else [0]
+        for j in numbers:
+            name = pair.hf.format(**{"j": j, **letters})
+            if _MATRIX.fullmatch(name):
+                yield name, native, tuple(parameter.shape[-2:])
+
+
+def _suits(shape: tuple[int, ...]) -> bool:
+    return all(size <= _BLOCK or size % _BLOCK == 0 for size in shape)
+
+
+def _partners(name: str) -> list[str]:
+    """The names of what is joined with a matrix, itself among them."""
+    found = _MATRIX.fullmatch(name)
+    assert found is not None
+    group = next((group for group in _JOINED if found[2] in group), (found[2],))
+    return [f"{found[1]}.{member}.weight" for member in group]

@@ -1,0 +1,221 @@
+"""A run's model as GGUF, the format of llama.cpp.
+
+    model.gguf     weights, settings and tokenizer
+
+It is made of an exported Hugging Face folder, one tensor at a time. Names come from the `gguf` library. What llama.cpp lays
+out in another way is translated here: its architecture ``llama`` pairs neighbouring rotary channels, so rows of queries and
+keys are reordered; Llama 3.1's stretch is a tensor of factors; GPT-2's matrices are transposed; experts are stacked.
+
+Vectors and routers stay float32. Q8_0 stores blocks of 32 weights as int8 with one float16 scale.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
+from titan_ckpt.interop.views import View, whole_box
+from torch import Tensor
+
+from titan_train.export.gguf.tokenizer import write_tokenizer
+from titan_train.tokenizers import Tokenizer
+
+GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
+FILE = "model.gguf"
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt2": "gpt2"}
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
+
+
+def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str, dtype: GgufType) -> None:
+    """Write the file into a new folder.
+
+    Args:
+        folder: The folder to make.
+        hf_folder: The exported Hugging Face folder.
+        tokenizer: The run's.
+        name: Of the model.
+        dtype: How matrices are stored.
+
+    Raises:
+        ValueError: The gguf library is missing, or llama.cpp has no architecture or tokenizer that computes the same.
+    """
+    gguf = gguf_library()
+    config = json.loads((hf_folder / "config.json").read_text(encoding="utf-8"))
+    check_gguf(config)
+    architecture = _ARCHITECTURES[config["model_type"]]
+    folder.mkdir(parents=True)
+    writer: Any = gguf.GGUFWriter(folder / FILE, architecture)
+    try:
+        writer.add_name(name)
+        _write_settings(writer, config)
+        write_tokenizer(writer, tokenizer, rows=config["vocab_size"])
+        sources = dict(_sources(hf_folder, config, architecture))
+        kinds = {key: _kind(gguf, key, source, dtype) for key, source in sources.items()}
+        for key, source in sources.items():
+            nbytes = _nbytes(gguf, source.shape, kinds[key])
+            writer.add_tensor_info(key, source.shape, np.dtype(np.float32), nbytes, kinds[key])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for key, source in sources.items():
+            writer.write_tensor_data(gguf.quants.quantize(source.read().float().numpy(), kinds[key]))
+    finally:
+        writer.close()
+
+
+def gguf_library() -> Any:
+    """The gguf library.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as err:
+        raise ValueError(
+            "--to gguf needs the gguf library, which is not installed. Install titan-train[gguf]."
+        ) from err
+    return gguf
+
+
+def check_gguf(config: Mapping[str, Any]) -> None:
+    """Whether llama.cpp has an architecture that computes what ``config.json`` describes.
+
+    Raises:
+        ValueError: It has not, or not here.
+    """
+    kind = config["model_type"]
+    if kind not in _ARCHITECTURES:
+        raise ValueError(
+            f"--to gguf: models of type {kind} are not written as GGUF; {', '.join(_ARCHITECTURES)} are. Use --to hf."
+        )
+    if kind == "qwen3_moe" and not config["norm_topk_prob"]:
+        raise ValueError(
+            "--to gguf: llama.cpp always normalizes the weights of Qwen3's experts, and this model has "
+            "normalize_weights=false. Use --to hf."
+        )
+
+
+class _Source:
+    """One tensor of the file, read when it is written."""
+
+    def __init__(self, views: list[View], change: str = "", heads: int = 0) -> None:
+        self._views, self._change, self._heads = views, change, heads
+        shape = views[0].shape
+        if change == "transpose":
+            shape = shape[::-1]
+        self.shape = (len(views), *shape) if change == "stack" else shape
+
+    def read(self) -> Tensor:
+        parts: list[Tensor] = []
+        for view in self._views:
+            values = torch.empty(view.shape)
+            view.check(whole_box(view.shape))
+            view.fill(whole_box(view.shape), values)
+            parts.append(values)
+        if self._change == "stack":
+            return torch.stack(parts)
+        values = parts[0]
+        if self._change == "transpose":
+            return values.t().contiguous()
+        if self._change == "neighbours":
+            return values.unflatten(0, (self._heads, 2, -1)).transpose(1, 2).reshape(values.shape)
+        return values
+
+
+class _Factors(_Source):
+    """Llama 3.1's stretch of each rotary frequency."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.shape = (config["head_dim"] // 2,)
+
+    def read(self) -> Tensor:
+        scaling, factors = self._config["rope_scaling"], list[float]()
+        original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        for i in range(self.shape[0]):
+            turns = original * self._config["rope_theta"] ** (-2 * i / self._config["head_dim"]) / (2 * math.pi)
+            kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+            factors.append(1 / (kept + (1 - kept) / factor))
+        return torch.tensor(factors, dtype=torch.float64).float()
+
+
+def _sources(hf_folder: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, _Source]]:
+    gguf = gguf_library()
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    table = gguf.get_tensor_name_map(number, layers)
+    stacks: dict[str, dict[int, View]] = {}
+    if config.get("rope_scaling"):
+        yield "rope_freqs.weight", _Factors(config)
+    for name, view in SafetensorsReader(hf_folder).views().items():
+        if expert := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = view
+            continue
+        yield _gguf_name(table, name), _laid_out(view, name, config, architecture)
+    for name, items in stacks.items():
+        yield _gguf_name(table, name), _Source([items[j] for j in range(len(items))], "stack")
+
+
+def _gguf_name(table: Any, name: str) -> str:
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    if found is None:
+        raise ValueError(f"--to gguf: the gguf library has no name for {name!r}. Use --to hf.")
+    return found
+
+
+def _laid_out(view: View, name: str, config: Mapping[str, Any], architecture: str) -> _Source:
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        return _Source([view], "neighbours", heads)
+    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return _Source([view], "transpose")
+    return _Source([view])
+
+
+def _kind(gguf: Any, key: str, source: _Source, dtype: GgufType) -> Any:
+    types = gguf.GGMLQuantizationType
+    if len(source.shape) == 1 or "ffn_gate_inp" in key or key.startswith("position_embd"):
+        return types.F32  # llama.cpp computes with these in float32
+    if dtype == "q8_0" and source.shape[-1] % 32:
+        return types.F16
+    return {"fp32": types.F32, "bf16": types.BF16, "fp16": types.F16, "q8_0": types.Q8_0}[dtype]
+
+
+def _nbytes(gguf: Any, shape: tuple[int, ...], kind: Any) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * size
+
+
+def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
+    if config["model_type"] == "gpt2":
+        writer.add_block_count(config["n_layer"])
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(config["n_inner"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "qwen3_moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])

@@ -1,0 +1,51 @@
+"""A Hugging Face folder as transformers reads it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HfModel:
+    """An exported folder, loaded with transformers in float32 on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load it.
+
+        Raises:
+            ValueError: transformers is not installed.
+        """
+        transformers = _transformers()
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().float()
+        self._tokenizer: Any = None
+        if (folder / "tokenizer.json").is_file():
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """``[B, S]`` to ``[B, S, V]``."""
+        with torch.no_grad():
+            return self._model(tokens).logits.float()
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The most likely tokens after a prompt, by transformers' own ``generate``."""
+        return self._model.generate(
+            torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+            max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+
+    def ids(self, text: str) -> list[int] | None:
+        """The ids of a text."""
+        return None if self._tokenizer is None else self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as err:
+        raise ValueError(
+            "the export is proven with transformers, which is not installed. Install titan-train[hf], or pass --no-gate to "
+            "write the folder without the proof."
+        ) from err
+    return transformers

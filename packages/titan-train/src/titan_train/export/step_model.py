@@ -1,0 +1,133 @@
+"""A model as one function of its inputs: new tokens and the cache in, logits and the cache out.
+
+Exporters trace functions; the key-value cache that generation puts into a model is state. Here every layer's cache is an
+argument, and what the layer wrote is a result. One function serves the prompt (many tokens) and decoding (one token).
+
+Shapes: B rows, S new tokens, T positions of the cache, K key-value heads, D head width, E value width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_train.generation import supports_cache
+from titan_train.models import CausalAttention, SequenceContext
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What the caches of a model look like."""
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def empty(self, rows: int, length: int) -> list[Tensor]:
+        """Caches without content: keys ``[B, K, T, D]`` and values ``[B, K, T, E]`` of each layer in turn, float32."""
+        return [
+            torch.zeros(rows, self.kv_heads, length, width)
+            for _ in range(self.layers)
+            for width in (self.key_dim, self.value_dim)
+        ]
+
+
+class StepModel(nn.Module):
+    """A model whose forward takes the caches and returns them.
+
+    The model's attention modules are replaced: use it for nothing else afterwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take over a model.
+
+        Raises:
+            ValueError: It has no support for a key-value cache, or experts, whose groups no exported graph can size.
+        """
+        super().__init__()
+        if not supports_cache(model):
+            raise ValueError(
+                f"{type(model).__name__} does not support a key-value cache, so it cannot be exported with one. Export it with "
+                "--to hf or --to dcp."
+            )
+        self.model = model
+        self._caches = _Caches([])
+        found = [module for module in model.modules() if isinstance(module, CausalAttention)]
+        first = found[0]
+        self.shape = CacheShape(len(found), first.num_kv_heads, first.head_dim, first.value_dim)
+        number = 0
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, CausalAttention):
+                    setattr(parent, name, _StepAttention(number, self._caches))
+                    number += 1
+
+    def forward(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Continue the sequences.
+
+        Args:
+            tokens: New tokens ``[B, S]`` int64.
+            positions: Where they stand, ``[B, S]`` int64, below T.
+            caches: As `CacheShape.empty` makes them, or as the call before returned them.
+
+        Returns:
+            Logits ``[B, S, V]`` and the caches with the new tokens' keys and values.
+        """
+        self._caches.tensors[:] = caches
+        try:
+            logits = self.model(tokens, positions=positions)
+            return logits, list(self._caches.tensors)
+        finally:
+            self._caches.tensors.clear()
+
+
+@dataclass(slots=True)
+class _Caches:
+    """Hands the caches of one forward to the attention modules, outside of their attributes."""
+
+    tensors: list[Tensor]
+
+
+class _StepAttention(nn.Module):
+    def __init__(self, number: int, caches: _Caches) -> None:
+        super().__init__()
+        self.number = number
+        self.caches = caches
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        at = context.positions[:, None, :, None]
+        places = (2 * self.number, 2 * self.number + 1)
+        new: list[Tensor] = []
+        for place, x in zip(places, (k, v), strict=True):
+            x = x.transpose(1, 2)
+            new.append(self.caches.tensors[place].scatter(2, at.expand_as(x), x))
+            self.caches.tensors[place] = new[-1]
+        keys, values = new
+        visible = torch.arange(keys.shape[2], device=at.device) <= at
+        return _attend(q.transpose(1, 2), keys, values, visible).transpose(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention by views, which every exporter knows; shapes as in `models.common.attention.attend`."""
+    width = v.shape[-1]
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[..., :width]
+
+
+def cache_names(layers: int, prefix: str) -> list[str]:
+    """``PREFIX.0.key``, ``PREFIX.0.value``, ``PREFIX.1.key``, ..."""
+    return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def padded_rows(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Rows as ``[B, S]`` tokens, padded on the right with zeros, and their positions."""
+    longest = max(len(row) for row in rows)
+    tokens = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows])
+    return tokens, torch.arange(longest).expand(len(rows), -1).contiguous()

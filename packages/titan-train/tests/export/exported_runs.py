@@ -1,0 +1,32 @@
+"""Small trained runs to export."""
+
+from pathlib import Path
+
+from titan_train.config import parse_config
+from titan_train.inputs import prepare_inputs
+from titan_train.train import Trainer
+
+
+def trained(folder: Path, name: str, **args: object) -> Path:
+    """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
+    tree = {
+        "run": {"dir": str(folder / "runs"), "name": name},
+        "model": {"name": name, "seq_len": 64, "args": args},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "cache_dir": str(folder / "cache"),
+            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+        },
+        "train": {"steps": 6, "global_batch": 4},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"warmup_steps": 0},
+        "launch": {"device": "cpu"},
+        "metrics": {"progress": "off", "report": False},
+    }
+    config = parse_config(tree)
+    run_dir = folder / "runs" / name
+    if not run_dir.exists():
+        prepare_inputs(config, quiet=True)
+        with Trainer(config) as trainer:
+            trainer.fit()
+    return run_dir

@@ -1,0 +1,149 @@
+"""Every target holds what the run computes, loaded with the library of its users; the gate refuses what does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exported_runs import trained
+from titan_train.cli import main
+from titan_train.export.gate import Exported
+from titan_train.export.load import load_exported
+from titan_train.export.run import export_run
+from titan_train.generation import load_run
+
+DENSE = {
+    "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16},
+    "gpt_debug": {},
+    "qwen3_debug": {"rope_theta": 5000.0},
+}
+
+
+ROWS = ["largest difference of a logit", "same most likely token", "48 greedy tokens", "token ids"]
+
+
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe_debug"])
+def test_gguf_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    run_dir = trained(folder, name, **DENSE.get(name, {}))
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
+    assert [check.name for check in checks] == ROWS
+    assert checks[2].measured == "3 of 3 prompts equal"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "q8_0"])
+def test_gguf_holds_narrow_weights(dtype: str, folder: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    run_dir = trained(folder, "llama3_debug", **DENSE["llama3_debug"])
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype=dtype)["gguf"]
+    assert checks[0].passed
+    reader = gguf.GGUFReader(tmp_path / "model" / "model.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.ffn_up.weight"] == {"bf16": "BF16", "q8_0": "Q8_0"}[dtype]
+    assert kinds["blk.0.ffn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    run_dir = trained(folder, name, **DENSE[name])
+    checks = export_run(run_dir, tmp_path / "model", to=["onnx"], dtype="fp32")["onnx"]
+    assert [check.name for check in checks] == ROWS
+    loaded = load_exported(tmp_path / "model")
+    ours = load_run(run_dir, device="cpu").model
+    for shape in ((1, 1), (1, 7), (4, 33)):  # none of them traced
+        tokens = torch.randint(259, shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            want = ours(tokens)
+        got = loaded.logits(tokens)
+        assert got is not None
+        assert (want - got).abs().max() <= 1e-5 * want.abs().max()
+    if name == "gpt_debug":
+        with pytest.raises(ValueError, match="600 positions are needed, but the model has learned 512"):
+            loaded.logits(torch.zeros(1, 600, dtype=torch.int64))
+
+
+def test_dcp_is_read_by_torch(folder: Path, tmp_path: Path) -> None:
+    run_dir = trained(folder, "qwen3_moe_debug")
+    checks = export_run(run_dir, tmp_path / "model", to=["dcp"], dtype="fp32")["dcp"]
+    assert [check.name for check in checks] == ROWS
+    assert checks[0].measured == "0.0e+00"
+    import torch.distributed.checkpoint as dcp
+
+    model = load_run(run_dir, device="cpu").model
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "model", no_dist=True)
+    assert all(torch.equal(state[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_moe_debug", "deepseek_debug"])
+def test_float8_folders_are_read_by_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_dir = trained(folder, name, **DENSE.get(name, {}))
+    checks = export_run(run_dir, tmp_path / "model", dtype="float8")["hf"]
+    assert [check.name for check in checks] == ROWS
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        weight = next(name for name in sorted(names) if name.endswith("o_proj.weight"))
+        assert file.get_slice(weight).get_dtype() == "F8_E4M3"
+        assert file.get_slice(weight + "_scale_inv").get_dtype() == "F32"
+        if name == "llama3_debug":  # 192 is no multiple of 128: readers would take its blocks for 96 x 96
+            assert file.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype() == "BF16"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = trained(folder, "qwen3_debug", **DENSE["qwen3_debug"])
+    command = ["export", str(run_dir), "--to", "dcp,hf", "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["dcp", "hf"]
+    assert capsys.readouterr().out.count("| token ids | 17 of 17 texts equal | all | passed |") == 2
+    for target in ("dcp", "hf"):
+        parity = json.loads((tmp_path / "both" / target / "parity.json").read_text())
+        assert parity["target"] == target
+        assert all(check["passed"] for check in parity["checks"])
+
+    class Off:
+        """Another model's answers."""
+
+        def __init__(self, exported: Exported) -> None:
+            self.exported = exported
+            self.greedy = exported.greedy
+            self.ids = exported.ids
+
+        def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+            found = self.exported.logits(tokens)
+            assert found is not None
+            return found * 1.001
+
+    monkeypatch.setattr("titan_train.export.run.load_exported", lambda path: Off(load_exported(path)))
+    command[-1] = str(tmp_path / "again")
+    assert main(command) == 2
+    assert "does not compute what the run's model computes (largest difference" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "dtype", "words"),
+    [
+        ("qwen3_debug", ["hf", "tf"], "bf16", "--to hf,tf is not a list of targets"),
+        ("qwen3_debug", ["hf", "onnx"], "float8", "--dtype float8 is for --to hf alone"),
+        ("gpt_debug", ["hf"], "float8", "know no matrix of this model as float8"),
+        ("qwen3_moe_debug", ["onnx"], "bf16", "sizes that depend on the data"),
+        ("deepseek_debug", ["gguf"], "bf16", "models of type deepseek_v3 are not written as GGUF"),
+    ],
+)
+def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
+    name: str, to: list[str], dtype: str, words: str, folder: Path, tmp_path: Path
+) -> None:
+    run_dir = trained(folder, name, **DENSE.get(name, {}))
+    with pytest.raises(ValueError, match=words):
+        export_run(run_dir, tmp_path / "model", to=to, dtype=dtype)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
