@@ -1,16 +1,22 @@
 """Every target holds what the run computes, loaded with the library of its users; the gate refuses what does not."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exported_runs import trained
+from titan_ckpt import Checkpointer, TrainState
 from titan_train.cli import main
 from titan_train.export.gate import Exported
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
 from titan_train.generation import load_run
+from titan_train.models import build_model
+from titan_train.run_folder import read_config
 
 DENSE = {
     "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16},
@@ -147,3 +153,48 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=words):
         export_run(run_dir, tmp_path / "model", to=to, dtype=dtype)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+_WATCHED = """
+import sys, threading, time
+from pathlib import Path
+from titan_train.export.run import export_run
+import gguf.quants, torch.distributed.checkpoint
+
+def taken():  # memory that is no file's
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
+
+peak = before = taken()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, taken())
+        time.sleep(0.002)
+threading.Thread(target=watch, daemon=True).start()
+export_run(Path(sys.argv[1]), Path(sys.argv[2]), to=["hf", "gguf", "dcp"], dtype="bf16", gate=False)
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_export_without_the_gate_never_holds_the_model(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    run_dir = trained(folder, "llama3_debug", **DENSE["llama3_debug"])
+    large = tmp_path / "large"
+    shutil.copytree(run_dir, large, ignore=shutil.ignore_patterns("checkpoints"))
+    config = (large / "config.toml").read_text()
+    (large / "config.toml").write_text(config.replace("[model.args]", "[model.args]\ndim = 1024\nnum_layers = 24"))
+    loaded = load_run_without_weights(large)
+    with Checkpointer(large / "checkpoints") as checkpointer:
+        checkpointer.save(6, TrainState(model=loaded, rng=False))
+    size = sum(parameter.numel() * 4 for parameter in loaded.parameters())
+    assert size > 300_000_000
+    command = [sys.executable, "-c", _WATCHED, str(large), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert sum(file.stat().st_size for file in (tmp_path / "out").rglob("*")) > 3 * size // 2  # three times in bfloat16
+    assert int(done.stdout) < size / 4  # buffers, code and metadata; the model in bfloat16 would be size / 2
+
+
+def load_run_without_weights(run_dir: Path) -> torch.nn.Module:
+    return build_model(read_config(run_dir).model, vocab_size=259, device="cpu")

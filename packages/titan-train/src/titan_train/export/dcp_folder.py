@@ -4,6 +4,7 @@ Names are the model's own, below ``model``. Tensors are read from the run's chec
 """
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ def write_dcp(folder: Path, step: Path, *, dtype: torch.dtype) -> None:
     views = {name: _TypedView(StepReader(step), name, dtype) for name in StepReader(step).index.tensors["model"]}
     state = {name: torch.empty(view.shape, dtype=view.dtype, device="meta") for name, view in views.items()}
     folder.mkdir(parents=True)
-    dcp.save({_ENTRY: state}, storage_writer=dcp.FileSystemWriter(folder), planner=_Planner(views), no_dist=True)
+    # one file for each tensor: torch's writer keeps what goes into one file in memory
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({_ENTRY: state}, storage_writer=writer, planner=_Planner(views), no_dist=True)
 
 
 def load_dcp(folder: Path, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from titan_train.data import build_tokenizer
 from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
 from titan_train.models import build_model
-from titan_train.run_folder import newest_checkpoint, read_config
+from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
 from titan_train.tokenizers import IncrementalDecoder, Tokenizer
 from titan_train.trust import admit_run_code
 
@@ -75,7 +75,7 @@ def load_run(
     Args:
         run_dir: The run's folder.
         step: Which checkpoint; None takes the newest valid one.
-        device: Where the weights go; None takes a GPU if there is one.
+        device: Where the weights go; None takes a GPU if there is one. "meta" reads no weights.
         trust_code: Run the model code that the folder names, though this account has not run it with that very code. Read
             the code first: a run's folder can name any.
         code: Folders to import that code from, beside what is installed.
@@ -93,6 +93,18 @@ def load_run(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = build_tokenizer(config.tokenizer, config.data)
     model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device).requires_grad_(False)
+    if torch.device(device).type == "meta":
+        return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step))
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
         found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
     return LoadedRun(config, model.eval(), tokenizer, found)
+
+
+def _saved_step(run_dir: Path, step: int | None) -> int:
+    saved = checkpoint_folders(run_dir)
+    found = max(saved) if step is None else step
+    if found not in saved:
+        raise ValueError(
+            f"{run_dir} has no checkpoint of step {found}; it has {sorted(saved)[-8:]}. Name one of these."
+        )
+    return found
