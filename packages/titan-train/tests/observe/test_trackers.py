@@ -15,7 +15,7 @@ from titan_train.observe import (
     check_trackers,
     read_metrics,
 )
-from titan_train.observe.trackers import _UntilItFails
+from titan_train.observe.trackers.build import _UntilItFails
 
 VALIDATION = ValidationRecord(step=2, loss=3.0, bits_per_byte=1.5, tokens=10)
 

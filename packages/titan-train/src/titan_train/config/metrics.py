@@ -26,6 +26,10 @@ class MetricsConfig:
     wandb_project: str = "titan"
     """Project of the Weights & Biases run."""
 
+    trackers: tuple[str, ...] = ()
+    """Further places for metrics: mlflow, trackio, prometheus, opentelemetry (each needs the extra of its name), tensorboard,
+    wandb, or one that an installed package adds."""
+
     def __post_init__(self) -> None:
         if self.log_every < 1:
             raise ValueError(f"metrics.log_every={self.log_every} must be at least 1; the nearest valid choice is 1.")
