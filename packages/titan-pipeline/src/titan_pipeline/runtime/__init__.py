@@ -6,6 +6,7 @@
 `program`             one rank's part of a schedule, compiled
 `step`                one step: walk the program
 `stage`               stages of a model
+`whole_model`         cut a whole model, its own forward unchanged
 `transport`           how messages move
 `weight_grad`         split a backward
 `optimizer`           exact global clip, optimistic step
@@ -30,6 +31,7 @@ from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
 from titan_pipeline.runtime.weight_grad.grouped import grouped_linear
 from titan_pipeline.runtime.weight_grad.queue import WeightGradQueue
 from titan_pipeline.runtime.weight_grad.rules import NORM_RULES
+from titan_pipeline.runtime.whole_model.cutter import ModelSplit, split
 
 __all__ = [
     "NORM_RULES",
@@ -37,6 +39,7 @@ __all__ = [
     "DeviceTransport",
     "Executor",
     "GlooTransport",
+    "ModelSplit",
     "Optimistic",
     "PeerFailure",
     "PipelineAborted",
@@ -54,6 +57,7 @@ __all__ = [
     "grouped_linear",
     "schedule_from_torch",
     "solve_on_rank0",
+    "split",
     "split_layers",
     "torch_runtime",
 ]
