@@ -37,9 +37,10 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import DataLoader, build_datasets, prepare, stream_windows
-from titan_train.data.sources.documents import Document, list_files, read_documents
+from titan_train.data.sources.document import Document
+from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.files import FileReader
 from titan_train.tokenizers import TiktokenTokenizer
 from titan_train.tokenizers.tiktoken import PATTERNS

@@ -17,13 +17,14 @@ from titan_train.config import Config
 from titan_train.data import (
     PackedDataset,
     ProgressCallback,
+    build_chat_template,
     build_tokenizer,
     cache_folder,
     open_datasets,
     prepare,
     show_progress,
 )
-from titan_train.tokenizers import Tokenizer
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Inputs:
     """What a rank reads."""
 
     tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Writes conversations; None if there is none."""
     train: PackedDataset
     validation: PackedDataset | None
     """None if nothing is held out."""
@@ -50,7 +53,7 @@ def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
     """
     with _only_one(cache_folder(config.data)), _progress(quiet) as progress:
         tokenizer = build_tokenizer(config.tokenizer, config.data, progress=progress)
-        prepare(config.data, tokenizer, progress=progress)
+        prepare(config.data, tokenizer, progress=progress, template=build_chat_template(config.tokenizer, tokenizer))
 
 
 def open_inputs(config: Config) -> Inputs:
@@ -60,8 +63,11 @@ def open_inputs(config: Config) -> Inputs:
         ValueError: It was not prepared, or the cache is damaged.
     """
     tokenizer = build_tokenizer(config.tokenizer, config.data)
-    train, validation = open_datasets(config.data, tokenizer, seq_len=config.model.seq_len, seed=config.run.seed)
-    return Inputs(tokenizer, train, validation, _bytes_per_token(tokenizer, train))
+    template = build_chat_template(config.tokenizer, tokenizer)
+    train, validation = open_datasets(
+        config.data, tokenizer, seq_len=config.model.seq_len, seed=config.run.seed, template=template
+    )
+    return Inputs(tokenizer, template, train, validation, _bytes_per_token(tokenizer, train))
 
 
 def vocab_size_without_training(config: Config) -> int | None:

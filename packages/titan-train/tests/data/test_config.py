@@ -2,7 +2,8 @@ import json
 
 import pytest
 from pydantic import TypeAdapter
-from titan_train.config.data import PATTERN_NAMES, DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config.tokenizer import PATTERN_NAMES
 from titan_train.tokenizers.tiktoken import PATTERNS
 
 

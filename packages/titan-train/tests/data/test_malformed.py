@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import zstandard
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import MalformedInputError, prepare
 from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.shards.token_source import ShardedTokens

@@ -3,7 +3,7 @@ import struct
 
 import numpy as np
 import pytest
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import MegatronTokens, build_datasets, prepare
 
 

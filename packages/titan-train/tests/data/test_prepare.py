@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, build_datasets, build_tokenizer, open_datasets, prepare, stream_windows
 from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.sources.held_out import is_held_out
@@ -15,7 +15,7 @@ from titan_train.tokenizers import ByteTokenizer
 # A tokenizer that dies, with no chance to clean up, at its 40th document.
 KILLED = """
 import os, sys
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import prepare
 from titan_train.tokenizers import ByteTokenizer
 

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 import pytest
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import DataLoader, build_datasets
 
 

@@ -12,7 +12,14 @@ only chooses which part of it to read.
 Only `DataLoader` imports torch, when it is constructed.
 """
 
-from titan_train.data.build import build_datasets, build_tokenizer, cache_folder, open_datasets, prepare
+from titan_train.data.build import (
+    build_chat_template,
+    build_datasets,
+    build_tokenizer,
+    cache_folder,
+    open_datasets,
+    prepare,
+)
 from titan_train.data.loader.batch import Batch
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.packed import PackedDataset, SampleLocation
@@ -34,6 +41,7 @@ __all__ = [
     "SampleLocation",
     "ShardedTokens",
     "TokenSource",
+    "build_chat_template",
     "build_datasets",
     "build_tokenizer",
     "cache_folder",

@@ -11,7 +11,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from titan_train.config.data import DataConfig, SourceConfig, TokenizerConfig, Verify
+from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config.data import Verify
+from titan_train.config.source import TEXT_KINDS
 from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.progress import ProgressCallback
 from titan_train.data.shards.manifest import DataManifest, read_manifest
@@ -25,8 +27,17 @@ from titan_train.data.shards.prepare import (
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
 from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.held_out import held_out_fraction
-from titan_train.data.sources.texts import TEXT_KINDS, training_texts
-from titan_train.tokenizers import ByteTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from titan_train.data.sources.texts import training_texts
+from titan_train.tokenizers import (
+    ByteTokenizer,
+    ChatTemplate,
+    HfTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_sentencepiece,
+)
+from titan_train.tokenizers.chat_template import BUILT_IN
 from titan_train.tokenizers.saved import SAVED_NAME
 
 _logger = logging.getLogger(__name__)
@@ -60,6 +71,26 @@ def build_tokenizer(
     return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
 
 
+def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that writes conversations for a tokenizer; None if neither it nor the configuration has one.
+
+    Raises:
+        ValueError: If the configured file does not exist, or is no template.
+    """
+    given = config.chat_template
+    if given in BUILT_IN or not given:
+        return ChatTemplate.of(tokenizer, BUILT_IN.get(given, ""))
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer.chat_template={given!r} is neither a file nor one of {', '.join(BUILT_IN)}. Name a Jinja file."
+        )
+    try:
+        return ChatTemplate.of(tokenizer, path.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ValueError(f"{path}: {err}") from err
+
+
 def prepare(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -67,6 +98,7 @@ def prepare(
     cache_dir: str | Path | None = None,
     progress: ProgressCallback | None = None,
     verify: Verify | None = None,
+    template: ChatTemplate | None = None,
 ) -> list[Path]:
     """Tokenize every text source that is not in the cache yet, and open every source that holds tokens.
 
@@ -76,6 +108,7 @@ def prepare(
         cache_dir: Where shards go; None takes the configured place.
         progress: Told now and then.
         verify: How much of the token sources is read; None takes ``config.verify``.
+        template: Writes conversations, see `build_chat_template`; needed if a source has chats.
 
     Returns:
         The folder of each prepared text source, training sources first.
@@ -88,10 +121,11 @@ def prepare(
     sources = [*config.sources, *config.validation_sources]
     for source in sources:
         if source.kind not in TEXT_KINDS:
-            opened = _open_source(source, replace(config, verify=verify or config.verify), tokenizer, cache)
+            checked = replace(config, verify=verify or config.verify)
+            opened = _open_source(source, checked, tokenizer, cache, template)
             if not any(part.num_tokens for part in opened if part is not None):
                 raise ValueError(f"source {source.name!r} holds no tokens: {', '.join(source.paths)}. Name another.")
-    return [prepare_source(s, config, tokenizer, cache, progress) for s in sources if s.kind in TEXT_KINDS]
+    return [prepare_source(s, config, tokenizer, cache, progress, template) for s in sources if s.kind in TEXT_KINDS]
 
 
 def open_datasets(
@@ -101,8 +135,9 @@ def open_datasets(
     seq_len: int,
     seed: int,
     cache_dir: str | Path | None = None,
+    template: ChatTemplate | None = None,
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Memory-map what `prepare` made.
+    """Memory-map what `prepare` made, with the same arguments.
 
     Returns:
         The training set, and the held-out set: None if nothing is held out, or less than one sample of each source.
@@ -114,20 +149,22 @@ def open_datasets(
     train: dict[str, TokenSource] = {}
     held_out: dict[str, TokenSource] = {}
     for source in config.sources:
-        train[source.name], part = _open_source(source, config, tokenizer, cache)
+        train[source.name], part = _open_source(source, config, tokenizer, cache, template)
         if part is not None:
             held_out[source.name] = part
     for source in config.validation_sources:
-        held_out[source.name], _ = _open_source(source, config, tokenizer, cache)
+        held_out[source.name], _ = _open_source(source, config, tokenizer, cache, template)
     weights = {source.name: source.weight for source in (*config.sources, *config.validation_sources)}
-    enough = {name: source for name, source in held_out.items() if source.num_tokens > seq_len}
+    whole = {source.name for source in (*config.sources, *config.validation_sources) if source.packs_whole}
+    least = {name: 2 if name in whole else seq_len + 1 for name in held_out}
+    enough = {name: source for name, source in held_out.items() if source.num_tokens >= least[name]}
     for name in held_out.keys() - enough.keys():
         if config.validation_fraction > 0:
             _logger.warning(
                 "held-out part of source %r: %d tokens (< %d per sample); skipping it. Raise data.validation_fraction.",
                 name,
                 held_out[name].num_tokens,
-                seq_len + 1,
+                least[name],
             )
 
     def packed(sources: dict[str, TokenSource], shares: dict[str, float], limits: dict[str, int]) -> PackedDataset:
@@ -140,6 +177,8 @@ def open_datasets(
             document_mask=config.document_mask,
             mask_boundary_labels=config.mask_document_boundary_labels,
             max_epochs=limits,
+            whole=whole,
+            pad_id=tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id,
         )
 
     limits = {source.name: source.max_epochs for source in config.sources}
@@ -156,10 +195,11 @@ def build_datasets(
     seed: int,
     cache_dir: str | Path | None = None,
     progress: ProgressCallback | None = None,
+    template: ChatTemplate | None = None,
 ) -> tuple[PackedDataset, PackedDataset | None]:
     """`prepare`, then `open_datasets`: all a single process needs."""
-    prepare(config, tokenizer, cache_dir=cache_dir, progress=progress)
-    return open_datasets(config, tokenizer, seq_len=seq_len, seed=seed, cache_dir=cache_dir)
+    prepare(config, tokenizer, cache_dir=cache_dir, progress=progress, template=template)
+    return open_datasets(config, tokenizer, seq_len=seq_len, seed=seed, cache_dir=cache_dir, template=template)
 
 
 def _cache(config: DataConfig, cache_dir: str | Path | None) -> Path:
@@ -176,6 +216,8 @@ def _load(config: TokenizerConfig) -> Tokenizer:
             bos_token=config.bos_token,
             eos_token=config.eos_token,
         )
+    if config.kind == "hf":
+        return HfTokenizer.from_folder(path, bos_token=config.bos_token, eos_token=config.eos_token)
     tokenizer = load_tokenizer(path)
     if tokenizer.kind != config.kind:
         raise ValueError(
@@ -192,14 +234,17 @@ def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> P
         "model_type": config.model_type,
         "train_max_bytes": config.train_max_bytes,
         "held_out": [held_out_fraction(source, data) for source in sources],
-        "files": [[source.kind, source.text_key, [file.stamp() for file in list_files(source)]] for source in sources],
+        "files": [
+            [source.kind, source.messages_key or source.text_key, [file.stamp() for file in list_files(source)]]
+            for source in sources
+        ],
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return cache / f"tokenizer-{config.model_type}-{config.vocab_size}-{digest}"
 
 
 def _open_source(
-    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache: Path
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache: Path, template: ChatTemplate | None
 ) -> tuple[TokenSource, TokenSource | None]:
     """The part of a source to train on, and the held-out part if its kind has one."""
     if source.kind == "megatron":
@@ -207,7 +252,7 @@ def _open_source(
     if source.kind == "tokens":
         folders = [Path(path).expanduser() for path in source.paths]
     else:
-        folders = [source_folder(source, config, tokenizer, cache)]
+        folders = [source_folder(source, config, tokenizer, cache, template)]
     manifests = [_checked_manifest(folder, tokenizer) for folder in folders]
 
     def opened(split: str) -> ShardedTokens:
@@ -219,9 +264,15 @@ def _open_source(
             tokenizer_fingerprint=tokenizer.fingerprint,
             fingerprint=hashlib.sha256(content.encode()).hexdigest(),
             verify=config.verify,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=tokenizer.vocab_size * (2 if manifests[0].label_mask else 1),
+            not_learned_from=tokenizer.vocab_size if manifests[0].label_mask else None,
         )
 
+    if len({manifest.label_mask for manifest in manifests}) > 1:
+        raise ValueError(
+            f"data.sources[{source.name!r}].paths holds folders of chats and of text: only some have labels of their own. "
+            "Make each kind a source of its own."
+        )
     return opened(TRAIN), opened(VALIDATION)
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.tokenizers import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from titan_train.tokenizers import ByteTokenizer, HfTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
 
 _SPACE = "\u2581"
@@ -24,6 +25,8 @@ _SPACE = "\u2581"
 
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     """The text of ``tokenizer.json``; None for a tokenizer that the format cannot express."""
+    if isinstance(tokenizer, HfTokenizer):
+        return tokenizer.tokenizer_json.decode()
     if isinstance(tokenizer, ByteTokenizer):
         vocabulary = byte_level_vocabulary(tokenizer)
         model = _bpe(vocabulary.tokens, [])
@@ -49,6 +52,8 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """``bos_token``, ``eos_token`` and ``pad_token`` of the vocabulary, by their names in ``tokenizer.json``."""
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    if isinstance(tokenizer, HfTokenizer):
+        return {key: tokenizer.config[key] for key, token_id in ids.items() if token_id is not None}
     if isinstance(tokenizer, TiktokenTokenizer):
         names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
     elif isinstance(tokenizer, SentencePieceTokenizer):
@@ -72,7 +77,7 @@ def byte_level_vocabulary(tokenizer: ByteTokenizer | TiktokenTokenizer) -> ByteL
     """The vocabulary with each byte as a printable character."""
     if isinstance(tokenizer, ByteTokenizer):
         special = {"<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id, "<pad>": tokenizer.pad_id}
-        return ByteLevelVocabulary({_CHARACTERS[byte]: byte for byte in range(256)}, [], special)
+        return ByteLevelVocabulary({CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}, [], special)
     ranks = tokenizer.ranks()
     merges = [
         [_written(part) for part in _last_merge(ranks, token, rank)]
@@ -165,15 +170,5 @@ def _file(
     return json.dumps(content, ensure_ascii=False)
 
 
-def _byte_characters() -> list[str]:
-    """A printable character for each byte, as GPT-2 has them: itself where it is printable, else one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256))
-    return [chr(byte) if byte in printable else chr(256 + next(others)) for byte in range(256)]
-
-
-_CHARACTERS = _byte_characters()
-
-
 def _written(token: bytes) -> str:
-    return "".join(_CHARACTERS[byte] for byte in token)
+    return "".join(CHARACTER_OF_BYTE[byte] for byte in token)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 258
+    special_ids: ClassVar[dict[str, int]] = {"<bos>": 256, "<eos>": 257, "<pad>": 258}
     fingerprint = hashlib.sha256(b"titan bytes 1: 0-255, bos 256, eos 257, pad 258").hexdigest()
 
     def encode(self, text: str) -> TokenArray:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from titan_train.tokenizers.byte import ByteTokenizer
+from titan_train.tokenizers.huggingface import TOKENIZER_JSON, HfTokenizer
 from titan_train.tokenizers.protocol import Tokenizer
 from titan_train.tokenizers.saved import MODEL_NAME, SAVED_NAME, read_description
 from titan_train.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -13,8 +14,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load what `Tokenizer.save` wrote, or a bare model file.
 
     Args:
-        path: A folder with `titan_tokenizer.json` or `tokenizer.model`, or a model file. A bare file of mergeable
-            ranks is taken as Llama 3's; build `TiktokenTokenizer` yourself for another pattern.
+        path: A folder with `titan_tokenizer.json`, `tokenizer.model` or `tokenizer.json` (the first of them is read), or a
+            model file. A bare file of mergeable ranks is taken as Llama 3's; build `TiktokenTokenizer` yourself for
+            another pattern.
 
     Raises:
         ValueError: If there is no tokenizer at ``path``, or its content does not match the fingerprint saved with it.
@@ -23,9 +25,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir() and (path / SAVED_NAME).is_file():
         return _load_saved(path)
     model = path / MODEL_NAME if path.is_dir() else path
+    if path.suffix == ".json" or (not model.is_file() and (path / TOKENIZER_JSON).is_file()):
+        return HfTokenizer.from_folder(path)
     if not model.is_file():
         raise ValueError(
-            f"{path} holds no tokenizer: expected {SAVED_NAME} or {MODEL_NAME} in a folder, or a model file. "
+            f"{path} holds no tokenizer: expected {SAVED_NAME}, {MODEL_NAME} or {TOKENIZER_JSON} in a folder, or a model file. "
             "Train one with `titan-train tokenizer train`."
         )
     content = model.read_bytes()
@@ -42,6 +46,8 @@ def _load_saved(folder: Path) -> Tokenizer:
     tokenizer: Tokenizer
     if kind == "bytes":
         tokenizer = ByteTokenizer()
+    elif kind == "hf":
+        tokenizer = HfTokenizer.from_folder(folder)
     elif kind == "sentencepiece":
         tokenizer = SentencePieceTokenizer(_model(folder))
     elif kind == "tiktoken":
@@ -53,7 +59,7 @@ def _load_saved(folder: Path) -> Tokenizer:
             eos_token=saved["eos_token"],
         )
     else:
-        raise ValueError(f"{folder / SAVED_NAME} names kind={kind!r}, not one of sentencepiece, tiktoken, bytes.")
+        raise ValueError(f"{folder / SAVED_NAME} names kind={kind!r}, not one of sentencepiece, tiktoken, hf, bytes.")
     if saved.get("fingerprint") != tokenizer.fingerprint:
         raise ValueError(
             f"the tokenizer in {folder} was changed after it was saved: fingerprint {tokenizer.fingerprint[:16]}, "

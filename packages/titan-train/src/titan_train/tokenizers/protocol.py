@@ -17,11 +17,14 @@ TokenArray = npt.NDArray[np.int32]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back. `decode(encode(text)) == text` for every text that UTF-8 can carry."""
+    """Text to token ids and back. `decode(encode(text)) == text` for every text that UTF-8 can carry.
+
+    Tokenizers of other libraries (kind "hf") keep the text as far as their normalisation does.
+    """
 
     @property
     def kind(self) -> str:
-        """sentencepiece, tiktoken or bytes."""
+        """sentencepiece, tiktoken, hf or bytes."""
         ...
 
     @property
@@ -42,6 +45,11 @@ class Tokenizer(Protocol):
     @property
     def pad_id(self) -> int | None:
         """Id that fills a row, or None if the vocabulary has none."""
+        ...
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by name, as chat templates write them."""
         ...
 
     @property

@@ -60,12 +60,13 @@ def prepare_sources(
     from rich.console import Console
     from rich.table import Table
 
-    from titan_train.data import build_tokenizer, cache_folder, prepare, show_progress
+    from titan_train.data import build_chat_template, build_tokenizer, cache_folder, prepare, show_progress
 
     console = console or Console()
     with show_progress() as progress:
         built = build_tokenizer(tokenizer, data, cache_dir=cache_dir, progress=progress)
-        folders = prepare(data, built, cache_dir=cache_dir, progress=progress, verify="full")
+        template = build_chat_template(tokenizer, built)
+        folders = prepare(data, built, cache_dir=cache_dir, progress=progress, verify="full", template=template)
     results = [_describe(folder) for folder in folders]
     table = Table(title=f"prepared in {cache_folder(data) if cache_dir is None else cache_dir}")
     for heading in ("source", "train tokens", "held out", "documents", "bytes/token", "left out", "folder"):

@@ -61,9 +61,13 @@ def build_batch(
         samples_consumed: Passed on.
     """
     size, length = samples.size, dataset.seq_len
-    both, starts = dataset.read(samples)
-    # Copies, also of a single row, whose two slices would share memory: labels are masked in place.
-    tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
+    rows = dataset.rows(samples)
+    starts = [row.document_starts for row in rows]
+    tokens = np.stack([row.tokens[:-1] for row in rows]).astype(np.int64)
+    labels = np.stack([row.tokens[1:] for row in rows]).astype(np.int64)
+    for number, row in enumerate(rows):
+        if row.learned is not None:
+            labels[number, ~row.learned[1:]] = ignore_index
     positions = np.empty((size, length), dtype=np.int64)
     positions[:] = np.arange(length)
     if dataset.mask_boundary_labels:

@@ -1,20 +1,19 @@
 """Samples of a fixed length from sources of any length, each found from its number alone.
 
-Every source is cut into windows of ``seq_len + 1`` tokens that overlap by one: ``seq_len`` inputs and their next
-tokens. No token is padded or dropped, but for less than one window at a source's end. Global sample ``g`` goes through
-three pure steps, none of which knows how many ranks there are:
+Every source is cut into windows of ``seq_len + 1`` tokens: ``seq_len`` inputs and their next tokens (`rows` says how).
+Global sample ``g`` goes through three pure steps, none of which knows how many ranks there are:
 
     g  --mixture-->  (source, index i)  --epoch = i // windows, Feistel-->  window  --memory map-->  tokens
 
 so a run's whole position in the data is one integer, the number of samples consumed.
 
-Documents are packed whole-run: a window may begin and end inside a document. Where documents meet inside it is known
-from the index, so attention can be kept inside documents and positions restarted.
+Where documents meet inside a window is known from the index, so attention can be kept inside documents and positions
+restarted.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.data.loader.rows import CutRows, Row, TokenRows, WholeRows
 from titan_train.data.order.mixture import Mixture
 from titan_train.data.order.permutation import IndexArray, permute
 from titan_train.data.shards.token_source import TokenSource
@@ -54,6 +54,8 @@ class PackedDataset:
         document_mask: Whether batches carry document boundaries and restart positions.
         mask_boundary_labels: Whether a document's last token has no label (it would be another document's first).
         max_epochs: Passes allowed over each source, by name; a source without an entry has no limit.
+        whole: Names of sources whose windows hold whole documents.
+        pad_id: Fills the rest of such a window.
 
     Raises:
         ValueError: If a source is shorter than one sample, or names, weights and limits do not agree.
@@ -70,11 +72,13 @@ class PackedDataset:
         document_mask: bool = True,
         mask_boundary_labels: bool = True,
         max_epochs: Mapping[str, int] | None = None,
+        whole: Collection[str] = (),
+        pad_id: int = 0,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1.")
         for name, source in sources.items():
-            if source.num_tokens < seq_len + 1:
+            if source.num_tokens < (2 if name in whole else seq_len + 1):
                 raise ValueError(
                     f"source {name!r} has {source.num_tokens} tokens, but one sample of seq_len={seq_len} needs "
                     f"{seq_len + 1}. Use seq_len={max(1, source.num_tokens - 1)} or less, or a longer source."
@@ -92,7 +96,12 @@ class PackedDataset:
         self.mask_boundary_labels = mask_boundary_labels
         self.weights = given
         self._sources = tuple(sources.values())
-        self._windows = [(source.num_tokens - 1) // seq_len for source in self._sources]
+        self._whole = sorted(set(whole) & set(sources))
+        self._rows: list[TokenRows] = [
+            WholeRows(source, seq_len, pad_id) if name in whole else CutRows(source, seq_len)
+            for name, source in sources.items()
+        ]
+        self._windows = [rows.num_rows for rows in self._rows]
         self._mixture = Mixture(self.source_names, [given[name] for name in self.source_names], seed)
         self._max_epochs = dict(max_epochs or {})
         self._chunk = lru_cache(maxsize=4 * len(self._sources))(self._make_chunk)
@@ -110,7 +119,7 @@ class PackedDataset:
     @property
     def fingerprint(self) -> str:
         """Hash (hex) of the tokens, the mixture and the masking: what resume compares besides seed and seq_len."""
-        content = {
+        content: dict[str, Any] = {
             "sources": {
                 n: [s.fingerprint, self.weights[n]] for n, s in zip(self.source_names, self._sources, strict=True)
             },
@@ -118,6 +127,8 @@ class PackedDataset:
             "document_mask": self.document_mask,
             "mask_boundary_labels": self.mask_boundary_labels,
         }
+        if self._whole:
+            content["whole"] = self._whole
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -168,6 +179,12 @@ class PackedDataset:
             window[chosen] = permute(rest[chosen], total, self.seed, self.source_names[number], pass_number)
         return epoch, window
 
+    def rows(self, samples: npt.ArrayLike) -> list[Row]:
+        """Samples with these global numbers."""
+        where = self.locate(samples)
+        pairs = zip(where.source.tolist(), where.window.tolist(), strict=True)
+        return [self._rows[source].read(window) for source, window in pairs]
+
     def tokens(self, samples: npt.ArrayLike, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Tokens of samples, inputs and labels in one.
 
@@ -178,32 +195,19 @@ class PackedDataset:
         Returns:
             ``[N, seq_len + 1]``: columns ``:-1`` are the inputs, ``1:`` the next tokens.
         """
-        return self._tokens(self.locate(samples), out)
+        rows = self.rows(samples)
+        if out is None:
+            out = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)
+        for number, row in enumerate(rows):
+            out[number] = row.tokens
+        return out
 
     def document_starts(self, samples: npt.ArrayLike) -> list[npt.NDArray[np.int64]]:
         """Where documents begin inside each sample: places in ``[1, seq_len]``, rising.
 
         A start at ``seq_len`` lies just behind the inputs: the last label belongs to another document.
         """
-        return self._document_starts(self.locate(samples))
-
-    def read(self, samples: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """`tokens` and `document_starts` of samples, located once."""
-        where = self.locate(samples)
-        return self._tokens(where, None), self._document_starts(where)
-
-    def _tokens(self, where: SampleLocation, out: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-        if out is None:
-            out = np.empty((where.window.size, self.seq_len + 1), dtype=np.int64)
-        for row, (source, window) in enumerate(zip(where.source.tolist(), where.window.tolist(), strict=True)):
-            out[row] = self._sources[source].window(window * self.seq_len, self.seq_len + 1)
-        return out
-
-    def _document_starts(self, where: SampleLocation) -> list[npt.NDArray[np.int64]]:
-        return [
-            self._sources[source].document_starts(window * self.seq_len, self.seq_len + 1)
-            for source, window in zip(where.source.tolist(), where.window.tolist(), strict=True)
-        ]
+        return [row.document_starts for row in self.rows(samples)]
 
     def _check_epochs(self, number: int, epoch: int) -> None:
         name = self.source_names[number]

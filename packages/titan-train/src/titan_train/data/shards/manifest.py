@@ -42,11 +42,13 @@ class DataManifest:
     """Files read: path, size (bytes) and sha256 of each."""
     bad: Mapping[str, int]
     """Malformed documents left out, by class."""
+    label_mask: bool = False
+    """Whether ids that are not learned are stored with ``vocab_size`` added, as those of a chat's other turns are."""
 
     @property
     def fingerprint(self) -> str:
         """sha256 (hex) of the tokens and document ends; file names, times and machines do not enter."""
-        content = {
+        content: dict[str, Any] = {
             "format": _FORMAT,
             "tokenizer": self.tokenizer,
             "bos_id": self.bos_id,
@@ -56,6 +58,8 @@ class DataManifest:
                 for split, shards in self.splits.items()
             },
         }
+        if self.label_mask:
+            content["label_mask"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def num_tokens(self, split: str) -> int:
@@ -85,6 +89,7 @@ def write_manifest(folder: Path, manifest: DataManifest) -> None:
         "options": dict(manifest.options),
         "files": [dict(file) for file in manifest.files],
         "bad": dict(manifest.bad),
+        "label_mask": manifest.label_mask,
     }
     write_json(folder / MANIFEST_NAME, content)
 
@@ -106,7 +111,9 @@ def read_manifest(folder: Path) -> DataManifest:
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}, but this release reads format {_FORMAT}")
         noted = content["fingerprint"]
-        manifest = _ADAPTER.validate_python({key: content[key] for key in DataManifest.__slots__})
+        given = {key: content[key] for key in DataManifest.__slots__ if key != "label_mask"}
+        given["label_mask"] = content.get("label_mask", False)
+        manifest = _ADAPTER.validate_python(given)
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         problem = _first_problem(err) if isinstance(err, ValidationError) else f"{type(err).__name__}: {err}"
         raise ValueError(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,16 +22,18 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.progress import PrepareProgress, ProgressCallback
 from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest, write_json, write_manifest
-from titan_train.data.sources.documents import CorpusFile, Document, list_files, read_documents
+from titan_train.data.sources.chat import Conversations
+from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.encoding import encode_in_order
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.held_out import held_out_fraction, is_held_out
 from titan_train.data.sources.malformed import BadDocument, BadDocuments
-from titan_train.tokenizers import Tokenizer
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 _SPLITS = (TRAIN, VALIDATION)
@@ -61,9 +63,15 @@ class _Position:
     line: int = 1
 
 
-def source_folder(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path) -> Path:
+def source_folder(
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    template: ChatTemplate | None = None,
+) -> Path:
     """Where a text source's shards lie: one folder for each set of files, tokenizer and options that decide tokens."""
-    return _folder(source, config, tokenizer, cache_dir, list_files(source))
+    return _folder(source, config, tokenizer, cache_dir, list_files(source), template)
 
 
 def prepare_source(
@@ -72,8 +80,17 @@ def prepare_source(
     tokenizer: Tokenizer,
     cache_dir: Path,
     progress: ProgressCallback | None = None,
+    template: ChatTemplate | None = None,
 ) -> Path:
     """Tokenize one text source unless that was done before.
+
+    Args:
+        source: The source.
+        config: Options of all sources.
+        tokenizer: Makes the tokens.
+        cache_dir: The folder is made in it.
+        progress: Told how far it is.
+        template: Writes conversations; needed by a source of chats.
 
     Returns:
         The folder with its manifest.
@@ -82,13 +99,14 @@ def prepare_source(
         ValueError: If a path does not exist, or as `MalformedInputError` for malformed documents.
     """
     files = list_files(source)
-    folder = _folder(source, config, tokenizer, cache_dir, files)
+    chats = _conversations(source, tokenizer, template)
+    folder = _folder(source, config, tokenizer, cache_dir, files, template)
     if _is_prepared(folder, source, config):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     with _only_process(folder):
         if not _is_prepared(folder, source, config):  # another process may have done it meanwhile
-            _Preparation(source, config, tokenizer, folder, files, progress).run()
+            _Preparation(source, config, tokenizer, folder, files, progress, chats).run()
     return folder
 
 
@@ -119,7 +137,9 @@ class _Preparation:
         folder: Path,
         files: Sequence[CorpusFile],
         progress: ProgressCallback | None,
+        chats: Conversations | None,
     ) -> None:
+        self._chats = chats
         self._source, self._config, self._tokenizer = source, config, tokenizer
         self._folder, self._files, self._progress = folder, files, progress
         self._fraction = held_out_fraction(source, config)
@@ -160,7 +180,9 @@ class _Preparation:
             file = self._files[number]
             self._bytes_before = self._ends[number] - self._sizes[number]
             self._reader = reader = FileReader(file.path)
-            yield from read_documents(file, self._source, reader, start.line if number == start.file else 1)
+            yield from read_documents(
+                file, self._source, reader, start.line if number == start.file else 1, self._chats
+            )
             yield _FileEnd(number, file.name, reader.bytes_read, reader.sha256)
 
     def _take(self, item: Document | BadDocument | _FileEnd, ids: Any) -> None:
@@ -174,7 +196,8 @@ class _Preparation:
         else:
             self._bad.add_good()
             split = VALIDATION if is_held_out(item.utf8, self._fraction) else TRAIN
-            self._writers[split].append([*self._bos, ids, self._eos])
+            # a chat template writes what begins and ends a conversation
+            self._writers[split].append([ids] if self._chats else [*self._bos, ids, self._eos])
             self._text_bytes[split] += len(item.utf8)
         self._next = _Position(self._next.file, item.line + 1)
         self._report()
@@ -228,7 +251,7 @@ class _Preparation:
             split: ShardWriter(
                 self._folder,
                 f"{split}-{len(self._shards[split]):05d}",
-                vocab_size=self._tokenizer.vocab_size,
+                vocab_size=self._tokenizer.vocab_size * (2 if self._chats else 1),
                 tokenizer_fingerprint=self._tokenizer.fingerprint,
             )
             for split in _SPLITS
@@ -243,6 +266,7 @@ class _Preparation:
             eos_id=self._tokenizer.eos_id,
             splits={split: tuple(shards) for split, shards in self._shards.items()},
             text_bytes=self._text_bytes,
+            label_mask=self._chats is not None,
             options=_options(self._source, self._config),
             files=tuple(self._done_files),
             bad=dict(self._bad.counts),
@@ -314,15 +338,33 @@ def _options(source: SourceConfig, config: DataConfig) -> dict[str, Any]:
     }
 
 
+def _conversations(source: SourceConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> Conversations | None:
+    if not source.messages_key:
+        return None
+    if template is None:
+        raise ValueError(
+            f"data.sources[{source.name!r}].messages_key={source.messages_key!r}, but the {tokenizer.kind} tokenizer has no chat "
+            'template. Set tokenizer.chat_template to a Jinja file, or to "plain" or "chatml".'
+        )
+    return Conversations.of(tokenizer, template)
+
+
 def _folder(
-    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, cache_dir: Path, files: Sequence[CorpusFile]
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    files: Sequence[CorpusFile],
+    template: ChatTemplate | None,
 ) -> Path:
-    content: Mapping[str, Any] = {
+    content: dict[str, Any] = {
         "format": _FORMAT,
         "tokenizer": tokenizer.fingerprint,
         "options": _options(source, config),
         "files": [file.stamp() for file in files],
     }
+    if source.messages_key and template is not None:
+        content["chat"] = [source.messages_key, template.source, template.special_tokens]
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return cache_dir / f"{source.name}-{key}"
 

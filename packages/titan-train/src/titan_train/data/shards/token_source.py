@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,20 @@ class TokenSource(Protocol):
         ...
 
 
+@runtime_checkable
+class DocumentEnds(Protocol):
+    """A source that knows where all its documents end, and which of its tokens are learned."""
+
+    @property
+    def not_learned_from(self) -> int | None:
+        """Ids from here on are those of tokens that are no label, with this number added; None if all tokens are."""
+        ...
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Token offset behind each document, rising; the last is the number of tokens."""
+        ...
+
+
 class ShardedTokens:
     """Memory-mapped shards in a row.
 
@@ -48,6 +62,7 @@ class ShardedTokens:
         fingerprint: Hash of the content, from the manifests.
         verify: header, sample or full, see `DataConfig.verify`.
         vocab_size: Ids must be below it; compared in the blocks that ``verify`` reads.
+        not_learned_from: See `DocumentEnds`.
 
     Raises:
         ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks.
@@ -62,12 +77,14 @@ class ShardedTokens:
         fingerprint: str,
         verify: Verify = "sample",
         vocab_size: int = 2**32,
+        not_learned_from: int | None = None,
     ) -> None:
         pairs = [(folder, info) for folder, info in zip(folders, infos, strict=True) if info.tokens]
         self._shards = [TokenShard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
         self._starts = np.cumsum([0, *(info.tokens for _, info in pairs)]).tolist()
         self.num_tokens: int = self._starts[-1]
         self.fingerprint = fingerprint
+        self.not_learned_from = not_learned_from
         for shard in self._shards:
             verify_shard(shard, verify, vocab_size)
 
@@ -84,6 +101,14 @@ class ShardedTokens:
             parts.append(self._shards[number].tokens[:missing])
             missing -= parts[-1].size
         return np.concatenate(parts)
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Token offset behind each document, rising."""
+        ends = [
+            shard.document_ends.astype(np.int64) + start
+            for shard, start in zip(self._shards, self._starts, strict=False)
+        ]
+        return np.concatenate(ends) if ends else np.empty(0, dtype=np.int64)
 
     def document_starts(self, start: int, n: int) -> npt.NDArray[np.int64]:
         number = bisect_right(self._starts, start) - 1

@@ -1,52 +1,34 @@
 """The documents of a source: which files, in which order, and what of each file is a document.
 
-Text files are one document each; every line of a JSON lines file is one. Files are read in sorted order, so the stream
-of documents is the same on every machine that holds the same files.
+Text files are one document each; every line of a JSON lines file is one, and every row of a table. Files are read in sorted
+order, so the stream of documents is the same on every machine that holds the same files.
 """
 
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from titan_train.config.data import SourceConfig
+from titan_train.config import SourceConfig
+from titan_train.data.sources.chat import Conversations
+from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.files import DamagedFileError, FileReader
-from titan_train.data.sources.malformed import BadDocument, BadKind
+from titan_train.data.sources.malformed import BadDocument
+from titan_train.data.sources.records import as_document, oversize
+from titan_train.data.sources.tables import read_rows, saved_dataset_files
 from titan_train.nearest import nearest_name
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".text")
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusFile:
-    """One file of a source."""
-
-    path: Path
-    name: str
-    """Path below the folder it was found in: what a cache key and a manifest call it."""
-
-    def stamp(self) -> tuple[str, int, int]:
-        """Name, size (bytes) and time of change (ns): differ when the file was changed."""
-        status = self.path.stat()
-        return self.name, status.st_size, status.st_mtime_ns
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document."""
-
-    text: str
-    utf8: bytes
-    """The text in UTF-8: hashed to choose the held-out part, counted for bytes per token."""
-    line: int
-    """Where it began in its file, from 1."""
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather"),
+}
 
 
 def list_files(source: SourceConfig) -> list[CorpusFile]:
@@ -70,11 +52,26 @@ def list_files(source: SourceConfig) -> list[CorpusFile]:
 
 
 def read_documents(
-    file: CorpusFile, source: SourceConfig, reader: FileReader, first_line: int = 1
+    file: CorpusFile,
+    source: SourceConfig,
+    reader: FileReader,
+    first_line: int = 1,
+    chats: Conversations | None = None,
 ) -> Iterator[Document | BadDocument]:
-    """Documents of one file, malformed ones among them, from line ``first_line`` on."""
+    """Documents of one file, malformed ones among them.
+
+    Args:
+        file: The file.
+        source: Says what a document is.
+        reader: Of the same file; hashes what it reads.
+        first_line: Line or row to begin at, from 1.
+        chats: Writes the conversations of a source of chats; None gives the texts of their messages.
+    """
+    chats = chats or Conversations(None)
     if source.kind == "jsonl":
-        return _read_json_lines(file, source, reader, first_line)
+        return _read_json_lines(file, source, reader, first_line, chats)
+    if source.kind in ("parquet", "arrow"):
+        return read_rows(file, source, reader, first_line, chats)
     return _read_text(file, source, reader, first_line)
 
 
@@ -100,8 +97,10 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     path = Path(given).expanduser()
     if path.is_file():
         return [CorpusFile(path, path.name)]
+    if path.is_dir() and source.kind == "arrow" and (saved := saved_dataset_files(path)) is not None:
+        return saved
     if path.is_dir():
-        suffixes = _JSONL_SUFFIXES if source.kind == "jsonl" else _TEXT_SUFFIXES
+        suffixes = _SUFFIXES.get(source.kind, _TEXT_SUFFIXES)
         found = [p for p in path.rglob("*") if p.is_file() and _plain_suffix(p) in suffixes]
         return sorted((CorpusFile(p, p.relative_to(path).as_posix()) for p in found), key=lambda f: f.name)
     if any(mark in given for mark in "*?["):
@@ -148,55 +147,43 @@ def _read_text(
     if damage is not None:
         yield BadDocument(str(file.path), 1, len(raw), "truncated", damage, b"")
     elif oversize:
-        yield BadDocument(str(file.path), 1, 0, "oversize", _oversize(source), raw[:200])
+        yield BadDocument(str(file.path), 1, 0, "oversize", oversize(source), raw[:200])
     else:
         yield _checked(file, 1, 0, raw)
 
 
 def _read_json_lines(
-    file: CorpusFile, source: SourceConfig, reader: FileReader, first_line: int
+    file: CorpusFile, source: SourceConfig, reader: FileReader, first_line: int, chats: Conversations
 ) -> Iterator[Document | BadDocument]:
-    keys = [source.text_key] if "." not in source.text_key else source.text_key.split(".")
     number, offset = 0, 0
     try:
         for number, (offset, line) in enumerate(reader.lines(source.max_document_bytes), start=1):
             if number < first_line:
                 continue
             if line is None:
-                yield BadDocument(str(file.path), number, offset, "oversize", _oversize(source), b"")
+                yield BadDocument(str(file.path), number, offset, "oversize", oversize(source), b"")
             else:
-                yield _parse(file, number, offset, line, keys)
+                yield _parse(file, source, number, offset, line, chats)
     except DamagedFileError as err:
         if number + 1 >= first_line:
             yield BadDocument(str(file.path), number + 1, offset, "truncated", str(err), b"")
 
 
-def _parse(file: CorpusFile, number: int, offset: int, line: bytes, keys: list[str]) -> Document | BadDocument:
-    def bad(kind: BadKind, reason: str, byte: int = offset) -> BadDocument:
-        return BadDocument(str(file.path), number, byte, kind, reason, line)
-
+def _parse(
+    file: CorpusFile, source: SourceConfig, number: int, offset: int, line: bytes, chats: Conversations
+) -> Document | BadDocument:
     try:
         decoded = line.decode("utf-8")
     except UnicodeDecodeError as err:
-        return bad("invalid_utf8", f"invalid UTF-8 ({err.reason})", offset + err.start)
+        reason = f"invalid UTF-8 ({err.reason})"
+        return BadDocument(str(file.path), number, offset + err.start, "invalid_utf8", reason, line)
     if not decoded.strip():
-        return bad("empty", "the line is empty")
+        return BadDocument(str(file.path), number, offset, "empty", "the line is empty", line)
     try:
         value: Any = json.loads(decoded)
     except (ValueError, RecursionError) as err:
-        return bad("invalid_json", f"invalid JSON ({err})")
-    for key in keys:
-        if not isinstance(value, dict) or key not in value:
-            return bad("missing_text", f"no key {'.'.join(keys)!r}")
-        value = value[key]
-    if not isinstance(value, str):
-        return bad("missing_text", f"{'.'.join(keys)!r} is {type(value).__name__}, not a string")
-    if not value:
-        return bad("empty", f"{'.'.join(keys)!r} is an empty string")
-    try:
-        return Document(value, value.encode(), number)
-    except UnicodeEncodeError as err:
-        return bad("invalid_utf8", f"a lone surrogate, \\u{ord(value[err.start]):04x}, is not a character")
+        return BadDocument(str(file.path), number, offset, "invalid_json", f"invalid JSON ({err})", line)
+    return as_document(value, source, chats, file=file, number=number, offset=offset, raw=line)
 
 
 def _checked(file: CorpusFile, number: int, offset: int, raw: bytes) -> Document | BadDocument:
@@ -210,7 +197,3 @@ def _checked(file: CorpusFile, number: int, offset: int, raw: bytes) -> Document
         return BadDocument(
             str(file.path), line, offset + err.start, "invalid_utf8", f"invalid UTF-8 ({err.reason})", excerpt
         )
-
-
-def _oversize(source: SourceConfig) -> str:
-    return f"longer than max_document_bytes={source.max_document_bytes} of its source allows (raise it to read it)"

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from titan_train.data.sources.documents import Document
+from titan_train.data.sources.chat import encode_conversation
+from titan_train.data.sources.document import Document
 from titan_train.tokenizers import Tokenizer
 from titan_train.tokenizers.protocol import TokenArray
 
@@ -25,6 +26,8 @@ def encode_in_order(
 ) -> Iterator[tuple[Item | Document, TokenArray | None]]:
     """Each item with its tokens, in the order given; items that are no documents pass with None.
 
+    The tokens of a conversation say which are learned, as `encode_conversation` does.
+
     Args:
         items: Documents, and whatever should keep its place among them.
         tokenizer: Encodes the documents.
@@ -33,8 +36,15 @@ def encode_in_order(
     threads = num_threads or os.cpu_count() or 1
 
     def encode(batch: list[Item | Document]) -> list[TokenArray | None]:
-        encoded = iter(tokenizer.encode_batch([item.text for item in batch if isinstance(item, Document)]))
-        return [next(encoded) if isinstance(item, Document) else None for item in batch]
+        texts = [item.text for item in batch if isinstance(item, Document) and item.spans is None]
+        encoded = iter(tokenizer.encode_batch(texts))
+
+        def tokens(item: Item | Document) -> TokenArray | None:
+            if not isinstance(item, Document):
+                return None
+            return next(encoded) if item.spans is None else encode_conversation(item, tokenizer)
+
+        return [tokens(item) for item in batch]
 
     waiting: deque[tuple[list[Item | Document], Future[list[TokenArray | None]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="titan-encode") as pool:

@@ -53,6 +53,12 @@ class FileReader:
             else:
                 yield from self._raw_chunks(file)
 
+    def hash_rest(self) -> None:
+        """Read the file as it is, for its hash and size: what read its content used another reader."""
+        with self.path.open("rb") as file:
+            for _ in self._raw_chunks(file):
+                pass
+
     def lines(self, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
         """Lines without their newline, each with its byte offset; None stands for a line over ``max_bytes``.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:

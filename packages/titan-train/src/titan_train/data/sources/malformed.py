@@ -13,7 +13,7 @@ from typing import Literal
 
 from titan_train.config.data import OnError
 
-BadKind = Literal["invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize"]
+BadKind = Literal["invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize", "bad_chat"]
 
 _logger = logging.getLogger(__name__)
 _EXCERPT_BYTES = 80
@@ -29,9 +29,9 @@ class BadDocument:
 
     file: str
     line: int
-    """Line in the decompressed file, from 1; the whole file is line 1 of a text file."""
+    """Line in the decompressed file, or row of a table, from 1; the whole file is line 1 of a text file."""
     byte: int
-    """Offset of the line, or of the first bad byte, in the decompressed file."""
+    """Offset of the line, or of the first bad byte, in the decompressed file; -1 in a table."""
     kind: BadKind
     reason: str
     raw: bytes
@@ -39,7 +39,8 @@ class BadDocument:
     def __str__(self) -> str:
         excerpt = self.raw[:_EXCERPT_BYTES].decode(errors="backslashreplace")
         tail = f": {excerpt!r}" if excerpt else ""
-        return f"{self.file}, line {self.line}, byte {self.byte}: {self.reason}{tail}"
+        place = f"row {self.line}" if self.byte < 0 else f"line {self.line}, byte {self.byte}"
+        return f"{self.file}, {place}: {self.reason}{tail}"
 
 
 class MalformedInputError(ValueError):

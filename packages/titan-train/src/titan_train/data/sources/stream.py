@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data.sources.documents import Document, list_files, read_documents
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.sources.document import Document
+from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.encoding import encode_in_order
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument, BadDocuments

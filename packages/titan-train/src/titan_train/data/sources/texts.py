@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from titan_train.config.data import DataConfig, SourceConfig
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.config.source import TEXT_KINDS
 from titan_train.data.progress import PrepareProgress, ProgressCallback
-from titan_train.data.sources.documents import CorpusFile, Document, list_files, read_documents
+from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.held_out import held_out_fraction, is_held_out
 
-TEXT_KINDS = ("stdlib", "text", "jsonl")
 # What text shrinks to under gzip and zstandard, about; only used to spread a sample over the files.
 _COMPRESSION = 5
 

@@ -1,0 +1,160 @@
+"""Conversations: checked, written by the chat template, and encoded with a label for what the assistant wrote.
+
+A message is an object with ``role`` and ``content`` (or ``from`` and ``value``, with the roles human and gpt). Whatever else
+it has is given to the template, as is the record's list of ``tools``.
+
+A message whose content names a special token is refused: the template's text would end the turn there, and what follows
+would pass for another speaker's words.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_train.data.sources.document import Document
+from titan_train.tokenizers import ChatTemplate, HfTokenizer, Tokenizer
+from titan_train.tokenizers.chat_template import check_message_text
+
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+
+StoredTokens = npt.NDArray[np.int32]
+
+
+class Conversations:
+    """Turn records into documents.
+
+    Args:
+        template: Writes a conversation as text; None joins the texts of the messages, as a tokenizer is trained on.
+        special_tokens: Names that no message may contain.
+    """
+
+    def __init__(self, template: ChatTemplate | None, special_tokens: Sequence[str] = ()) -> None:
+        self._template = template
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate) -> "Conversations":
+        """For a tokenizer and its template."""
+        return cls(template, list(tokenizer.special_ids))
+
+    def document(self, messages: Any, record: Any, line: int) -> Document:
+        """The conversation ``messages`` of ``record``.
+
+        Raises:
+            ValueError: If it is not a conversation, or the template refuses it.
+        """
+        turns = _checked(messages)
+        texts = [text for turn in turns for text in _texts(turn.get("content"))]
+        if self._template is None:
+            text = "\n".join(texts)
+            return Document(text, text.encode(), line)
+        for number, turn in enumerate(turns, start=1):
+            for text in _texts(turn.get("content")):
+                self._check_text(number, text)
+        tools = record.get("tools") if isinstance(record, dict) else None
+        rendered = self._template.render_spans(turns, tools=tools or None)
+        if not rendered.spans:
+            raise ValueError("the chat template marks nothing that the assistant wrote")
+        return Document(rendered.text, rendered.text.encode(), line, rendered.spans)
+
+    def _check_text(self, number: int, text: str) -> None:
+        check_message_text(text)
+        found = self._names.search(text) if self._names else None
+        if found:
+            raise ValueError(
+                f"message {number} contains the special token {found[0]!r}, which would end the turn there. Remove it from "
+                "the text"
+            )
+
+
+def encode_conversation(document: Document, tokenizer: Tokenizer) -> StoredTokens:
+    """Ids of a conversation, int32; an id that is not learned has the tokenizer's `vocab_size` added.
+
+    With a Hugging Face tokenizer the whole text is encoded at once, as its own library does, and a token is learned if any
+    of its characters is. Other kinds encode each stretch between special tokens and answers for itself.
+
+    A text that ends inside an answer, without a special token, gets the end-of-text token as its last label: the model must
+    learn to stop.
+    """
+    assert document.spans is not None
+    if isinstance(tokenizer, HfTokenizer):
+        ids, offsets = tokenizer.encode_marked(document.text)
+        learned = np.zeros(ids.size, dtype=bool)
+        for start, end in document.spans:
+            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    else:
+        ids, learned = _encode_stretches(document.text, document.spans, tokenizer)
+    specials = set(tokenizer.special_ids.values())
+    if ids.size and learned[-1] and int(ids[-1]) not in specials:
+        ids, learned = np.append(ids, np.int32(tokenizer.eos_id)), np.append(learned, True)
+    return np.where(learned, ids, ids + tokenizer.vocab_size).astype(np.int32)
+
+
+def _encode_stretches(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer
+) -> tuple[StoredTokens, npt.NDArray[np.bool_]]:
+    special = tokenizer.special_ids
+    names = sorted(special, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, names))) if names else None
+    parts: list[StoredTokens] = []
+    flags: list[npt.NDArray[np.bool_]] = []
+
+    def add(stretch: str, learned: bool) -> None:
+        place = 0
+        for found in pattern.finditer(stretch) if pattern else ():
+            plain(stretch[place : found.start()], learned)
+            put(np.array([special[found[0]]], dtype=np.int32), learned)
+            place = found.end()
+        plain(stretch[place:], learned)
+
+    def plain(stretch: str, learned: bool) -> None:
+        if stretch:
+            put(tokenizer.encode(stretch), learned)
+
+    def put(ids: StoredTokens, learned: bool) -> None:
+        parts.append(ids)
+        flags.append(np.full(ids.size, learned))
+
+    place = 0
+    for start, end in spans:
+        add(text[place:start], False)
+        add(text[start:end], True)
+        place = end
+    add(text[place:], False)
+    if not parts:
+        return np.empty(0, dtype=np.int32), np.empty(0, dtype=bool)
+    return np.concatenate(parts), np.concatenate(flags)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"not a list of messages, but {type(messages).__name__}" if messages else "no messages")
+    turns: list[dict[str, Any]] = []
+    for number, message in enumerate(cast("list[Any]", messages), start=1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is {type(message).__name__}, not an object with role and content")
+        # columns of a table give None for what a row leaves out
+        turn = {str(key): value for key, value in cast("dict[Any, Any]", message).items() if value is not None}
+        if "role" not in turn and "from" in turn:
+            turn["role"] = _ROLES.get(turn["from"], turn["from"])
+            turn["content"] = turn.get("content", turn.get("value"))
+        if not isinstance(turn.get("role"), str):
+            raise ValueError(f"message {number} has no role; it has {sorted(turn)}")
+        content = turn.get("content")
+        if content is None and set(turn) <= {"role", "content", "name"}:
+            raise ValueError(f"message {number} ({turn['role']}) has no content")
+        if content is not None and not isinstance(content, (str, list)):
+            raise ValueError(f"message {number} has a content of type {type(content).__name__}, not a string")
+        turns.append(turn)
+    return turns
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]

@@ -1,0 +1,228 @@
+"""Chat templates: a conversation as the text that a chat model reads, and which of it the model itself wrote.
+
+A template is a Jinja text that is published with a tokenizer. It is data from elsewhere: it is rendered in Jinja's immutable
+sandbox, which reaches no attribute, file or module of Python. The current date is not given to it while training: the same
+conversation must give the same tokens on every day.
+
+What the assistant wrote is found in one of two ways. Where the template marks it (``{% generation %}``), the marks are
+followed. Otherwise the conversation is rendered turn by turn: the assistant's turn k is what rendering the first k messages
+adds to rendering the first k - 1 with the generation prompt. That holds only for templates that never change an earlier
+turn; one that does (by dropping earlier reasoning, for example) is refused, and needs the marks.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titan_train.tokenizers.huggingface import HfTokenizer
+from titan_train.tokenizers.protocol import Tokenizer
+
+BUILT_IN = {
+    "plain": (
+        "{% for message in messages %}{% if message.role == 'assistant' %}Assistant: "
+        "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{{ '\\n' }}"
+        "{% else %}{{ message.role | capitalize }}: {{ message.content }}{{ '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}Assistant: {% endif %}"
+    ),
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+        "{% else %}{{ message.content }}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+}
+"""Templates for tokenizers that have none, by name."""
+
+# Characters that Unicode reserves for use inside a program: they stand around what the assistant wrote.
+_START, _END = "\ufdd0", "\ufdd1"
+
+Message = Mapping[str, Any]
+"""One turn: ``role``, ``content``, and what else the template reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    """What the assistant wrote, as characters of ``text``: first and one behind the last."""
+
+
+class ChatTemplate:
+    """A template, ready to render.
+
+    Args:
+        source: The Jinja text.
+        special_tokens: Variables such as ``bos_token`` and ``eos_token``.
+        names: Names of all special tokens: an answer ends behind the last of them, not at the line break after it.
+
+    Raises:
+        ValueError: If it is not a template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], names: Collection[str] = ()) -> None:
+        self.source = source
+        self._names = tuple(name for name in (*names, *special_tokens.values()) if name)
+        self.special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as err:
+            raise ValueError(f"the chat template is not valid Jinja ({err}). Correct it, or name another.") from err
+        self.marks_answers = "endgeneration" in source
+        """Whether the template says itself what the assistant wrote."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, source: str = "") -> "ChatTemplate | None":
+        """The template for a tokenizer: ``source``, else its own; None if it has none."""
+        text = source or (tokenizer.chat_template if isinstance(tokenizer, HfTokenizer) else None)
+        return None if text is None else cls(text, special_variables(tokenizer), tokenizer.special_ids)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+        **variables: Any,
+    ) -> str:
+        """A conversation as text.
+
+        Args:
+            messages: The turns.
+            tools: Descriptions of the functions that the assistant may call.
+            add_generation_prompt: End with what begins the assistant's turn.
+            now: Gives ``strftime_now`` to the template; None leaves it undefined.
+            variables: Further variables of the template.
+
+        Raises:
+            ValueError: If the template refuses the conversation, or asks for what it may not have.
+        """
+        text = self._render(messages, tools, add_generation_prompt, now, variables)
+        return text.replace(_START, "").replace(_END, "")
+
+    def render_spans(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> RenderedChat:
+        """A conversation as text, with the places of what the assistant wrote.
+
+        Raises:
+            ValueError: As `render`; or no turn is the assistant's; or the template changes earlier turns and has no
+                generation block.
+        """
+        if not any(message.get("role") == "assistant" for message in messages):
+            raise ValueError("no message has the role 'assistant', so there is nothing to learn")
+        if self.marks_answers:
+            return _split_marks(self._render(messages, tools, False, None, {}))
+        whole = self.render(messages, tools=tools)
+        spans: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:number], tools=tools, add_generation_prompt=True) if number else ""
+            after = self.render(messages[: number + 1], tools=tools)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"the chat template writes the turns before message {number + 1} differently once it is there, so what "
+                    "the assistant wrote cannot be told apart. Put {% generation %} and {% endgeneration %} around it in a "
+                    "copy of the template, and set tokenizer.chat_template to that file"
+                )
+            spans.append((len(before), self._answer_end(after, len(before))))
+        return RenderedChat(whole, tuple(spans))
+
+    def _answer_end(self, text: str, start: int) -> int:
+        """Where an answer ends: behind its last special token, if only white space follows."""
+        end = len(text.rstrip())
+        return end if self._names and text.endswith(self._names, start, end) else len(text)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        now: datetime | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        given = dict(self.special_tokens) | dict(variables)
+        if now is not None:
+            given["strftime_now"] = now.strftime
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            )
+        except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
+            raise ValueError(f"the chat template refuses the conversation ({err})") from err
+
+
+def special_variables(tokenizer: Tokenizer) -> dict[str, str]:
+    """``bos_token``, ``eos_token``, ``pad_token`` and so on, as templates call them."""
+    names = {number: name for name, number in tokenizer.special_ids.items()}
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    found = {key: names[number] for key, number in ids.items() if number is not None and number in names}
+    if isinstance(tokenizer, HfTokenizer):
+        found = {k: v for k, v in tokenizer.config.items() if k.endswith("_token") and isinstance(v, str)} | found
+    return found
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}``: puts marks around what the block renders."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return _START + str(caller()) + _END
+
+
+def _split_marks(marked: str) -> RenderedChat:
+    text, spans, length = [], [], 0
+    for number, part in enumerate(marked.split(_START)):
+        answer, mark, rest = part.partition(_END) if number else ("", "", part)
+        if number and not mark:
+            raise ValueError("the chat template nests its generation blocks. Close one before the next begins")
+        if answer:
+            spans.append((length, length + len(answer)))
+        text += [answer, rest]
+        length += len(answer) + len(rest)
+    return RenderedChat("".join(text), tuple(spans))
+
+
+def check_message_text(text: str) -> None:
+    """Raise ValueError if ``text`` holds one of the two characters that mark answers while a template is rendered."""
+    if _START in text or _END in text:
+        raise ValueError("a message holds U+FDD0 or U+FDD1, which are not characters")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

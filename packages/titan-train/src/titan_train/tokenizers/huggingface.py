@@ -1,0 +1,278 @@
+"""Hugging Face: any ``tokenizer.json``, run by the tokenizers library (extra ``hf``).
+
+A folder as published beside a model holds ``tokenizer.json`` (vocabulary, merges, normalisation), ``tokenizer_config.json``
+(which tokens begin and end a text) and often a chat template. The three are kept together, and saved with a run.
+
+Two settings of such files are for serving, not for training, and are turned off here: truncation, which would drop the end
+of every long document without a word, and padding. A special token's name inside a text is ordinary text, as for every
+other kind; only the text of a chat template may name special tokens (`HfTokenizer.encode_marked`).
+
+Some tokenizers lose text: a normaliser may fold case or accents, and text outside a vocabulary without byte pieces becomes
+the unknown token. `decode(encode(text))` is then not the text; that is a property of the published tokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_train.tokenizers.byte_characters import BYTE_OF_CHARACTER
+from titan_train.tokenizers.protocol import TokenArray, check_ids
+from titan_train.tokenizers.saved import save_tokenizer
+
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+_SPACE = "\u2581"
+# Where tokenizer_config.json names none: what published vocabularies call the token that ends a text.
+_USUAL_EOS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
+_USUAL_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>")
+_USUAL_PAD = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]")
+
+
+class HfTokenizer:
+    """A ``tokenizer.json``.
+
+    Args:
+        tokenizer_json: Content of the file.
+        config: Content of ``tokenizer_config.json``, parsed; empty if there is none.
+        bos_token: Token that begins a document; empty takes the one in ``config``, or the usual name.
+        eos_token: Token that ends a document; empty takes the one in ``config``, or the usual name.
+        chat_template: The Jinja text; None takes the one in ``config``, if any.
+
+    Raises:
+        ValueError: If the library is missing or refuses the file, or a named token is not in the vocabulary.
+    """
+
+    kind = "hf"
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        config: Mapping[str, Any] | None = None,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        chat_template: str | None = None,
+    ) -> None:
+        self._json = tokenizer_json
+        self._config = dict(config or {})
+        self._library = _load_library(tokenizer_json)
+        self._marking: _Library | None = None
+        self._vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        if not self._vocab:
+            raise ValueError("tokenizer.json holds an empty vocabulary. Give the file of a trained tokenizer.")
+        self.vocab_size = max(self._vocab.values()) + 1
+        added = self._library.get_added_tokens_decoder()
+        self._special_ids = {token.content: number for number, token in added.items() if token.special}
+        self._added = {number: token.content for number, token in added.items()}
+        self.bos_id = self._special("bos_token", bos_token, _USUAL_BOS)
+        self.pad_id = self._special("pad_token", "", _USUAL_PAD)
+        eos_id = self._special("eos_token", eos_token, _USUAL_EOS)
+        if eos_id is None:
+            raise ValueError(
+                "the tokenizer names no token that ends a text: tokenizer_config.json has no eos_token, and the vocabulary "
+                f"has none of {', '.join(_USUAL_EOS)}. Set tokenizer.eos_token to one of its special tokens: "
+                f"{sorted(self._special_ids)[:12]}."
+            )
+        self.eos_id: int = eos_id
+        self._names = {number: token for token, number in self._vocab.items()}
+        self._config |= {
+            key: self._names[number]
+            for key, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id), ("pad_token", self.pad_id))
+            if number is not None
+        }
+        self.chat_template = chat_template if chat_template is not None else _template(self._config)
+        self._decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
+        named = json.dumps({"bos": self.bos_id, "eos": self.eos_id})
+        self.fingerprint = hashlib.sha256(b"hf 1\0" + named.encode() + b"\0" + tokenizer_json).hexdigest()
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, bos_token: str = "", eos_token: str = "") -> "HfTokenizer":
+        """Read a folder with ``tokenizer.json``, or that file and what lies beside it.
+
+        Raises:
+            ValueError: If a file is missing or cannot be read.
+        """
+        path = Path(path)
+        file = path / TOKENIZER_JSON if path.is_dir() else path
+        folder = file.parent
+        if not file.is_file():
+            raise ValueError(
+                f"{path} has no {TOKENIZER_JSON}. Name a folder that has one, such as an exported model's; for a bare "
+                'tokenizer.model use tokenizer.kind="sentencepiece" or "tiktoken".'
+            )
+        config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+        template = folder / TEMPLATE_NAME
+        text = template.read_text(encoding="utf-8") if template.is_file() else None
+        try:
+            made = cls(file.read_bytes(), config, bos_token=bos_token, eos_token=eos_token, chat_template=text)
+        except ValueError as err:
+            raise ValueError(f"{file}: {err}") from err
+        made.check_model(folder)
+        return made
+
+    def check_model(self, folder: Path) -> None:
+        """Compare with the ``config.json`` in the folder, if there is one.
+
+        Raises:
+            ValueError: If the model has fewer embeddings than the tokenizer has ids.
+        """
+        if not (folder / "config.json").is_file():
+            return
+        config = read_json(folder / "config.json")
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+        if isinstance(size, int) and size < self.vocab_size:
+            raise ValueError(
+                f"{folder}: the tokenizer has ids up to {self.vocab_size - 1} ({self._names[self.vocab_size - 1]!r}), but "
+                f"config.json has vocab_size={size}: those tokens have no embedding. Use the model's own tokenizer, or "
+                "extend its vocabulary."
+            )
+
+    def encode(self, text: str) -> TokenArray:
+        text.encode()  # a lone surrogate is an error of its own kind, for every tokenizer the same
+        return np.asarray(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[TokenArray]:
+        for text in texts:
+            text.encode()
+        # one call encodes all texts on the library's own threads, without the interpreter's lock
+        encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, dtype=np.int32) for one in encoded]
+
+    def encode_marked(self, text: str) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+        """Ids of a text whose special tokens are meant, and the characters of each: ``[N]`` and ``[N, 2]``."""
+        text.encode()
+        if (
+            self._marking is None
+        ):  # a second instance: the setting belongs to the object, and other threads encode with it
+            marking = _load_library(self._json)
+            marking.encode_special_tokens = False
+            self._marking = marking
+        encoded = self._marking.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoded.ids, dtype=np.int32), offsets
+
+    def decode(self, ids: Iterable[int]) -> str:
+        values = [int(i) for i in ids]
+        for value in values:
+            check_ids(self.vocab_size, value)
+        return self._library.decode(values, skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        check_ids(self.vocab_size, token_id)
+        name = self._names.get(token_id)
+        if name is None or name in self._special_ids:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if '"ByteLevel"' in self._decoder:
+            return b"".join(BYTE_OF_CHARACTER.get(character, character.encode()) for character in name)
+        if '"ByteFallback"' in self._decoder and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        if '"WordPiece"' in self._decoder:
+            return name[2:].encode() if name.startswith("##") else f" {name}".encode()
+        return name.replace(_SPACE, " ").encode()
+
+    def save(self, folder: str | Path) -> Path:
+        config = {key: value for key, value in self._config.items() if key != "chat_template"}
+        files = {TOKENIZER_JSON: self._json, TOKENIZER_CONFIG: json.dumps(config, indent=2).encode()}
+        if self.chat_template is not None:
+            files[TEMPLATE_NAME] = self.chat_template.encode()
+        description = {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint}
+        return save_tokenizer(folder, description, files)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by name."""
+        return dict(self._special_ids)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of ``tokenizer_config.json``, with the tokens that begin and end a text."""
+        return dict(self._config)
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        """The content of ``tokenizer.json``."""
+        return self._json
+
+    def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
+        configured = self._config.get(key)
+        if isinstance(configured, Mapping):  # an AddedToken, written as an object
+            configured = cast("Mapping[str, Any]", configured).get("content")
+        for where, name in ((f"tokenizer.{key}", given), (f"tokenizer_config.json's {key}", configured)):
+            if not name:
+                continue
+            if name not in self._vocab:
+                raise ValueError(
+                    f"{where}={name!r} is not in the vocabulary. Use one of the special tokens "
+                    f"{sorted(self._special_ids)[:12]}."
+                )
+            return self._vocab[str(name)]
+        return next((self._vocab[name] for name in usual if name in self._vocab), None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"{path} is not valid JSON ({err}). Copy the file again.") from err
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not a JSON object. Copy the file again.")
+    return cast("dict[str, Any]", content)
+
+
+class _Encoding(Protocol):
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class _Library(Protocol):
+    """What is used of `tokenizers.Tokenizer`, which publishes few types."""
+
+    encode_special_tokens: bool
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> _Encoding: ...
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[_Encoding]: ...
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def get_vocab(self, *, with_added_tokens: bool) -> dict[str, int]: ...
+    def get_added_tokens_decoder(self) -> dict[int, Any]: ...
+    def no_truncation(self) -> None: ...
+    def no_padding(self) -> None: ...
+
+
+def _load_library(tokenizer_json: bytes) -> _Library:
+    try:
+        import tokenizers
+    except ImportError as err:
+        raise ValueError(
+            'tokenizer.kind="hf" needs the tokenizers library. Install it: pip install "titan-train[hf]".'
+        ) from err
+    try:
+        library = cast("_Library", tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
+    except Exception as err:  # the library raises bare Exception for what it cannot parse
+        raise ValueError(f"the tokenizers library cannot read it ({err}). Copy the file again.") from err
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    return library
+
+
+def _template(config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {
+            str(one.get("name")): one.get("template") for one in cast("list[Any]", template) if isinstance(one, dict)
+        }
+        template = named.get("default")
+    return template if isinstance(template, str) else None

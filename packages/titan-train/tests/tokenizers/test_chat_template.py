@@ -1,0 +1,125 @@
+"""Conversations as text: as transformers renders them, what the assistant wrote, and templates that are refused."""
+
+import json
+from datetime import datetime
+
+import pytest
+from titan_train.tokenizers import ByteTokenizer, ChatTemplate
+from titan_train.tokenizers.chat_template import BUILT_IN
+
+CHATML = BUILT_IN["chatml"]
+UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
+)
+FORGETS = (  # drops reasoning from all turns but the last, as several published templates do
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi\nthere é"},
+    {"role": "assistant", "content": "Hello 👋"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def answers(template, messages):
+    rendered = template.render_spans(messages)
+    return [rendered.text[a:b] for a, b in rendered.spans], rendered.text
+
+
+def test_marks_and_turn_by_turn_rendering_find_the_same_answers():
+    marked, text = answers(ChatTemplate(CHATML, VARIABLES), TALK)
+    turned, same = answers(ChatTemplate(UNMARKED, VARIABLES, ["<|im_start|>", "<|im_end|>"]), TALK)
+    assert marked == turned == ["Hello 👋<|im_end|>", "2<|im_end|>"]
+    assert text == same
+    assert "\ufdd0" not in text
+
+
+def test_a_template_without_a_generation_prompt_gives_the_answers_too():
+    found, text = answers(ChatTemplate(LLAMA2, VARIABLES), TALK[1:])
+    assert found == [" Hello 👋</s>", " 2</s>"]
+    assert text.startswith("<s>[INST] Hi")
+
+
+def test_a_conversation_that_begins_with_the_assistant_keeps_its_first_answer():
+    found, _ = answers(ChatTemplate(CHATML, VARIABLES), TALK[2:])
+    assert found == ["Hello 👋<|im_end|>", "2<|im_end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_and_its_marks_accepted():
+    talk = [*TALK[:2], {"role": "assistant", "content": "<think>x</think>Hello"}, *TALK[3:]]
+    with pytest.raises(ValueError, match=r"writes the turns before message 3 differently.*generation"):
+        ChatTemplate(FORGETS, VARIABLES).render_spans(talk)
+    marked = FORGETS.replace(
+        "{% if m.role == 'assistant' and", "{% generation %}{% if m.role == 'assistant' and"
+    ).replace("<|im_end|>\n{% endfor", "<|im_end|>\n{% endgeneration %}{% endfor")
+    assert ChatTemplate(marked, VARIABLES).render_spans(talk).spans
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ messages[0].content.__class__.__mro__ }}", "refuses"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses"),
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{{ 1 / 0 }}", "refuses"),
+        ("{{ messages[0].content + 1 }}", "refuses"),
+        ("{% include '/etc/passwd' %}", "refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{% for i in range(10**9) %}{% endfor %}", "refuses"),
+    ],
+)
+def test_a_template_reaches_nothing_outside(source, message):
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(source, {}).render(TALK)
+
+
+def test_what_is_no_template_or_no_conversation_is_refused():
+    with pytest.raises(ValueError, match="not valid Jinja"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(ValueError, match="nothing to learn"):
+        ChatTemplate(CHATML, {}).render_spans(TALK[:2])
+
+
+def test_the_date_is_given_only_when_asked_for():
+    source = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}"
+    assert ChatTemplate(source, {}).render([]) == "no date"
+    assert ChatTemplate(source, {}).render([], now=datetime(2031, 5, 1)) == "2031"
+
+
+def test_a_built_in_template_serves_a_tokenizer_without_one():
+    template = ChatTemplate.of(ByteTokenizer(), BUILT_IN["plain"])
+    assert ChatTemplate.of(ByteTokenizer()) is None
+    assert template is not None
+    assert template.render(TALK[1:2], add_generation_prompt=True) == "User: Hi\nthere é\nAssistant: "
+    assert answers(template, TALK)[0] == ["Hello 👋<eos>", "2<eos>"]
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, UNMARKED, LLAMA2, "{{ tools | tojson }}{{ messages[0] | tojson(indent=2) }}"]
+)
+def test_text_equals_that_of_transformers(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import models
+
+    (tmp_path / "tokenizer.json").write_text(
+        tokenizers.Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1}, merges=[])).to_str()
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(VARIABLES | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": source})
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    for prompt in (False, True):
+        for tools in (None, [{"type": "function", "function": {"name": "f<", "description": "é"}}]):
+            expected = theirs.apply_chat_template(TALK[1:], tools=tools, tokenize=False, add_generation_prompt=prompt)
+            ours = ChatTemplate(source, VARIABLES).render(TALK[1:], tools=tools, add_generation_prompt=prompt)
+            assert ours == expected
