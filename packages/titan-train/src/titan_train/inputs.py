@@ -24,7 +24,12 @@ from titan_train.data import (
     prepare,
     show_progress,
 )
-from titan_train.tokenizers import ChatTemplate, Tokenizer
+from titan_train.files import write_atomic
+from titan_train.tokenizers import ChatTemplate, Tokenizer, load_tokenizer
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME
+
+TOKENIZER_FOLDER = "tokenizer"
+"""Where a run's folder keeps its tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,29 @@ def open_inputs(config: Config) -> Inputs:
     return Inputs(tokenizer, template, train, validation, _bytes_per_token(tokenizer, train))
 
 
+def save_tokenizer(run_dir: Path, inputs: Inputs) -> None:
+    """Keep the tokenizer and its chat template in the run's folder, so that the run can be used where its sources are not."""
+    folder = inputs.tokenizer.save(run_dir / TOKENIZER_FOLDER)
+    if inputs.template is not None:
+        write_atomic(folder / TEMPLATE_NAME, inputs.template.source)
+
+
+def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and chat template of a run: those in its folder, else those that its configuration names.
+
+    Raises:
+        ValueError: They are neither in the folder nor where the configuration says.
+    """
+    folder = run_dir / TOKENIZER_FOLDER
+    if not folder.is_dir():
+        tokenizer = build_tokenizer(config.tokenizer, config.data)
+        return tokenizer, build_chat_template(config.tokenizer, tokenizer)
+    tokenizer = load_tokenizer(folder)
+    template = folder / TEMPLATE_NAME
+    source = template.read_text(encoding="utf-8") if template.is_file() else ""
+    return tokenizer, ChatTemplate.of(tokenizer, source)
+
+
 def vocab_size_without_training(config: Config) -> int | None:
     """The vocabulary's size as far as it is known before the tokenizer is trained or its file is there.
 
@@ -84,11 +112,12 @@ def vocab_size_without_training(config: Config) -> int | None:
 
 
 def _bytes_per_token(tokenizer: Tokenizer, dataset: PackedDataset) -> float:
-    """Measured on the first samples: every token knows its bytes."""
-    count = min(64, dataset.num_windows)
-    ids, times = np.unique(dataset.tokens(np.arange(count, dtype=np.int64))[:, :-1], return_counts=True)
+    """Measured on the labels of the first samples: every token knows its bytes."""
+    rows = dataset.rows(np.arange(min(64, dataset.num_windows), dtype=np.int64))
+    labels = [row.tokens[1:] if row.learned is None else row.tokens[1:][row.learned[1:]] for row in rows]
+    ids, times = np.unique(np.concatenate(labels), return_counts=True)
     lengths = np.array([len(tokenizer.token_bytes(int(i))) for i in ids])
-    return float((lengths * times).sum() / times.sum())
+    return float((lengths * times).sum() / times.sum()) if ids.size else 0.0
 
 
 @contextlib.contextmanager

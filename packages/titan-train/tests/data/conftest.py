@@ -16,6 +16,10 @@ class ArraySource:
         self.ends = np.asarray(document_ends, dtype=np.int64)
         self.num_tokens = self.array.size
         self.fingerprint = fingerprint
+        self.not_learned_from = None
+
+    def document_ends(self):
+        return self.ends
 
     def window(self, start, n):
         return self.array[start : start + n]

@@ -14,7 +14,9 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 HARD = [
-    "", " ", "\n", "\r\n", "a\r\nb\rc", "\t\t  \n\n   x", "é e\u0301 \u0915\u094d\u0937", "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f3f3\ufe0f\u200d\U0001f308", "\0\x01\x7f\x85", "\u2581x\u00a0y\u200b",
+    "", " ", "\n", "\r\n", "a\r\nb\rc", "\t\t  \n\n   x", "é e\u0301 \u0915\u094d\u0937",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f3f3\ufe0f\u200d\U0001f308",
+    "\0\x01\x7f\x85", "\u2581x\u00a0y\u200b",
     " " * 500, "1234567890" * 7, "def f(x):\n    return {x: '<|im_end|>'}\n", "\U0010ffff\ufeff", "<tool> <|im_start|>user",
 ]  # fmt: skip
 

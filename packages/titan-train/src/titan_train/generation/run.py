@@ -9,12 +9,12 @@ from titan_ckpt import Checkpointer, TrainState
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.data import build_tokenizer
 from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
+from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
-from titan_train.tokenizers import IncrementalDecoder, Tokenizer
+from titan_train.tokenizers import ChatTemplate, IncrementalDecoder, Tokenizer
 from titan_train.trust import admit_run_code
 
 _DEFAULT = Sampling(temperature=0.8, top_p=0.95)
@@ -30,6 +30,8 @@ class LoadedRun:
     tokenizer: Tokenizer
     step: int
     """The checkpoint's step."""
+    template: ChatTemplate | None = None
+    """Writes conversations; None if the run has no chat template."""
 
     def stream(
         self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
@@ -91,13 +93,13 @@ def load_run(
         )
     admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = build_tokenizer(config.tokenizer, config.data)
+    tokenizer, template = load_saved_tokenizer(run_dir, config)
     model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device).requires_grad_(False)
     if torch.device(device).type == "meta":
-        return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step))
+        return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
         found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
-    return LoadedRun(config, model.eval(), tokenizer, found)
+    return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 
 def _saved_step(run_dir: Path, step: int | None) -> int:

@@ -2,6 +2,7 @@
 
     runs/NAME/config.toml     the resolved configuration
               run.json        versions, command, device, times, status of every attempt
+              tokenizer/      the tokenizer and its chat template
               layout.txt      which rank does what
               metrics.jsonl   one line per step
               attempts.jsonl  one line per attempt: how it ended

@@ -25,7 +25,7 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import Batch, DataLoader, PackedDataset
-from titan_train.inputs import Inputs, open_inputs, prepare_inputs
+from titan_train.inputs import Inputs, open_inputs, prepare_inputs, save_tokenizer
 from titan_train.models import accepted_inputs, build_model, named_parameters
 from titan_train.observe import (
     StepRecord,
@@ -365,6 +365,7 @@ class Trainer:
     def _open_run_folder(self, layout_text: str) -> None:
         commit(self.run_dir, self._as_given)
         keep_model(self.config, self.run_dir)
+        save_tokenizer(self.run_dir, self._inputs)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)

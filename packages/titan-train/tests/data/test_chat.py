@@ -1,0 +1,207 @@
+"""Chats: ids and labels as transformers gives them, packed whole, what is refused, what a training batch learns."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.data import DataLoader, MalformedInputError, build_chat_template, build_datasets
+from titan_train.data.sources.chat import Conversations, encode_conversation
+from titan_train.tokenizers import ByteTokenizer, ChatTemplate, HfTokenizer
+from titan_train.tokenizers.chat_template import BUILT_IN
+
+PLAIN = TokenizerConfig(kind="bytes", chat_template="plain")
+
+
+def talk(*turns):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+TALKS = [
+    talk("Hi", "Hello é", "Who?", "Me 👋\r\n\r\n"),
+    [{"role": "system", "content": "S"}, *talk("  12345 ", "def f():\n\treturn 1")],
+    talk("x" * 30, "y"),
+]
+
+
+def write_chats(path, talks, key="messages"):
+    path.write_text("".join(json.dumps({key: messages}) + "\n" for messages in talks))
+    return SourceConfig(name="chats", kind="jsonl", paths=(str(path),), messages_key=key)
+
+
+def datasets(source, tmp_path, *, seq_len=64, tokenizer=None, config=PLAIN, **options):
+    tokenizer = tokenizer or ByteTokenizer()
+    data = DataConfig(sources=(source,), validation_fraction=0.0, **options)
+    template = build_chat_template(config, tokenizer)
+    train, _ = build_datasets(data, tokenizer, seq_len=seq_len, seed=0, cache_dir=tmp_path / "cache", template=template)
+    return train
+
+
+@pytest.fixture(scope="module")
+def hf_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([json.dumps(TALKS)] * 3 + ["Hello def return Hi " * 20], trainer)
+    return HfTokenizer(
+        made.to_str().encode(), {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"},
+        chat_template=BUILT_IN["chatml"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_ids_and_learned_tokens_equal_those_of_transformers(hf_tokenizer, tmp_path, marked):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    source = BUILT_IN["chatml"]
+    if not marked:
+        source = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(hf_tokenizer.save(tmp_path)))
+    chats = Conversations.of(hf_tokenizer, ChatTemplate.of(hf_tokenizer, source))
+    for messages in TALKS:
+        expected = theirs.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            chat_template=BUILT_IN["chatml"],
+        )
+        stored = encode_conversation(chats.document(messages, {}, 1), hf_tokenizer)
+        learned = stored < hf_tokenizer.vocab_size
+        assert np.where(learned, stored, stored - hf_tokenizer.vocab_size).tolist() == list(expected["input_ids"])
+        assert learned.astype(int).tolist() == list(expected["assistant_masks"])
+
+
+def test_exactly_the_answers_are_labels_and_no_conversation_is_cut(tmp_path):
+    rng = np.random.default_rng(0)
+    talks = [
+        talk(*("".join(rng.choice(list("abcd é"), size=rng.integers(1, 9))) for _ in range(2 * rng.integers(1, 3))))
+        for _ in range(80)
+    ]
+    dataset = datasets(write_chats(tmp_path / "a.jsonl", talks), tmp_path, seq_len=128)
+    found, tokenizer = [], ByteTokenizer()
+    loader = DataLoader(dataset, global_batch=dataset.num_windows, prefetch=0, microbatch=dataset.num_windows)
+    batch = next(iter(loader))
+    for row in range(dataset.num_windows):
+        bounds = sorted({int(b) for b in batch.cu_seqlens[row]})
+        for start, end in itertools.pairwise(bounds):
+            tokens, labels = batch.tokens[row, start:end], batch.labels[row, start:end]
+            assert batch.positions[row, start:end].tolist() == list(range(end - start))
+            text = tokenizer.decode(tokens.tolist())
+            if not text:  # padding: no label
+                assert (labels == -100).all()
+                continue
+            found.append((text.rstrip("\n"), tokenizer.decode(label for label in labels.tolist() if label >= 0)))
+            assert (labels == 257).sum() == text.count("Assistant: ")  # each turn's end is learned
+    expected = [
+        (
+            "\n".join(f"{'User' if i % 2 == 0 else 'Assistant'}: {m['content']}" for i, m in enumerate(messages)),
+            "".join(m["content"] for m in messages if m["role"] == "assistant"),
+        )
+        for messages in talks
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_conversation_longer_than_a_sample_fills_several_and_keeps_every_label(tmp_path):
+    messages = talk("question", "a long answer " * 30)
+    dataset = datasets(write_chats(tmp_path / "a.jsonl", [messages]), tmp_path, seq_len=50)
+    assert dataset.num_windows > 5
+    rows = sorted(dataset.rows(np.arange(dataset.num_windows)), key=lambda row: row.document_starts.size)
+    learned = sum(int(row.learned[1:].sum()) for row in rows)
+    assert learned == len(messages[1]["content"]) + 1  # and the end
+
+
+def test_whole_rows_leave_less_padding_than_a_document(documents_dataset):
+    cut, documents = documents_dataset(seq_len=64)
+    whole, _ = documents_dataset(seq_len=64, whole=("a",), pad_id=7)
+    texts = sorted(document.tolist() for document in documents)
+    rows = whole.rows(np.arange(whole.num_windows))
+    found, padded = [], []
+    for row in rows:
+        bounds = [0, *row.document_starts.tolist(), 65]
+        parts = [row.tokens[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+        if row.learned is not None:
+            padding = parts.pop()
+            assert set(padding) == {7}
+            padded.append(len(padding))
+        found += parts
+    assert sorted(found) == texts
+    assert sorted(padded)[-2] < 40  # the longest document has 40 tokens; the last row ends where the source does
+    assert whole.fingerprint != cut.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": "Hi"}, "not a list of messages"),
+        ({"text": "Hi"}, "no key 'messages'"),
+        ({"messages": ["Hi"]}, "message 1 is str"),
+        ({"messages": [{"content": "Hi"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user"}]}, "message 1 (user) has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content of type int"),
+        ({"messages": talk("Hi")}, "nothing to learn"),
+        ({"messages": talk("<eos>", "x")}, "message 1 contains the special token '<eos>'"),
+        ({"messages": talk("a", "\ufdd0")}, "U+FDD0"),
+        ({"messages": talk("a", "\ud800")}, "lone surrogate"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_file_and_line(tmp_path, record, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": talk("a", "b")}) + "\n" + json.dumps(record) + "\n")
+    source = SourceConfig(name="chats", kind="jsonl", paths=(str(path),), messages_key="messages")
+    with pytest.raises(MalformedInputError) as info:
+        datasets(source, tmp_path)
+    assert f"{path}, line 2" in str(info.value)
+    assert reason in str(info.value)
+
+
+def test_bad_conversations_are_kept_apart_if_asked(tmp_path):
+    source = write_chats(tmp_path / "a.jsonl", [talk("a", "b"), [], talk("c", "d" * 60)])
+    dataset = datasets(source, tmp_path, on_error="quarantine", max_bad_fraction=0.5)
+    assert dataset.num_windows >= 1
+    (kept,) = (tmp_path / "cache").glob("*/quarantine.jsonl")
+    assert json.loads(kept.read_text())["kind"] == "bad_chat"
+
+
+def test_messages_of_another_shape_and_tools_reach_the_template():
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    chats = Conversations(ChatTemplate(source, {}))
+    messages = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    document = chats.document(messages, {"tools": [{"name": "f"}]}, 1)
+    assert document.text == '[{"name": "f"}]user=a;assistant=b;'
+
+
+def test_a_tokenizer_without_a_template_and_text_beside_chats(tmp_path):
+    source = write_chats(tmp_path / "a.jsonl", TALKS)
+    with pytest.raises(ValueError, match=r"has no chat template.*tokenizer\.chat_template"):
+        datasets(source, tmp_path, config=TokenizerConfig(kind="bytes"))
+    (tmp_path / "t.txt").write_text("plain text " * 50)
+    text = SourceConfig(name="text", kind="text", paths=(str(tmp_path / "t.txt"),))
+    data = DataConfig(sources=(text, replace(source, weight=1.0)), validation_fraction=0.0)
+    tokenizer = ByteTokenizer()
+    template = build_chat_template(PLAIN, tokenizer)
+    train, _ = build_datasets(data, tokenizer, seq_len=64, seed=0, cache_dir=tmp_path / "cache", template=template)
+    learned = [row.learned is None for row in train.rows(np.arange(40))]
+    assert True in learned
+    assert False in learned
+
+
+def test_another_template_makes_other_shards(tmp_path):
+    source = write_chats(tmp_path / "a.jsonl", TALKS)
+    first = datasets(source, tmp_path)
+    second = datasets(source, tmp_path, config=TokenizerConfig(kind="bytes", chat_template="chatml"))
+    assert first.fingerprint != second.fingerprint
