@@ -113,7 +113,7 @@ def vocab_size_without_training(config: Config) -> int | None:
 
 def _bytes_per_token(tokenizer: Tokenizer, dataset: PackedDataset) -> float:
     """Measured on the labels of the first samples: every token knows its bytes."""
-    rows = dataset.rows(np.arange(min(64, dataset.num_windows), dtype=np.int64))
+    rows = dataset.rows(np.arange(min(64, dataset.num_windows or 64), dtype=np.int64))
     labels = [row.tokens[1:] if row.learned is None else row.tokens[1:][row.learned[1:]] for row in rows]
     ids, times = np.unique(np.concatenate(labels), return_counts=True)
     lengths = np.array([len(tokenizer.token_bytes(int(i))) for i in ids])

@@ -1,8 +1,10 @@
 """Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
 
 from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
-from titan_train.config.data import DataConfig
 from titan_train.config.errors import ConfigError
+from titan_train.config.inputs.data import DataConfig
+from titan_train.config.inputs.source import SourceConfig
+from titan_train.config.inputs.tokenizer import TokenizerConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.load import dump_config, list_configs, load_config, parse_config
 from titan_train.config.metrics import MetricsConfig
@@ -16,8 +18,6 @@ from titan_train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
-from titan_train.config.source import SourceConfig
-from titan_train.config.tokenizer import TokenizerConfig
 
 __all__ = [
     "ActivationsConfig",

@@ -5,6 +5,7 @@ only chooses which part of it to read.
 
 - `sources/`: text files to documents to tokens.
 - `shards/`: tokens on disk, written once and memory-mapped.
+- `stream/`: tokens of text that is tokenized while a run trains on it.
 - `order/`: the order of samples, without state.
 - `loader/`: samples, batches and the data loader of one rank.
 - `build`: from the configuration to data sets; `progress`: the progress bar.

@@ -8,13 +8,15 @@ here communicates.
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.config.data import Verify
-from titan_train.config.source import TEXT_KINDS
+from titan_train.config.inputs.data import Verify
+from titan_train.config.inputs.source import TEXT_KINDS
 from titan_train.data.loader.packed import PackedDataset
+from titan_train.data.loader.rows import StreamedRows
 from titan_train.data.progress import ProgressCallback
 from titan_train.data.shards.manifest import DataManifest, read_manifest
 from titan_train.data.shards.megatron import MegatronTokens
@@ -28,6 +30,7 @@ from titan_train.data.shards.token_source import ShardedTokens, TokenSource
 from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.held_out import held_out_fraction
 from titan_train.data.sources.texts import training_texts
+from titan_train.data.stream.token_stream import TokenStream
 from titan_train.tokenizers import (
     ByteTokenizer,
     ChatTemplate,
@@ -120,12 +123,15 @@ def prepare(
     cache = _cache(config, cache_dir)
     sources = [*config.sources, *config.validation_sources]
     for source in sources:
+        if source.stream:
+            list_files(source)  # a path that does not exist is an error now, not when training begins
         if source.kind not in TEXT_KINDS:
             checked = replace(config, verify=verify or config.verify)
             opened = _open_source(source, checked, tokenizer, cache, template)
             if not any(part.num_tokens for part in opened if part is not None):
                 raise ValueError(f"source {source.name!r} holds no tokens: {', '.join(source.paths)}. Name another.")
-    return [prepare_source(s, config, tokenizer, cache, progress, template) for s in sources if s.kind in TEXT_KINDS]
+    whole = [source for source in sources if source.kind in TEXT_KINDS and not source.stream]
+    return [prepare_source(source, config, tokenizer, cache, progress, template) for source in whole]
 
 
 def open_datasets(
@@ -146,9 +152,12 @@ def open_datasets(
         ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
     """
     cache = _cache(config, cache_dir)
-    train: dict[str, TokenSource] = {}
+    train: dict[str, TokenSource | StreamedRows] = {}
     held_out: dict[str, TokenSource] = {}
     for source in config.sources:
+        if source.stream:
+            train[source.name] = TokenStream(source, config, tokenizer, cache, seq_len=seq_len, seed=seed)
+            continue
         train[source.name], part = _open_source(source, config, tokenizer, cache, template)
         if part is not None:
             held_out[source.name] = part
@@ -167,7 +176,9 @@ def open_datasets(
                 least[name],
             )
 
-    def packed(sources: dict[str, TokenSource], shares: dict[str, float], limits: dict[str, int]) -> PackedDataset:
+    def packed(
+        sources: Mapping[str, TokenSource | StreamedRows], shares: dict[str, float], limits: dict[str, int]
+    ) -> PackedDataset:
         return PackedDataset(
             sources,
             seq_len=seq_len,

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -19,8 +18,12 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 258
-    special_ids: ClassVar[dict[str, int]] = {"<bos>": 256, "<eos>": 257, "<pad>": 258}
     fingerprint = hashlib.sha256(b"titan bytes 1: 0-255, bos 256, eos 257, pad 258").hexdigest()
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The three special tokens by name."""
+        return {"<bos>": self.bos_id, "<eos>": self.eos_id, "<pad>": self.pad_id}
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)

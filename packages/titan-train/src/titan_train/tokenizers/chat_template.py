@@ -77,7 +77,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        given: dict[str, Any] = environment.globals
+        given["raise_exception"] = _raise
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as err:

@@ -215,6 +215,7 @@ class Trainer:
         """Close what is this rank's alone, without waiting for any other."""
         self._closed = True
         self._loader.close()
+        self._inputs.train.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None

@@ -1,5 +1,6 @@
 """From token sources to the batches of one rank.
 
+- `rows`: how the tokens of one source become samples: cut anywhere, or whole documents.
 - `packed`: samples of a fixed length, each found from its number alone.
 - `batch`: one microbatch: tokens, labels, positions, document boundaries.
 - `data_loader`: the microbatches of one data-parallel rank, prefetched by a thread.

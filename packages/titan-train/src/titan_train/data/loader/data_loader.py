@@ -46,6 +46,7 @@ class _Plan:
 
     def build(self, dataset: PackedDataset, samples: int, number: int) -> HostBatch:
         """Microbatch ``number`` of the step that begins after ``samples`` samples."""
+        dataset.require(samples + self.global_batch)
         first = samples + self.dp_rank * (self.global_batch // self.dp_size) + number * self.microbatch
         done = samples + self.global_batch if number + 1 == self.per_step else samples
         return build_batch(
@@ -137,7 +138,7 @@ class DataLoader:
             self._number, self._samples = 0, self._samples + self._plan.global_batch
         return batch.batch
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Position after the last whole step: the same on every rank, valid for any number of ranks."""
         return {
             "version": STATE_VERSION,
@@ -146,7 +147,7 @@ class DataLoader:
             "seq_len": self.dataset.seq_len,
             "tokenizer": self.dataset.tokenizer,
             "fingerprint": self.dataset.fingerprint,
-        }
+        } | ({"streams": streams} if (streams := self.dataset.stream_states(self._samples)) else {})
 
     def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
         """Continue after the samples that ``state`` counts; the number of ranks and the batch size may differ.
@@ -159,7 +160,10 @@ class DataLoader:
         Raises:
             ValueError: If the state is of other data, naming the field and both values.
         """
-        self._go_to(check_state(state, self.state_dict(), allow_data_change=allow_data_change))
+        samples = check_state(state, self.state_dict(), allow_data_change=allow_data_change)
+        self.close()  # its thread reads the streams
+        self.dataset.load_stream_states(state.get("streams") or {})
+        self._go_to(samples)
 
     def reset(self) -> None:
         """Start again at sample 0, as a validation pass does."""

@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data.loader.rows import CutRows, Row, TokenRows, WholeRows
+from titan_train.data.loader.rows import CutRows, Row, StreamedRows, TokenRows, WholeRows
 from titan_train.data.order.mixture import Mixture
 from titan_train.data.order.permutation import IndexArray, permute
 from titan_train.data.shards.token_source import TokenSource
 
 # Samples of a source that are located together, 64 KiB of numbers.
 _CHUNK = 4096
+_ENDLESS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ class PackedDataset:
     """Samples of ``seq_len`` tokens from weighted sources, as a pure function of the sample number.
 
     Args:
-        sources: Token sources by name.
+        sources: Token sources and streams by name.
         seq_len: Tokens of a sample.
         seed: Seed of every order.
-        weights: Share of each source; None takes its share of the tokens.
+        weights: Share of each source; None takes its share of the tokens (a stream has none: give weights).
         tokenizer: Fingerprint of the tokenizer, for the check on resume.
         document_mask: Whether batches carry document boundaries and restart positions.
         mask_boundary_labels: Whether a document's last token has no label (it would be another document's first).
@@ -63,7 +64,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        sources: Mapping[str, TokenSource],
+        sources: Mapping[str, TokenSource | StreamedRows],
         *,
         seq_len: int,
         seed: int,
@@ -77,13 +78,15 @@ class PackedDataset:
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1.")
-        for name, source in sources.items():
+        self._streams = {name: source for name, source in sources.items() if isinstance(source, StreamedRows)}
+        known = {name: source for name, source in sources.items() if not isinstance(source, StreamedRows)}
+        for name, source in known.items():
             if source.num_tokens < (2 if name in whole else seq_len + 1):
                 raise ValueError(
                     f"source {name!r} has {source.num_tokens} tokens, but one sample of seq_len={seq_len} needs "
                     f"{seq_len + 1}. Use seq_len={max(1, source.num_tokens - 1)} or less, or a longer source."
                 )
-        given = dict(weights) if weights is not None else {n: float(s.num_tokens) for n, s in sources.items()}
+        given = dict(weights) if weights is not None else {n: float(s.num_tokens) for n, s in known.items()}
         if set(given) != set(sources):
             raise ValueError(
                 f"the weights name {sorted(given)}, but the sources are {sorted(sources)}. Give each source one weight."
@@ -97,24 +100,28 @@ class PackedDataset:
         self.weights = given
         self._sources = tuple(sources.values())
         self._whole = sorted(set(whole) & set(sources))
-        self._rows: list[TokenRows] = [
-            WholeRows(source, seq_len, pad_id) if name in whole else CutRows(source, seq_len)
-            for name, source in sources.items()
-        ]
-        self._windows = [rows.num_rows for rows in self._rows]
+
+        def rows_of(name: str, source: TokenSource | StreamedRows) -> TokenRows:
+            if isinstance(source, StreamedRows):
+                return source
+            return WholeRows(source, seq_len, pad_id) if name in whole else CutRows(source, seq_len)
+
+        self._rows = [rows_of(name, source) for name, source in sources.items()]
+        # A stream has no end: all its samples are of pass 0, in the order of their numbers.
+        self._windows = [_ENDLESS if rows.num_rows is None else rows.num_rows for rows in self._rows]
         self._mixture = Mixture(self.source_names, [given[name] for name in self.source_names], seed)
         self._max_epochs = dict(max_epochs or {})
         self._chunk = lru_cache(maxsize=4 * len(self._sources))(self._make_chunk)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources, each counted once."""
-        return sum(source.num_tokens for source in self._sources)
+        """Tokens of all sources but streams, each counted once."""
+        return sum(source.num_tokens for source in self._sources if not isinstance(source, StreamedRows))
 
     @property
     def num_windows(self) -> int:
-        """Windows of all sources: samples in one pass if the weights are the sources' sizes."""
-        return sum(self._windows)
+        """Windows of all sources but streams: samples in one pass if the weights are the sources' sizes."""
+        return sum(rows.num_rows or 0 for rows in self._rows)
 
     @property
     def fingerprint(self) -> str:
@@ -132,9 +139,10 @@ class PackedDataset:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source was read after ``samples`` samples: 1.5 is one and a half times."""
+        """How often each source but streams was read after ``samples`` samples: 1.5 is one and a half times."""
         consumed = self._mixture.consumed(samples).tolist()
-        return {n: used / total for n, used, total in zip(self.source_names, consumed, self._windows, strict=True)}
+        pairs = zip(self.source_names, consumed, self._windows, strict=True)
+        return {n: used / total for n, used, total in pairs if n not in self._streams}
 
     def check_samples(self, samples: int) -> None:
         """Check before a run that ``samples`` samples stay within every source's allowed passes.
@@ -145,6 +153,36 @@ class PackedDataset:
         for number, used in enumerate(self._mixture.consumed(samples).tolist()):
             if used:
                 self._check_epochs(number, (used - 1) // self._windows[number])
+
+    def require(self, samples: int) -> None:
+        """Have the streams ready for the first ``samples`` samples: what fails, fails on every rank alike.
+
+        Raises:
+            ValueError: If a stream cannot give them.
+        """
+        if self._streams:
+            for name, used in zip(self.source_names, self._mixture.consumed(samples).tolist(), strict=True):
+                if name in self._streams:
+                    self._streams[name].require(used)
+
+    def stream_states(self, samples: int) -> dict[str, Any]:
+        """Where each stream stands after ``samples`` samples, as JSON."""
+        consumed = dict(zip(self.source_names, self._mixture.consumed(samples).tolist(), strict=True))
+        return {name: stream.state(consumed[name]) for name, stream in self._streams.items()}
+
+    def load_stream_states(self, states: Mapping[str, Any]) -> None:
+        """Continue the streams from what `stream_states` gave; one without a state begins at its start.
+
+        Raises:
+            ValueError: If the files are not those that were read.
+        """
+        for name, stream in self._streams.items():
+            stream.load_state(states.get(name))
+
+    def close(self) -> None:
+        """Stop the threads of streams."""
+        for stream in self._streams.values():
+            stream.close()
 
     def locate(self, samples: npt.ArrayLike) -> SampleLocation:
         """Source, epoch and window of each global sample number.
@@ -171,6 +209,8 @@ class PackedDataset:
     def _make_chunk(self, number: int, chunk: int) -> tuple[IndexArray, IndexArray]:
         """Epoch and window of a run of one source's samples: a few samples cost as much to permute as thousands."""
         local = np.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, dtype=np.int64)
+        if self.source_names[number] in self._streams:
+            return np.zeros_like(local), local
         total = self._windows[number]
         epoch, rest = np.divmod(local, total)
         window = np.empty_like(local)

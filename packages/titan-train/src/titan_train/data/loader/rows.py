@@ -9,7 +9,7 @@ A row is ``seq_len + 1`` tokens: ``seq_len`` inputs and their next tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,32 @@ class TokenRows(Protocol):
 
     def read(self, row: int) -> Row:
         """One sample."""
+        ...
+
+
+@runtime_checkable
+class StreamedRows(TokenRows, Protocol):
+    """The samples of a source that is read as it comes, in an order of its own, without an end."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash (hex) of what decides its samples besides the files, which its state identifies."""
+        ...
+
+    def require(self, samples: int) -> None:
+        """Have the first ``samples`` samples at hand, or raise on every rank alike."""
+        ...
+
+    def state(self, samples: int) -> Any:
+        """What `load_state` needs to continue after ``samples`` samples, as JSON."""
+        ...
+
+    def load_state(self, state: Any) -> None:
+        """Continue from a state."""
+        ...
+
+    def close(self) -> None:
+        """Stop its threads."""
         ...
 
 

@@ -61,11 +61,15 @@ class ShardWriter:
         name: Its file name without suffix.
         vocab_size: Bounds the ids and sets their width.
         tokenizer_fingerprint: Hex; its first 16 bytes go into the header.
+        sync: Whether the files are on disk when `close` returns, not only with the operating system.
     """
 
-    def __init__(self, folder: Path, name: str, *, vocab_size: int, tokenizer_fingerprint: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, vocab_size: int, tokenizer_fingerprint: str, sync: bool = True
+    ) -> None:
         self.name = name
         self.tokens = 0
+        self._sync = sync
         self._folder = folder
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
@@ -98,11 +102,13 @@ class ShardWriter:
             self._flush(len(self._block))
         self._file.seek(0)
         self._file.write(self._header(_TOKENS_MAGIC))
-        _sync_and_close(self._file)
+        if self._sync:
+            _sync(self._file)
+        self._file.close()
         ends = np.asarray(self._ends, dtype="<u8").tobytes()
         body = ends + np.asarray(self._crcs, dtype="<u4").tobytes()
         index = self._header(_INDEX_MAGIC) + body + struct.pack("<I", zlib.crc32(body))
-        write_atomic(self._folder / f"{self.name}.idx", index, sync=True)
+        write_atomic(self._folder / f"{self.name}.idx", index, sync=self._sync)
         self._path.replace(self._folder / f"{self.name}.tok")
         return ShardInfo(
             self.name, self.tokens, len(self._ends), self._sha.hexdigest(), hashlib.sha256(ends).hexdigest()
@@ -251,8 +257,3 @@ def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_and_close(file: Any) -> None:
-    _sync(file)
-    file.close()

@@ -29,3 +29,5 @@ class Document:
     """Where it began in its file, from 1: a line, or a row of a table."""
     spans: tuple[tuple[int, int], ...] | None = None
     """The characters of ``text`` that are learned, if it is a conversation; None learns all of it."""
+    byte: int = 0
+    """Where its line begins in the decompressed file."""

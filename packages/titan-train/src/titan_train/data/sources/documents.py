@@ -57,6 +57,8 @@ def read_documents(
     reader: FileReader,
     first_line: int = 1,
     chats: Conversations | None = None,
+    *,
+    first_byte: int = 0,
 ) -> Iterator[Document | BadDocument]:
     """Documents of one file, malformed ones among them.
 
@@ -66,10 +68,12 @@ def read_documents(
         reader: Of the same file; hashes what it reads.
         first_line: Line or row to begin at, from 1.
         chats: Writes the conversations of a source of chats; None gives the texts of their messages.
+        first_byte: Where that line begins in a file of JSON lines, if it is known: nothing before it is read then. The
+            reader's hash is not the file's.
     """
     chats = chats or Conversations(None)
     if source.kind == "jsonl":
-        return _read_json_lines(file, source, reader, first_line, chats)
+        return _read_json_lines(file, source, reader, first_line, chats, first_byte)
     if source.kind in ("parquet", "arrow"):
         return read_rows(file, source, reader, first_line, chats)
     return _read_text(file, source, reader, first_line)
@@ -133,11 +137,11 @@ def _read_text(
 ) -> Iterator[Document | BadDocument]:
     content = bytearray()
     damage: str | None = None
-    oversize = False
+    too_long = False
     try:
         for chunk in reader.chunks():
-            oversize = oversize or len(content) + len(chunk) > source.max_document_bytes
-            if not oversize:  # read on to the end for the file's hash
+            too_long = too_long or len(content) + len(chunk) > source.max_document_bytes
+            if not too_long:  # read on to the end for the file's hash
                 content += chunk
     except DamagedFileError as err:
         damage = str(err)
@@ -146,18 +150,20 @@ def _read_text(
         return  # the one document was taken before; the file is read for its hash
     if damage is not None:
         yield BadDocument(str(file.path), 1, len(raw), "truncated", damage, b"")
-    elif oversize:
+    elif too_long:
         yield BadDocument(str(file.path), 1, 0, "oversize", oversize(source), raw[:200])
     else:
         yield _checked(file, 1, 0, raw)
 
 
 def _read_json_lines(
-    file: CorpusFile, source: SourceConfig, reader: FileReader, first_line: int, chats: Conversations
+    file: CorpusFile, source: SourceConfig, reader: FileReader, first_line: int, chats: Conversations, first_byte: int
 ) -> Iterator[Document | BadDocument]:
-    number, offset = 0, 0
+    start = reader.go_to(first_byte)
+    before = first_line - 1 if start else 0
+    number, offset = before, start
     try:
-        for number, (offset, line) in enumerate(reader.lines(source.max_document_bytes), start=1):
+        for number, (offset, line) in enumerate(reader.lines(source.max_document_bytes), start=before + 1):
             if number < first_line:
                 continue
             if line is None:

@@ -33,6 +33,16 @@ class FileReader:
         self._sha = hashlib.sha256()
         self.bytes_read = 0
         """Raw (compressed) bytes read so far."""
+        self._start = 0
+
+    def go_to(self, byte: int) -> int:
+        """Begin at this byte of the content. A compressed file begins at 0 all the same.
+
+        Returns:
+            Where `lines` will begin.
+        """
+        self._start = 0 if self.path.suffix in (".gz", ".zst") else byte
+        return self._start
 
     @property
     def sha256(self) -> str:
@@ -51,6 +61,7 @@ class FileReader:
             elif self.path.suffix == ".gz":
                 yield from self._gzip_chunks(file)
             else:
+                file.seek(self._start)
                 yield from self._raw_chunks(file)
 
     def hash_rest(self) -> None:
@@ -65,7 +76,7 @@ class FileReader:
         Raises:
             DamagedFileError: As `chunks`; a line cut by the damage is not delivered.
         """
-        offset = 0  # of the line being collected
+        offset = self._start  # of the line being collected
         held: list[bytes] = []  # its pieces so far
         held_bytes = 0
         dropped = False  # it is over max_bytes: count its bytes, keep none

@@ -51,7 +51,7 @@ def as_document(
     if not value:
         return bad("empty", f"{key!r} is an empty string")
     try:
-        return _within(source, Document(value, value.encode(), number), bad)
+        return _within(source, Document(value, value.encode(), number, byte=max(offset, 0)), bad)
     except UnicodeEncodeError as err:
         return bad("invalid_utf8", f"a lone surrogate, \\u{ord(value[err.start]):04x}, is not a character")
 

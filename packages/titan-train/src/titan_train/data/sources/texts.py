@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.config.source import TEXT_KINDS
+from titan_train.config.inputs.source import TEXT_KINDS
 from titan_train.data.progress import PrepareProgress, ProgressCallback
 from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.documents import list_files, read_documents

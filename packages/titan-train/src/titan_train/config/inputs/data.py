@@ -6,7 +6,7 @@ Only values live here: reading, tokenizing and packing are in `titan_train.token
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from titan_train.config.source import SourceConfig
+from titan_train.config.inputs.source import SourceConfig
 from titan_train.config.values import check_at_least, check_choice
 
 OnError = Literal["raise", "skip", "quarantine"]
@@ -70,6 +70,12 @@ class DataConfig:
                 f"data.sources and data.validation_sources hold the name {twice[0]!r} twice: a source's order is drawn "
                 f"from its name. Rename one, for example to {twice[0] + '-2'!r}."
             )
+        for source in self.validation_sources:
+            if source.stream:
+                raise ValueError(
+                    f"data.validation_sources[{source.name!r}].stream=true: a validation loss needs a fixed text. "
+                    "Remove stream, and give it the files to validate on."
+                )
         if not 0.0 <= self.validation_fraction < 1.0:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} is not in [0, 1): "

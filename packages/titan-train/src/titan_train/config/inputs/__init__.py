@@ -1,0 +1,1 @@
+"""What a run reads: `source` is one corpus, `data` all of them and how they become samples, `tokenizer` how text becomes ids."""

@@ -1,0 +1,215 @@
+"""Blocks of a stream on disk: each made once, by whichever process comes first, and removed when it lies well behind.
+
+    blocks.json               the last blocks: where each begins, where the next one begins, the files it was read from
+    block-00000012.tok/.idx   its tokens, as any shard
+
+A block whose files have changed since, or whose shard is gone, is made again from where it begins; a checkpoint knows that
+place too. If the place of a block is not known, the blocks before it are made until it is.
+"""
+
+import fcntl
+import json
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.shards.format import ShardInfo, ShardWriter
+from titan_train.data.shards.token_source import ShardedTokens
+from titan_train.data.sources.documents import list_files
+from titan_train.data.sources.malformed import BadDocuments
+from titan_train.data.stream.cursor import StreamCursor, cursor_from_json
+from titan_train.data.stream.reader import StreamReader
+from titan_train.files import write_atomic
+from titan_train.tokenizers import Tokenizer
+
+_RECORDS = "blocks.json"
+# Ranks stand at most a step apart; a block removed before somebody reads it is made again.
+_KEPT_BLOCKS = 8
+_KEPT_RECORDS = 64
+
+
+class StreamBlocks:
+    """The blocks of one stream.
+
+    Args:
+        source: A source of text.
+        config: Threads, and what malformed documents do.
+        tokenizer: Makes the tokens.
+        folder: Shared by the processes that read the stream.
+        tokens: Tokens of a block, less the one that it shares with the next.
+    """
+
+    def __init__(
+        self, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, folder: Path, tokens: int
+    ) -> None:
+        self._source, self._config, self._tokenizer = source, config, tokenizer
+        self._folder = folder
+        self._tokens = tokens
+        self._files = list_files(source)
+        self._given: dict[int, StreamCursor] = {}  # from a checkpoint
+        self._lock = threading.Lock()
+        self._reader: StreamReader | None = None
+        self._reader_at: StreamCursor | None = None
+        self._reader_block = -1  # the block that it makes next
+        self._bad = BadDocuments(
+            source.name,
+            on_error=config.on_error,
+            max_fraction=config.max_bad_fraction,
+            max_count=config.max_bad,
+            quarantine=folder / "quarantine.jsonl",
+        )
+
+    def open(self, number: int) -> ShardedTokens:
+        """A block, made if it is not there. Waits while another process makes it.
+
+        Raises:
+            ValueError: As `StreamReader.take`.
+        """
+        with self._lock, _only_process(self._folder):
+            found = self._on_disk(number)
+            return found if found is not None else self._make(number)
+
+    def cursor(self, number: int) -> tuple[int, StreamCursor | None]:
+        """The last block up to ``number`` of which it is known where it begins, and that place; None is the first document."""
+        known = self._known(number)
+        return max(known), known[max(known)]
+
+    def stands_at(self, number: int) -> bool:
+        """Whether this process made the block before ``number``, so that it can go on without reading anything again."""
+        return self._reader is not None and self._reader_block == number
+
+    def give(self, number: int, cursor: StreamCursor) -> None:
+        """Say where a block begins, as a checkpoint does.
+
+        Raises:
+            ValueError: If the files are not those that it was read from.
+        """
+        cursor.file_number(self._files, self._source.name)
+        self._given[number] = cursor
+
+    def _make(self, number: int) -> ShardedTokens:
+        known = self._known(number)
+        at = max(known)
+        for block in range(at, number + 1):
+            shard, after = self._make_one(block, known[block])
+            known[block + 1] = after
+            if block == number:
+                self._remove_before(number - _KEPT_BLOCKS)
+                return self._opened(shard)
+        raise AssertionError("the last block of the range is the one asked for")
+
+    def _make_one(self, number: int, cursor: StreamCursor | None) -> tuple[ShardInfo, StreamCursor]:
+        reader = self._reader_from(cursor)
+        try:
+            documents, after = reader.take(self._tokens + 1)
+        except BaseException:
+            self.close()
+            raise
+        self._reader_at, self._reader_block = after, number + 1
+        writer = ShardWriter(
+            self._folder,
+            _shard_name(number),
+            vocab_size=self._tokenizer.vocab_size,
+            tokenizer_fingerprint=self._tokenizer.fingerprint,
+            sync=False,  # a block is checked in full when it is opened, and made again if it is damaged
+        )
+        try:
+            for document in documents:
+                writer.append([document])
+            shard = writer.close()
+        except BaseException:
+            writer.discard()
+            raise
+        self._note(
+            {
+                "block": number,
+                "begins": None if cursor is None else cursor.as_json(),
+                "next": after.as_json(),
+                "files": [list(stamp) for stamp in reader.touched],
+                "shard": shard.as_json(),
+            }
+        )
+        return shard, after
+
+    def _reader_from(self, cursor: StreamCursor | None) -> StreamReader:
+        """The reader that made the block before, if it stands there; else a new one."""
+        if self._reader is None or self._reader_at != cursor:
+            self.close()
+            self._reader = StreamReader(self._source, self._config, self._tokenizer, cursor, self._bad)
+        return self._reader
+
+    def close(self) -> None:
+        """Stop the threads that tokenize."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = self._reader_at = None
+
+    def _known(self, number: int) -> dict[int, StreamCursor | None]:
+        """Where blocks up to ``number`` begin, as far as that is known and its files are still the same."""
+        known: dict[int, StreamCursor | None] = {0: None}
+        for record in self._records():
+            if record["block"] < number and self._is_current(record):
+                known[record["block"] + 1] = cursor_from_json(record["next"])
+        return known | {block: cursor for block, cursor in self._given.items() if block <= number}
+
+    def _on_disk(self, number: int) -> ShardedTokens | None:
+        for record in reversed(self._records()):
+            if record["block"] == number:
+                if not self._is_current(record):
+                    return None
+                begins = None if record["begins"] is None else cursor_from_json(record["begins"])
+                if begins != self._given.get(number, begins):
+                    return None
+                try:
+                    return self._opened(ShardInfo(**record["shard"]))
+                except ValueError:  # removed, or cut by a full disk: it is made again
+                    return None
+        return None
+
+    def _opened(self, shard: ShardInfo) -> ShardedTokens:
+        return ShardedTokens(
+            [self._folder],
+            [shard],
+            tokenizer_fingerprint=self._tokenizer.fingerprint,
+            fingerprint=shard.tokens_sha256,
+            verify="full",
+        )
+
+    def _is_current(self, record: dict[str, Any]) -> bool:
+        """Whether the files it was read from are as they were, and those before it too."""
+        stamps = {file.stamp() for file in self._files}
+        if not {tuple(stamp) for stamp in record["files"]} <= stamps:
+            return False
+        try:
+            cursor_from_json(record["next"]).file_number(self._files, self._source.name)
+        except ValueError:
+            return False
+        return True
+
+    def _records(self) -> list[dict[str, Any]]:
+        path = self._folder / _RECORDS
+        return json.loads(path.read_bytes()) if path.is_file() else []
+
+    def _note(self, record: dict[str, Any]) -> None:
+        others = [other for other in self._records() if other["block"] != record["block"]]
+        write_atomic(self._folder / _RECORDS, json.dumps([*others, record][-_KEPT_RECORDS:]))
+
+    def _remove_before(self, number: int) -> None:
+        for path in self._folder.glob("block-*.*"):
+            if int(path.stem.split("-")[1]) < number:
+                path.unlink(missing_ok=True)
+
+
+def _shard_name(number: int) -> str:
+    return f"block-{number:08d}"
+
+
+@contextmanager
+def _only_process(folder: Path) -> Generator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,177 @@
+"""Documents of a stream from a cursor on, tokenized ahead by threads, and the runs of tokens they give."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.sources.document import Document
+from titan_train.data.sources.documents import list_files, read_documents
+from titan_train.data.sources.encoding import encode_in_order
+from titan_train.data.sources.files import FileReader
+from titan_train.data.sources.malformed import BadDocument, BadDocuments
+from titan_train.data.stream.cursor import StreamCursor, files_before
+from titan_train.tokenizers import Tokenizer
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The documents that follow come from here."""
+
+    epoch: int
+    file: int
+
+
+class _PassEnd:
+    """All files were read once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What went wrong behind the documents before it. Raised in its turn, not when it is met ahead of time."""
+
+    error: Exception
+
+
+_Item = _Place | Document | BadDocument | _PassEnd | _Failure
+
+
+class StreamReader:
+    """Tokens from a cursor on. One thread may use it.
+
+    Memory is bounded: `encode_in_order` holds a few megabytes of text for each thread.
+
+    Args:
+        source: A source of text.
+        config: Threads and what malformed documents do.
+        tokenizer: Makes the tokens.
+        start: Where to begin; None begins at the first document.
+        bad: Counts malformed documents.
+
+    Raises:
+        ValueError: If the cursor does not belong to the files.
+    """
+
+    def __init__(
+        self,
+        source: SourceConfig,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        start: StreamCursor | None,
+        bad: BadDocuments,
+    ) -> None:
+        self._source = source
+        self._files = list_files(source)
+        self._bad = bad
+        first = _Place(0, 0) if start is None else _Place(start.epoch, start.file_number(self._files, source.name))
+        self._line, self._byte = (1, 0) if start is None else (start.line, start.byte)
+        self._skip = 0 if start is None else start.skip
+        self._bos = [] if not config.add_bos else [np.array([tokenizer.bos_id], dtype=np.int32)]
+        self._eos = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._place = first
+        self._items = encode_in_order(self._in_turn(first), tokenizer, config.num_threads)
+        self._held: tuple[int, int, Tokens] | None = None  # the document in progress: its line, byte and tokens
+        self._used = 0  # tokens of it that were given
+        self.touched: list[tuple[str, int, int]] = []
+        """Stamps of the files that the last `take` read from."""
+
+    def take(self, count: int) -> tuple[list[Tokens], StreamCursor]:
+        """The next ``count`` tokens as documents, and the cursor of the last of them, where the next block begins.
+
+        The last token is given again as the first of the next call.
+
+        Raises:
+            ValueError: If a pass gives no document, or more passes are needed than the source allows; and as
+                `MalformedInputError`.
+        """
+        parts: list[Tokens] = []
+        self.touched = []
+        while True:
+            line, byte, tokens = self._document()
+            stamp = self._files[self._place.file].stamp()
+            if stamp not in self.touched:
+                self.touched.append(stamp)
+            part = tokens[self._used : self._used + count]
+            parts.append(part)
+            self._used += part.size
+            count -= part.size
+            if not count:
+                self._used -= 1
+                place, name = self._place, self._files[self._place.file].name
+                return parts, StreamCursor(
+                    epoch=place.epoch,
+                    file=name,
+                    line=line,
+                    byte=byte,
+                    skip=self._used,
+                    before=files_before(self._files, place.file),
+                )
+            if self._used == tokens.size:
+                self._held, self._used = None, 0
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if isinstance(self._items, Generator):
+            self._items.close()
+
+    def _document(self) -> tuple[int, int, Tokens]:
+        """The line, byte and tokens of the document in progress, or of the next one."""
+        while self._held is None:
+            item, ids = next(self._items)
+            if isinstance(item, Document):
+                assert ids is not None
+                self._bad.add_good()
+                self._held = item.line, item.byte, np.concatenate([*self._bos, ids, self._eos])
+                self._used, self._skip = self._skip, 0
+            elif isinstance(item, BadDocument):
+                self._bad.add(item)
+            elif isinstance(item, _Place):
+                self._place = item
+            elif isinstance(item, _PassEnd):
+                self._bad.check_share()
+            else:
+                raise item.error
+        line, _, tokens = self._held
+        if self._used >= tokens.size:
+            raise ValueError(
+                f"{self._files[self._place.file].path}, line {line} gives {tokens.size} tokens, but {self._used} of it were "
+                "read before: the file was changed. Restore it, or start a new run."
+            )
+        return self._held
+
+    def _in_turn(self, first: _Place) -> Iterator[_Item]:
+        try:
+            yield from self._read(first)
+        except Exception as error:
+            yield _Failure(error)
+
+    def _read(self, first: _Place) -> Iterator[_Item]:
+        """Every item of every pass."""
+        epoch, start, limit = first.epoch, first.file, self._source.max_epochs
+        line, byte = self._line, self._byte
+        while True:
+            if limit and epoch >= limit:
+                raise ValueError(
+                    f"source {self._source.name!r} has been read {limit} times, the limit set by "
+                    f"data.sources[{self._source.name!r}].max_epochs={limit}, but the run needs more. Train fewer steps, lower "
+                    "its weight, or raise max_epochs (0: no limit)."
+                )
+            found = 0
+            for number in range(start, len(self._files)):
+                yield _Place(epoch, number)
+                file = self._files[number]
+                for item in read_documents(file, self._source, FileReader(file.path), line, first_byte=byte):
+                    found += isinstance(item, Document)
+                    yield item
+                line, byte = 1, 0
+            if not found and not start:
+                raise ValueError(
+                    f"source {self._source.name!r}: none of its {len(self._files)} files holds a document, so the stream would "
+                    "never end. Check data.sources.paths and text_key."
+                )
+            yield _PassEnd()
+            epoch, start = epoch + 1, 0

@@ -1,0 +1,132 @@
+"""One source of text as samples, tokenized while they are read."""
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.loader.rows import Row
+from titan_train.data.order.permutation import permute
+from titan_train.data.shards.token_source import ShardedTokens
+from titan_train.data.stream.blocks import StreamBlocks
+from titan_train.data.stream.cursor import cursor_from_json
+from titan_train.tokenizers import Tokenizer
+
+_FORMAT = 1
+
+
+class TokenStream:
+    """Samples of a stream, by number.
+
+    Sample ``i`` lies in block ``i // window``; its place there is drawn by a permutation of the block.
+
+    Args:
+        source: A source of text with ``stream``.
+        config: Options of all sources.
+        tokenizer: Makes the tokens.
+        cache_dir: The blocks go into a folder below it.
+        seq_len: Inputs of a sample.
+        seed: Of the permutations.
+    """
+
+    def __init__(
+        self,
+        source: SourceConfig,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        cache_dir: Path,
+        *,
+        seq_len: int,
+        seed: int,
+    ) -> None:
+        self._name, self._seed = source.name, seed
+        self._window, self._seq_len = source.stream_window, seq_len
+        self.fingerprint = _fingerprint(source, config, tokenizer)
+        key = hashlib.sha256(json.dumps([self.fingerprint, seq_len, list(source.paths)]).encode()).hexdigest()[:16]
+        folder = cache_dir / f"{source.name}-stream-{key}"
+        self._blocks = StreamBlocks(source, config, tokenizer, folder, source.stream_window * seq_len)
+        self._open = lru_cache(maxsize=4)(self._blocks.open)
+        self._ahead: threading.Thread | None = None
+
+    @property
+    def num_rows(self) -> int | None:
+        """Not known: the stream is read as it comes."""
+        return None
+
+    def read(self, row: int) -> Row:
+        """One sample."""
+        number, place = divmod(row, self._window)
+        block = self._block(number)
+        places = np.array([place], dtype=np.int64)
+        window = int(permute(places, self._window, self._seed, f"stream {self._name}", number)[0])
+        start, count = window * self._seq_len, self._seq_len + 1
+        return Row(block.window(start, count), block.document_starts(start, count))
+
+    def require(self, samples: int) -> None:
+        """Make the blocks of the first ``samples`` samples that are not made yet: what fails, fails on every rank alike.
+
+        Raises:
+            ValueError: As `StreamBlocks.open`.
+        """
+        if samples:
+            self._block((samples - 1) // self._window)
+
+    def state(self, samples: int) -> list[Any] | None:
+        """Where the block of the next sample begins, as JSON: its number and cursor; None before the second block."""
+        number, cursor = self._blocks.cursor(samples // self._window)
+        return None if cursor is None else [number, cursor.as_json()]
+
+    def load_state(self, state: Any) -> None:
+        """Continue from what `state` gave.
+
+        Raises:
+            ValueError: If it is no state, or the files are not those that were read.
+        """
+        if state is None:
+            return
+        if not (isinstance(state, list) and len(state) == 2 and isinstance(state[1], Mapping)):
+            raise ValueError(f"the saved state of stream {self._name!r} is {state!r}, not a block and a place.")
+        self._blocks.give(int(state[0]), cursor_from_json(state[1]))
+        self._open.cache_clear()
+
+    def close(self) -> None:
+        """Stop the threads that tokenize."""
+        if self._ahead is not None:
+            self._ahead.join()
+        self._blocks.close()
+
+    def _block(self, number: int) -> ShardedTokens:
+        block = self._open(number)
+        busy = self._ahead is not None and self._ahead.is_alive()
+        if not busy and self._blocks.stands_at(number + 1):
+            self._ahead = threading.Thread(
+                target=self._make_ahead, args=(number + 1,), name="titan-data-stream", daemon=True
+            )
+            self._ahead.start()
+        return block
+
+    def _make_ahead(self, number: int) -> None:
+        with contextlib.suppress(Exception):  # raised again where the block is read
+            self._open(number)
+
+
+def _fingerprint(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer) -> str:
+    content = {
+        "format": _FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "kind": source.kind,
+        "text_key": source.text_key,
+        "max_document_bytes": source.max_document_bytes,
+        "window": source.stream_window,
+        "add_bos": config.add_bos,
+        "on_error": config.on_error,
+        "exclude": list(source.exclude),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

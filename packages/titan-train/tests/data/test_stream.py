@@ -1,0 +1,289 @@
+"""Streams: the samples of the documents in order, the same on every layout, thread count and after every resume."""
+
+import gzip
+import json
+import multiprocessing
+
+import numpy as np
+import pytest
+from titan_train.config import DataConfig, SourceConfig
+from titan_train.data import DataLoader, MalformedInputError, PackedDataset, build_datasets, prepare
+from titan_train.data.stream.token_stream import TokenStream
+from titan_train.tokenizers import ByteTokenizer
+
+SEQ, WINDOW = 16, 8
+
+
+def write_files(folder, num_files=3, documents=40, suffix=".jsonl"):
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    for number in range(num_files):
+        texts = [f"{number}-{i} " + "x" * int(rng.integers(0, 30)) for i in range(documents)]
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        (folder / f"{number}{suffix}").write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    return folder
+
+
+def source_of(folder, **options):
+    return SourceConfig(
+        **{"name": "web", "kind": "jsonl", "paths": (str(folder),), "stream": True, "stream_window": WINDOW, **options}
+    )
+
+
+def dataset_of(source, cache, *more, **options):
+    config = DataConfig(sources=(source, *more), validation_fraction=0.0, **options)
+    train, held_out = build_datasets(config, ByteTokenizer(), seq_len=SEQ, seed=3, cache_dir=cache)
+    assert held_out is None
+    return train
+
+
+def whole_stream(folder, passes=1):
+    """The tokens of all documents in order, the plain way."""
+    ids = []
+    for path in sorted(folder.glob("*")):
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path) as file:
+            for line in file:
+                ids += [*ByteTokenizer().encode(json.loads(line)["text"]).tolist(), 257]
+    return np.array(ids * passes)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_each_window_of_the_documents_comes_once_within_its_block(tmp_path, suffix):
+    folder = write_files(tmp_path / "text", suffix=suffix)
+    dataset = dataset_of(source_of(folder), tmp_path / "cache")
+    stream = whole_stream(folder, passes=3)  # the stream goes on with the next pass
+    blocks = (stream.size - 1) // (SEQ * WINDOW)
+    assert blocks > 20
+    order = []
+    for block in range(blocks):
+        rows = dataset.rows(np.arange(block * WINDOW, (block + 1) * WINDOW))
+        expected = [
+            stream[(block * WINDOW + w) * SEQ : (block * WINDOW + w) * SEQ + SEQ + 1].tolist() for w in range(WINDOW)
+        ]
+        found = [row.tokens.tolist() for row in rows]
+        assert sorted(found) == sorted(expected)
+        order.append([expected.index(tokens) for tokens in found])
+        for row in rows:
+            assert row.document_starts.tolist() == [i for i in range(1, SEQ + 1) if row.tokens[i - 1] == 257]
+    assert len({tuple(places) for places in order}) > blocks // 2  # each block is shuffled in its own way
+    dataset.close()
+
+
+def batches(dataset, steps, *, dp_size=1, state=None, prefetch=0, global_batch=4):
+    """The tokens of each global batch, joined over data-parallel ranks, and the state after the last."""
+    loaders = [
+        DataLoader(dataset, global_batch=global_batch, dp_rank=rank, dp_size=dp_size, prefetch=prefetch)
+        for rank in range(dp_size)
+    ]
+    if state is not None:
+        for loader in loaders:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    made = [
+        np.concatenate([next(loader).tokens.numpy() for loader in loaders for _ in range(loader.microbatches_per_step)])
+        for _ in range(steps)
+    ]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(other == states[0] for other in states)
+    for loader in loaders:
+        loader.close()
+    return made, states[0]
+
+
+def test_order_and_state_are_the_same_for_every_number_of_ranks_and_threads(tmp_path):
+    folder = write_files(tmp_path / "text")
+    plain, state = batches(dataset_of(source_of(folder), tmp_path / "a"), 30)
+    for number, (dp_size, threads, prefetch) in enumerate([(2, 1, 0), (4, 3, 0), (2, 2, 3)]):
+        dataset = dataset_of(source_of(folder), tmp_path / f"cache{number}", num_threads=threads)
+        made, other = batches(dataset, 30, dp_size=dp_size, prefetch=prefetch)
+        assert np.array_equal(made, plain)
+        assert other == state
+        dataset.close()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_run_resumes_at_any_step_with_and_without_the_cache(tmp_path, suffix):
+    folder = write_files(tmp_path / "text", suffix=suffix)
+    plain, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 40)
+    for step in (1, 7, 16):
+        _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), step)
+        for dp_size, cache in ((1, "a"), (4, f"new{step}")):
+            rest, later = batches(
+                dataset_of(source_of(folder), tmp_path / cache), 40 - step - 3, dp_size=dp_size, state=state
+            )
+            assert np.array_equal(rest, plain[step:37])
+            last, _ = batches(dataset_of(source_of(folder), tmp_path / f"{cache}-2"), 3, state=later)  # a second resume
+            assert np.array_equal(last, plain[37:])
+
+
+def test_a_resume_reads_nothing_of_the_files_before_it(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "text")
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), 24)
+    assert state["streams"]["web"][1]["file"] != "0.jsonl"
+    opened = []
+    from titan_train.data.sources.files import FileReader
+
+    class Watched(FileReader):
+        def __init__(self, path):
+            opened.append(path.name)
+            super().__init__(path)
+
+    monkeypatch.setattr("titan_train.data.stream.reader.FileReader", Watched)
+    batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
+    assert opened
+    assert opened[0] == state["streams"]["web"][1]["file"]
+
+
+def test_new_files_may_come_last_and_other_changes_are_refused(tmp_path):
+    folder = write_files(tmp_path / "text")
+    plain, state = batches(dataset_of(source_of(folder), tmp_path / "a"), 24)
+    (folder / "9.jsonl").write_text(json.dumps({"text": "later " * 50}) + "\n")
+    after, _ = batches(dataset_of(source_of(folder), tmp_path / "b"), 3, state=state)
+    first, _ = batches(dataset_of(source_of(folder), tmp_path / "c"), 27)
+    assert np.array_equal(first[:24], plain)
+    assert np.array_equal(first[24:], after)
+    (folder / "0.jsonl").write_text(json.dumps({"text": "other"}) + "\n")
+    with pytest.raises(ValueError, match="a file before it in the order of names was added, removed or changed"):
+        batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
+
+
+def test_changed_text_under_the_same_names_is_tokenized_again(tmp_path):
+    folder = write_files(tmp_path / "text")
+    first, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 2)
+    for path in folder.glob("*"):
+        path.write_text(path.read_text().replace("-", "+"))
+    second, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 2)
+    assert not np.array_equal(first, second)
+    assert np.array_equal(np.where(np.array(first) == ord("-"), ord("+"), first), second)
+
+
+def test_disk_and_memory_stay_bounded_and_removed_blocks_are_made_again(tmp_path):
+    folder = write_files(tmp_path / "text")
+    dataset = dataset_of(source_of(folder), tmp_path / "a")
+    plain, _ = batches(dataset, 60)
+    dataset.close()
+    (spool,) = (tmp_path / "a").glob("web-stream-*")
+    assert len(list(spool.glob("*.tok"))) <= 8 + 2
+    for path in spool.glob("block-*"):
+        path.unlink()
+    again, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 60)
+    assert np.array_equal(plain, again)
+
+
+def test_a_stream_beside_prepared_shards(tmp_path):
+    folder = write_files(tmp_path / "text")
+    (tmp_path / "t.txt").write_text("UPPER " * 100)
+    prepared = SourceConfig(name="upper", kind="text", paths=(str(tmp_path / "t.txt"),), weight=0.25)
+    dataset = dataset_of(source_of(folder, weight=0.75), tmp_path / "a", prepared)
+    plain, _ = batches(dataset, 40)
+    share = np.mean([ord("U") in row or ord("R") in row for batch in plain for row in batch.tolist()])
+    assert 0.1 < share < 0.4
+    _, state = batches(dataset_of(source_of(folder, weight=0.75), tmp_path / "a", prepared), 13)
+    rest, _ = batches(dataset_of(source_of(folder, weight=0.75), tmp_path / "b", prepared), 27, dp_size=2, state=state)
+    assert np.array_equal(rest, plain[13:])
+
+
+def test_parquet_streams_as_json_lines_do(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as parquet
+
+    folder = write_files(tmp_path / "text")
+    (tmp_path / "parquet").mkdir()
+    for path in folder.glob("*"):
+        texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        parquet.write_table(pa.table({"text": texts}), tmp_path / "parquet" / f"{path.stem}.parquet", row_group_size=7)
+    plain, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 30)
+    source = source_of(tmp_path / "parquet", kind="parquet")
+    _, state = batches(dataset_of(source, tmp_path / "b"), 11)
+    rest, _ = batches(dataset_of(source, tmp_path / "c"), 19, state=state)
+    assert np.array_equal(rest, plain[11:])
+
+
+def test_a_bad_line_is_named_when_its_turn_comes_and_on_every_rank(tmp_path):
+    folder = write_files(tmp_path / "text")
+    lines = (folder / "1.jsonl").read_text().splitlines()
+    lines[20] = "{broken"
+    (folder / "1.jsonl").write_text("\n".join(lines) + "\n")
+    dataset = dataset_of(source_of(folder), tmp_path / "a")
+    made, failed = 0, []
+    loaders = [DataLoader(dataset, global_batch=4, dp_rank=rank, dp_size=4, prefetch=0) for rank in range(4)]
+    while not failed:
+        for loader in loaders:
+            try:
+                next(loader)
+            except MalformedInputError as err:
+                failed.append(str(err))
+        made += 1
+    assert len(failed) == 4
+    assert all("1.jsonl, line 21" in text for text in failed)
+    assert made > 5  # what comes before was given
+    skipping = dataset_of(source_of(folder), tmp_path / "b", on_error="quarantine", max_bad_fraction=0.1)
+    batches(skipping, 20)
+    (kept,) = (tmp_path / "b").glob("*/quarantine.jsonl")
+    assert json.loads(kept.read_text().splitlines()[0])["line"] == 21
+
+
+def test_passes_are_limited_if_asked_and_nothing_before_the_limit_is_lost(tmp_path):
+    folder = write_files(tmp_path / "text")
+    blocks = (whole_stream(folder).size - 1) // (SEQ * WINDOW)
+    for threads in (1, 3):
+        dataset = dataset_of(source_of(folder, max_epochs=1), tmp_path / f"{threads}", num_threads=threads)
+        dataset.rows(np.arange(blocks * WINDOW))
+        with pytest.raises(ValueError, match="has been read 1 times"):
+            dataset.rows([blocks * WINDOW])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "tokens"}, "prepared already"),
+        ({"messages_key": "messages"}, "no conversation is"),
+        ({"packing": "whole"}, "decided from all documents"),
+        ({"stream_window": 0}, "must be at least 1"),
+    ],
+)
+def test_streams_of_what_cannot_stream_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        source_of(tmp_path, **options)
+
+
+def test_streams_without_documents_or_files_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no files"):
+        prepare(DataConfig(sources=(source_of(tmp_path / "empty"),)), ByteTokenizer(), cache_dir=tmp_path / "a")
+    (tmp_path / "empty" / "a.jsonl").write_text("")
+    dataset = dataset_of(source_of(tmp_path / "empty"), tmp_path / "a")
+    with pytest.raises(ValueError, match="none of its 1 files holds a document"):
+        dataset.rows([0])
+    with pytest.raises(ValueError, match="validation loss needs a fixed text"):
+        DataConfig(validation_sources=(source_of(tmp_path),))
+
+
+def _read(folder, cache, rank, steps, out):
+    dataset = dataset_of(source_of(folder), cache)
+    loader = DataLoader(dataset, global_batch=8, dp_rank=rank, dp_size=2, prefetch=2, microbatch=4)
+    np.save(out / f"{rank}.npy", np.stack([next(loader).tokens.numpy() for _ in range(steps)]))
+    loader.close()
+    dataset.close()
+
+
+def test_processes_that_share_a_cache_make_each_block_once_and_agree(tmp_path):
+    folder = write_files(tmp_path / "text")
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_read, args=(folder, tmp_path / "a", rank, 30, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    plain, _ = batches(dataset_of(source_of(folder), tmp_path / "b"), 30, global_batch=8)
+    made = np.concatenate([np.load(tmp_path / f"{rank}.npy") for rank in range(2)], axis=1)
+    assert np.array_equal(made, plain)
+
+
+def test_a_dataset_of_a_stream_alone_needs_a_weight(tmp_path):
+    stream = TokenStream(
+        source_of(write_files(tmp_path / "t")), DataConfig(), ByteTokenizer(), tmp_path, seq_len=SEQ, seed=0
+    )
+    with pytest.raises(ValueError, match="Give each source one weight"):
+        PackedDataset({"web": stream}, seq_len=SEQ, seed=0)
