@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from titan_ckpt.interop.views import StoredView, whole_box
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.state.dtypes import DTYPES
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan_train.export.tokenizer_json import folder_ids
 from titan_train.generation import generate
@@ -32,16 +35,16 @@ def write_dcp(folder: Path, step: Path, *, dtype: torch.dtype) -> None:
     state = {name: torch.empty(view.shape, dtype=view.dtype, device="meta") for name, view in views.items()}
     folder.mkdir(parents=True)
     # one file for each tensor: torch's writer keeps what goes into one file in memory
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    writer = FileSystemWriter(folder, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({_ENTRY: state}, storage_writer=writer, planner=_Planner(views), no_dist=True)
+        save({_ENTRY: state}, storage_writer=writer, planner=_Planner(views), no_dist=True)
 
 
 def load_dcp(folder: Path, model: nn.Module) -> None:
     """Fill a model from the folder with torch's own reader. Tied weights come from their first name."""
     tensors = {name: tensor.data for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    dcp.load({_ENTRY: tensors}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    load({_ENTRY: tensors}, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 class DcpModel:
@@ -53,7 +56,11 @@ class DcpModel:
         for tensor in self._model.state_dict().values():
             tensor.zero_()
         load_dcp(folder, self._model)
-        self.ids = folder_ids(folder)
+        self._ids = folder_ids(folder)
+
+    def ids(self, text: str) -> list[int] | None:
+        """The ids of a text."""
+        return self._ids(text)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """``[B, S]`` to ``[B, S, V]``."""
@@ -82,7 +89,7 @@ class _TypedView:
         return values
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """Plans with shapes, and reads a tensor when it is written."""
 
     def __init__(self, views: dict[str, _TypedView]) -> None:

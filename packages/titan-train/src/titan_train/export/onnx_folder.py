@@ -10,6 +10,7 @@ format cannot hold in one file, they lie in ``model.onnx.data``.
 """
 
 import contextlib
+import importlib
 import io
 import logging
 import warnings
@@ -34,8 +35,8 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int) -> None:
         ValueError: onnx or onnxscript is not installed, or the model cannot be traced.
     """
     try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
+        importlib.import_module("onnx")
+        importlib.import_module("onnxscript")
     except ImportError as err:
         raise ValueError(f"--to onnx needs {err.name}, which is not installed. Install titan-train[onnx].") from err
     limit = getattr(model, "max_seq_len", None)

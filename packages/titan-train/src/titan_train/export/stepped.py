@@ -26,7 +26,11 @@ class SteppedModel(ABC):
         """Read what the folder says of its step function."""
         self.description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         self.shape = CacheShape(**self.description["cache"])
-        self.ids = folder_ids(folder)
+        self._ids = folder_ids(folder)
+
+    def ids(self, text: str) -> list[int] | None:
+        """The ids of a text."""
+        return self._ids(text)
 
     @abstractmethod
     def step(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -8,28 +8,44 @@ Rows of different lengths need no left padding. A prompt shorter than the longes
 padding leaves in the cache lies behind the row's last position, where no query may look, and the row's own next
 tokens overwrite it before any query can.
 
-Memory: 2 x layers x B x K x T x D elements, allocated once.
+Memory: 2 x layers x B x K x T x D elements, allocated once. A new token reads only the positions in use, where the caller
+knows their number without asking the device (`CacheLength`); the query heads that share a key head are laid side by side as
+if they were tokens, so that no key is read twice.
 
 Shapes: B batch, S new tokens, T positions of the cache, H query heads, K key-value heads, D head width.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs, unwrap
 from titan_train.models.common.attention import attend
 
 
+@dataclass(slots=True)
+class CacheLength:
+    """How much of the caches is in use; one for all layers, set by who generates."""
+
+    used: int | None = None
+    """Positions in use after the coming forward, at least those of every row; None reads the whole cache, as a compiled
+    forward must, whose shapes are fixed."""
+    even: bool = False
+    """Every row has just these positions, so that a single new token sees all of them."""
+
+
 class CachedAttention(nn.Module):
     """Attention of new tokens to everything at or before their positions, through a cache."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, in_use: CacheLength | None = None) -> None:
         """Prepare a cache of ``length`` positions; it is allocated by the first forward, which knows the batch."""
         super().__init__()
         self.length = length
+        self.in_use = CacheLength() if in_use is None else in_use
         self.keys: Tensor | None = None
         """``[B, K, T, D]``; unused positions are zero."""
         self.values: Tensor | None = None
@@ -41,10 +57,30 @@ class CachedAttention(nn.Module):
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_zeros((*x.shape[:2], self.length, x.shape[3])) for x in (k, v))
         positions = context.positions.expand(k.shape[0], -1)
+        used = self.length if self.in_use.used is None else self.in_use.used
+        single = q.shape[2] == 1
         for into, x in ((self.keys, k), (self.values, v)):
-            into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
-        visible = torch.arange(self.length, device=positions.device) <= positions[:, None, :, None]
-        return attend(q, self.keys, self.values, visible).transpose(1, 2)
+            if single and self.in_use.even:
+                into[:, :, used - 1 : used] = x
+            else:
+                into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        if single:
+            return self._one_token(q, keys, values, positions)
+        visible = torch.arange(used, device=positions.device) <= positions[:, None, :, None]
+        return attend(q, keys, values, visible).transpose(1, 2)
+
+    def _one_token(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """``[B, H, 1, D]`` to ``[B, 1, H, E]``."""
+        width = values.shape[-1]
+        if width < q.shape[-1]:  # torch's kernels need values as wide as keys
+            values = F.pad(values, (0, q.shape[-1] - width))
+        mask = None
+        if not self.in_use.even:
+            mask = torch.arange(keys.shape[2], device=positions.device) <= positions[:, None, :, None]
+        rows = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        return out.reshape(*q.shape)[..., :width].transpose(1, 2)
 
 
 def supports_cache(model: nn.Module) -> bool:
@@ -53,8 +89,10 @@ def supports_cache(model: nn.Module) -> bool:
 
 
 @contextmanager
-def kv_cache(model: nn.Module, length: int) -> Generator[None, None, None]:
+def kv_cache(model: nn.Module, length: int) -> Generator[CacheLength, None, None]:
     """Inside, every forward of ``model`` continues the sequences of the forwards before it.
+
+    Yields how much of the caches is in use, which the caller may set before each forward.
 
     The caller passes ``positions`` with each forward, and does not train the model until the block ends.
 
@@ -68,10 +106,11 @@ def kv_cache(model: nn.Module, length: int) -> Generator[None, None, None]:
         for name, child in parent.named_children()
         if isinstance(child, CausalAttention)
     ]
+    in_use = CacheLength()
     try:
         for parent, name, _ in owners:
-            setattr(parent, name, CachedAttention(length))
-        yield
+            setattr(parent, name, CachedAttention(length, in_use))
+        yield in_use
     finally:
         for parent, name, child in owners:
             setattr(parent, name, child)

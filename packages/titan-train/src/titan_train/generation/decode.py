@@ -7,13 +7,13 @@ which gives the same tokens at a higher cost.
 Shapes: B rows, P longest prompt, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
-from titan_train.generation.cache import kv_cache, supports_cache
+from titan_train.generation.cache import CacheLength, kv_cache, supports_cache
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
 
@@ -29,6 +29,7 @@ def generate(
     stop_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
     use_cache: bool | None = None,
+    compiled: bool = False,
 ) -> list[list[int]]:
     """Continue every prompt; arguments and errors as in `stream`.
 
@@ -44,6 +45,7 @@ def generate(
         stop_ids=stop_ids,
         seeds=seeds,
         use_cache=use_cache,
+        compiled=compiled,
     ):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -60,6 +62,7 @@ def stream(
     stop_ids: Collection[int] = (),
     seeds: Sequence[int] | None = None,
     use_cache: bool | None = None,
+    compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, yielding as tokens are chosen.
 
@@ -74,6 +77,7 @@ def stream(
         stop_ids: Tokens that end their row; they are not yielded.
         seeds: One for each row, which fixes the row's draws whatever else is in the batch; default 0, 1, 2, ...
         use_cache: None uses the key-value cache where the model supports it; False never does.
+        compiled: Compile the step of one token, with CUDA graphs on a GPU: worth it for many tokens. Needs the cache.
 
     Yields:
         For each step, the new token of each row, or None for a row that has ended.
@@ -85,7 +89,9 @@ def stream(
     seeds = range(len(prompts)) if seeds is None else seeds
     use_cache = supports_cache(model) if use_cache is None else use_cache
     _check(model, prompts, max_new_tokens, seeds, use_cache)
-    return _stream(model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache)
+    if compiled and not use_cache:
+        raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
+    return _stream(model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache, compiled)
 
 
 def _stream(
@@ -96,6 +102,7 @@ def _stream(
     stop_ids: frozenset[int],
     seeds: Sequence[int],
     use_cache: bool,
+    compiled: bool,
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -104,7 +111,7 @@ def _stream(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    next_logits = _cached_logits if use_cache else _recomputed_logits
+    next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = _recomputed_logits
     seen: Tensor | None = None
     ended = [False] * len(prompts)
     was_training = model.training
@@ -112,10 +119,12 @@ def _stream(
         restore.callback(model.train, was_training)
         model.eval()
         if use_cache:
-            restore.enter_context(kv_cache(model, total))
+            in_use = restore.enter_context(kv_cache(model, total))
+            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], compiled=compiled)
         for step in range(max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
-                with torch.compiler.set_stance("force_eager"):  # sequences grow: compiled blocks would recompile
+                # sequences grow: compiled blocks would recompile
+                with torch.compiler.set_stance("default" if compiled and step else "force_eager"):
                     logits = next_logits(model, tokens, lengths, step)
                 seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
                 chosen = choose_tokens(logits, seen, sampling, generators)
@@ -129,14 +138,32 @@ def _stream(
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
 
 
-def _cached_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+class _CachedLogits:
     """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token."""
-    if step == 0:
-        longest = int(lengths.max())
-        positions = torch.arange(longest, device=tokens.device).expand(tokens.shape[0], -1)
-        return _last(model(tokens[:, :longest], positions=positions), lengths)
-    last = (lengths - 1)[:, None]
-    return model(tokens.gather(1, last), positions=last)[:, 0]
+
+    def __init__(self, in_use: CacheLength, lengths: Sequence[int], *, compiled: bool) -> None:
+        self._in_use = in_use
+        self._longest = max(lengths)
+        self._even = min(lengths) == self._longest
+        self._compiled = compiled
+        self._one_token: Callable[..., Tensor] | None = None
+
+    def __call__(self, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+        if step == 0:
+            self._in_use.used = self._longest
+            positions = torch.arange(self._longest, device=tokens.device).expand(tokens.shape[0], -1)
+            return _last(model(tokens[:, : self._longest], positions=positions), lengths)
+        self._in_use.used = None if self._compiled else self._longest + step
+        self._in_use.even = self._even and not self._compiled
+        last = (lengths - 1)[:, None]
+        if self._one_token is None:
+            self._one_token = _compile(model) if self._compiled else model
+        return self._one_token(tokens.gather(1, last), positions=last)[:, 0]
+
+
+def _compile(model: nn.Module) -> Callable[..., Tensor]:
+    mode = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
+    return torch.compile(unwrap(model), mode=mode, dynamic=False)  # type: ignore[return-value]
 
 
 def _recomputed_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:

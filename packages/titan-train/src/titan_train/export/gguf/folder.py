@@ -9,6 +9,7 @@ keys are reordered; Llama 3.1's stretch is a tensor of factors; GPT-2's matrices
 Vectors and routers stay float32. Q8_0 stores blocks of 32 weights as int8 with one float16 scale.
 """
 
+import importlib
 import json
 import math
 import re
@@ -75,8 +76,8 @@ def gguf_library() -> Any:
         ValueError: It is not installed.
     """
     try:
-        import gguf
-        import gguf.quants
+        gguf: Any = importlib.import_module("gguf")
+        importlib.import_module("gguf.quants")
     except ImportError as err:
         raise ValueError(
             "--to gguf needs the gguf library, which is not installed. Install titan-train[gguf]."

@@ -6,6 +6,7 @@ installed (the package `xllamacpp`), text and token ids come from llama.cpp itse
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import urllib.request
@@ -132,7 +133,7 @@ class LlamaCpp:
 
     def __init__(self, file: Path, eos: int) -> None:
         """Load a file; ``eos`` is the token that ends a text."""
-        import xllamacpp
+        xllamacpp: Any = importlib.import_module("xllamacpp")
 
         self._eos = eos
 
