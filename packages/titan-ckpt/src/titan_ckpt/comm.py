@@ -2,6 +2,9 @@
 
 torch's object collectives pickle, so a checkpoint that used them would unpickle what another process sent. Here
 ranks exchange JSON as uint8 tensors. The same class stands for one process without torch.distributed.
+
+With ``ranks_per_node``, bytes of a node's ranks are collected by the first of them, and only these leaders exchange
+across nodes: rank 0 has a connection per node, not one per rank.
 """
 
 import json
@@ -21,14 +24,21 @@ class ByteComm:
         group: Their process group, over a backend with CPU tensors (gloo). None takes the default group if it can
             do that, makes a gloo group of all ranks if it cannot (every rank must then construct at the same
             point), and stands for a single process where torch.distributed is not in use.
+        ranks_per_node: Consecutive ranks on each node, for messages through the nodes' first ranks. Every rank must then
+            construct at the same point. None, nodes that differ, or one node: every rank exchanges with every
+            other.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
+        self._node: ByteComm | None = None
+        self._leaders: ByteComm | None = None
         if dist.is_available() and dist.is_initialized():
             self.group = group or _cpu_group()
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if ranks_per_node is not None and self.size > 1:
+                self._through_leaders(ranks_per_node)
         elif group is not None:
             raise ValueError(
                 "a process group was given, but torch.distributed is not initialised. Initialise it first."
@@ -38,6 +48,10 @@ class ByteComm:
         """Every rank's bytes, in rank order, on rank 0; None elsewhere."""
         if self.size == 1:
             return [payload]
+        if self._node is not None:
+            of_node = self._node.gather(payload)
+            of_all = None if self._leaders is None else self._leaders.gather(_joined(of_node or []))
+            return None if of_all is None else [part for node in of_all for part in _split(node)]
         lengths = self._lengths(len(payload))
         mine = _padded(payload, max(lengths))
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
@@ -48,6 +62,11 @@ class ByteComm:
         """Every rank's bytes, in rank order, on every rank."""
         if self.size == 1:
             return [payload]
+        if self._node is not None:
+            of_node = self._node.gather(payload)
+            of_all = None if self._leaders is None else self._leaders.all_gather(_joined(of_node or []))
+            whole = self._node.broadcast(None if of_all is None else _joined(of_all))
+            return [part for node in _split(whole) for part in _split(node)]
         lengths = self._lengths(len(payload))
         mine = _padded(payload, max(lengths))
         into = [torch.empty_like(mine) for _ in lengths]
@@ -59,6 +78,11 @@ class ByteComm:
         if self.size == 1:
             assert payloads is not None
             return payloads[0]
+        if self._node is not None:
+            each = self._node.size
+            nodes = payloads and [_joined(payloads[i : i + each]) for i in range(0, self.size, each)]
+            of_node = None if self._leaders is None else _split(self._leaders.scatter(nodes))
+            return self._node.scatter(of_node)
         lengths = torch.tensor([len(p) for p in payloads or []] or [0] * self.size, dtype=torch.int64)
         dist.broadcast(lengths, group=self.group, group_src=0)
         longest = max(int(lengths.max()), 1)
@@ -72,6 +96,8 @@ class ByteComm:
         if self.size == 1:
             assert payload is not None
             return payload
+        if self._node is not None:
+            return self._node.broadcast(None if self._leaders is None else self._leaders.broadcast(payload))
         length = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
         dist.broadcast(length, group=self.group, group_src=0)
         data = _padded(payload or b"", int(length))
@@ -103,6 +129,17 @@ class ByteComm:
         first = replies[failed[0]]
         kind = {t.__name__: t for t in _BASE_TYPES}[first["type"]]
         raise kind(f"{doing}: rank {failed[0]} failed ({len(failed)} of {self.size} ranks did): {first['text']}")
+
+    def _through_leaders(self, ranks_per_node: int) -> None:
+        """Make this rank's node group, and on the first rank of a node the group of these leaders."""
+        alike = set(self._lengths(ranks_per_node)) == {ranks_per_node}  # nodes may hold different numbers
+        if not alike or not 1 < ranks_per_node < self.size or self.size % ranks_per_node:
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        first = self.rank - self.rank % ranks_per_node
+        self._node = ByteComm(_local_group(ranks[first : first + ranks_per_node]))
+        if self.rank == first:
+            self._leaders = ByteComm(_local_group(ranks[::ranks_per_node]))
 
     def _lengths(self, length: int) -> list[int]:
         into = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -136,6 +173,29 @@ def _cpu_group() -> dist.ProcessGroup | None:
     made = dist.new_group(backend="gloo")
     assert isinstance(made, dist.ProcessGroup)  # of all ranks, so this one is in it
     return made
+
+
+def _local_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A gloo group that only its members make."""
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    """Several payloads as one: each after its length."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def _split(joined: bytes) -> list[bytes]:
+    """The inverse of `_joined`."""
+    parts: list[bytes] = []
+    start = 0
+    while start < len(joined):
+        end = start + 8 + int.from_bytes(joined[start : start + 8], "little")
+        parts.append(joined[start + 8 : end])
+        start = end
+    return parts
 
 
 def _padded(payload: bytes, length: int) -> torch.Tensor:

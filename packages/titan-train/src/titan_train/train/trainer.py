@@ -136,6 +136,7 @@ class Trainer:
             keep_last=config.checkpoint.keep_last or None,
             keep_every=config.checkpoint.keep_every or None,
             async_=config.checkpoint.async_save,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
         )
         if world_size == 1:
             self._if_alone.callback(self._checkpointer.close)

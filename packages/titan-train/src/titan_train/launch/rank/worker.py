@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
 from titan_train.launch.job import RankJob, heartbeat_file, orders_file
+from titan_train.launch.rank.descriptors import allow_open_files, connect_when_needed, open_files_needed
 from titan_train.launch.rank.failure import describe_failure, first_failure, write_failure
 from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
 from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
@@ -117,6 +118,8 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     import torch.distributed as dist
 
     record_collectives()
+    connect_when_needed()
+    allow_open_files(open_files_needed(ranks.rank, ranks.world_size))
     os.environ.update(
         RANK=str(ranks.rank),
         WORLD_SIZE=str(ranks.world_size),
