@@ -18,12 +18,13 @@ _COMMANDS = {
     "generate": "sample text from a run's last checkpoint",
     "export": "write a run's model as a Hugging Face folder, compared with the run",
     "report": "write a run's one-page HTML report",
+    "compare": "compare runs on one page: curves, numbers, settings that differ",
     "list": "show the shipped configurations and models",
     "doctor": "show versions, devices and backends, and how to install what is missing",
 }
 _FOLDERS = {
     "inputs": ("prepare", "tokenizer"),
-    "trained": ("generate", "export", "report"),
+    "trained": ("generate", "export", "report", "compare"),
 }
 """Where a command's module is; the others are in this folder."""
 _NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "dry-run")

@@ -70,11 +70,8 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = read_folder(run_dir)
     target = Path(out) if out is not None else folder.path / REPORT_NAME
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_resource("template.html"))
-    html = template.render(
+    html = render(
+        "template.html",
         folder=folder,
         status=folder.status,
         setting=setting(folder),
@@ -85,7 +82,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         events=folder.metrics.events[-_MOST_EVENTS:],
         hidden_events=max(0, len(folder.metrics.events) - _MOST_EVENTS),
         attempts=folder.attempts,
-        config=_flat_config(folder.config),
+        config=flat_config(folder.config),
         environment=_environment(folder),
         command=_command(folder.info),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -94,11 +91,22 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         event_label=event_label,
         event_role=lambda kind: _EVENT_ROLES.get(kind, "other"),
         value_text=value_text,
-        style=_resource("style.css"),
-        script=_resource("hover.js"),
     )
     write_atomic(target, html)
     return target
+
+
+def render(template: str, **values: object) -> str:
+    """A page of `template/` with these values, with the style sheet and the script inside it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template(template)
+    return page.render(values | {"style": _resource("style.css"), "script": _resource("hover.js")})
 
 
 def event_label(kind: str) -> str:
@@ -181,7 +189,7 @@ def _marks(events: Sequence[EventRecord], scale: Scale) -> list[EventMarks]:
     return found
 
 
-def _flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
+def flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, object]]]]:
     """Sections of the configuration with their keys; deeper tables get dotted keys, each of a list its own section."""
     sections: list[tuple[str, list[tuple[str, object]]]] = []
 

@@ -1,0 +1,138 @@
+"""Several runs on one page: their curves over each other, their numbers, and where their configurations differ."""
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from titan_train.files import write_atomic
+from titan_train.observe import StepRecord, ValidationRecord
+from titan_train.report.chart import Chart, Series, build_chart
+from titan_train.report.folder import RunFolder, read_folder
+from titan_train.report.page import flat_config, render, value_text
+from titan_train.report.summary import headlines, setting
+
+MOST_RUNS = 8  # more colours cannot be told apart
+_NOT_SET = "–"
+# what every run has of its own
+_OF_ONE_RUN = ("run.name", "run.dir")
+
+
+def compare_runs(run_dirs: Sequence[str | Path], out: str | Path) -> str:
+    """Write the page that compares these runs.
+
+    Args:
+        run_dirs: Two to eight folders of runs: finished, going on, or left by a crash.
+        out: The file to write.
+
+    Returns:
+        The same comparison as text, for a terminal.
+
+    Raises:
+        ValueError: Fewer than two runs or more than eight, one given twice, or a folder that is not a run's.
+    """
+    paths = [Path(run_dir).resolve() for run_dir in run_dirs]
+    if not 2 <= len(paths) <= MOST_RUNS:
+        raise ValueError(f"{len(paths)} runs were given; compare takes 2 to {MOST_RUNS}. Give their folders.")
+    twice = {path for path in paths if paths.count(path) > 1}
+    if twice:
+        raise ValueError(f"{min(twice)} was given more than once. Give each run once.")
+    folders = [read_folder(path) for path in run_dirs]
+    names = _names(folders)
+    numbers = _numbers(folders)
+    different = _differences(folders)
+    html = render(
+        "compare.html",
+        names=names,
+        folders=folders,
+        settings=[setting(folder) for folder in folders],
+        numbers=numbers,
+        different=different,
+        charts=_charts(folders, names),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    write_atomic(Path(out), html)
+    return _text(names, numbers, different)
+
+
+def _names(folders: Sequence[RunFolder]) -> list[str]:
+    """Folder names, with as much of the path before them as tells them apart."""
+    parts = [folder.path.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder.path) for folder in folders]
+
+
+def _numbers(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """Each headline of any run, and its value in every run."""
+    found = [{item.label: item.value for item in headlines(folder)} for folder in folders]
+    labels = list(dict.fromkeys(label for values in found for label in values))
+    status = ("Status", [folder.status for folder in folders])
+    return [status, *((label, [values.get(label, _NOT_SET) for values in found]) for label in labels)]
+
+
+def _differences(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """Each setting that not all runs have alike, and its value in every run."""
+    flat = [
+        {
+            f"{section}.{key}" if section else key: value_text(value)
+            for section, rows in flat_config(folder.config)
+            for key, value in rows
+        }
+        for folder in folders
+    ]
+    keys = dict.fromkeys(key for values in flat for key in values if key not in _OF_ONE_RUN)
+    rows = [(key, [values.get(key, _NOT_SET) for values in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
+    def steps(value: Callable[[StepRecord], float | None], smoothed: bool = True) -> list[Series]:
+        return [
+            Series(name, [r.step for r in f.metrics.steps], _finite(map(value, f.metrics.steps)), f"run{i}", smoothed)
+            for i, (name, f) in enumerate(zip(names, folders, strict=True))
+        ]
+
+    def validations(value: Callable[[ValidationRecord], float | None]) -> list[Series]:
+        return [
+            Series(
+                name,
+                [r.step for r in f.metrics.validations],
+                _finite(map(value, f.metrics.validations)),
+                f"run{i}",
+                dots=True,
+            )
+            for i, (name, f) in enumerate(zip(names, folders, strict=True))
+        ]
+
+    wanted = (
+        build_chart("Training loss", "nats per token", steps(lambda r: r.loss)),
+        build_chart("Validation loss", "nats per token", validations(lambda r: r.loss)),
+        build_chart("Bits per byte", "on the validation text", validations(lambda r: r.bits_per_byte)),
+        build_chart("Throughput", "tokens per second", steps(lambda r: r.tokens_per_s), zero=True),
+        build_chart("MFU", "of the device's dense peak, %", steps(lambda r: r.mfu and 100 * r.mfu), zero=True),
+        build_chart("Gradient norm", "before clipping", steps(lambda r: r.grad_norm), zero=True),
+        build_chart("Learning rate", "", steps(lambda r: r.lr, smoothed=False), zero=True),
+        build_chart("Peak memory", "GiB per rank", steps(lambda r: r.peak_mem_gib, smoothed=False), zero=True),
+    )
+    return [chart for chart in wanted if chart is not None]
+
+
+def _finite(values: "map[float | None]") -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def _text(
+    names: Sequence[str], numbers: Sequence[tuple[str, list[str]]], different: Sequence[tuple[str, list[str]]]
+) -> str:
+    rows = [("", list(names)), *numbers, *(different or [("settings", ["alike"] * len(names))])]
+    first = max(len(label) for label, _ in rows)
+    widths = [max(len(values[i]) for _, values in rows) for i in range(len(names))]
+    lines = [
+        f"{label:<{first}}  " + "  ".join(f"{v:<{w}}" for v, w in zip(values, widths, strict=True))
+        for label, values in rows
+    ]
+    lines.insert(1 + len(numbers), "")
+    return "\n".join(line.rstrip() for line in lines)

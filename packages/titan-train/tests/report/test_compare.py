@@ -1,0 +1,54 @@
+import re
+
+import pytest
+from titan_train.cli import main
+from titan_train.report import compare_runs
+
+
+def test_the_page_holds_every_run_and_the_settings_that_differ(make_run, tmp_path):
+    runs = [make_run(steps, name=name) for steps, name in ((40, "small"), (30, "large"), (20, "<odd> & name"))]
+    for run, rate in zip(runs, (0.001, 0.002, 0.001), strict=True):
+        config = run / "config.toml"
+        config.write_text(config.read_text() + f"[optimizer]\nlr = {rate}\nname = 'adamw'\n")
+    text = compare_runs(runs, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;odd&gt; &amp; name" in page
+    assert "<odd>" not in page
+    assert page.count('class="line run2"') >= 5
+    differing = page[page.index("Settings that differ") : page.index("Numbers")]
+    assert re.findall(r"<td>([^<]*)</td>", differing) == ["optimizer.lr", "0.001", "0.002", "0.001"]
+    assert re.search(r"^optimizer.lr +0.001 +0.002 +0.001$", text, re.MULTILINE)
+    assert re.search(r"^Steps +40 +30 +20$", text, re.MULTILINE)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(make_run, tmp_path):
+    first = make_run(10)
+    (tmp_path / "other").mkdir()
+    second = first.rename(tmp_path / "other" / "quickstart")
+    first = make_run(10)
+    text = compare_runs([first, second], tmp_path / "page.html")
+    assert f"{tmp_path.name}/quickstart" in text.splitlines()[0]
+    assert "other/quickstart" in text.splitlines()[0]
+    assert "settings" in text.splitlines()[-1]
+
+
+def test_runs_without_steps_or_configuration_do_not_stop_it(make_run, tmp_path):
+    broken = make_run(0, name="broken", status=None)
+    (broken / "config.toml").write_text("not toml [")
+    assert "running" in compare_runs([broken, make_run(10)], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_one_run_or_too_many_are_refused(make_run, tmp_path, capsys, count):
+    runs = [str(make_run(1, name=f"run{i}")) for i in range(count)]
+    assert main(["compare", *runs, "--out", str(tmp_path / "page.html")]) == 2
+    assert f"{count} runs were given; compare takes 2 to 8" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_run_given_twice_or_a_folder_without_a_run_is_refused(make_run, tmp_path, capsys):
+    run = str(make_run(1))
+    assert main(["compare", run, run, "--out", str(tmp_path / "page.html")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", run, str(tmp_path / "empty"), "--out", str(tmp_path / "page.html")]) == 2
+    assert "give the folder of a run" in capsys.readouterr().err
