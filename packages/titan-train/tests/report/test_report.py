@@ -47,7 +47,7 @@ def test_a_finished_run_shows_its_numbers_layout_configuration_and_environment(m
     for words in (
         "quickstart finished",
         "5.24M parameters · 2 × cpu",
-        "Training loss 3.319 started at 10.00",
+        "Training loss 3.319 mean of the last 2 logged steps; started at 10.00",
         "Validation loss 5.000",
         "Bits per byte 2.000",
         "Steps 40 100% of 40",

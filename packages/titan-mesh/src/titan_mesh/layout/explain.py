@@ -113,7 +113,7 @@ def _headline(layout: RankLayout) -> str:
     nodes = topology.nodes(layout.num_ranks)
     where = f"{nodes} node{'s' if nodes > 1 else ''} of {topology.gpus_per_node}"
     if topology.domain != topology.gpus_per_node:
-        where += f", NVLink domains of {topology.domain}"
+        where += f", NVLink domains of {topology.domain}" if topology.domain > 1 else ", no NVLink"
     degrees = " x ".join(f"{axis}={degree}" for axis, degree in layout.spec.degrees.items() if degree > 1) or "one rank"
     experts = "".join(f", {name}={d}" for name in ("ep", "etp") if (d := getattr(layout.spec, name)) > 1)
     ranks = f"{layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''}"

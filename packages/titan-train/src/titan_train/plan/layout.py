@@ -11,8 +11,13 @@ from titan_train.nearest import nearest_divisor
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
 
 
-def build_layout(config: Config, world_size: int) -> Layout:
+def build_layout(config: Config, world_size: int, *, device: str = "") -> Layout:
     """Resolve the parallel degrees for ``world_size`` ranks.
+
+    Args:
+        config: The degrees.
+        world_size: Ranks.
+        device: What the ranks run on, where it is known; by default what ``launch.device`` says. CPUs have no NVLink.
 
     Raises:
         ValueError: The degrees do not fit the ranks, or do not fit ``parallel.mode``.
@@ -41,7 +46,8 @@ def build_layout(config: Config, world_size: int) -> Layout:
         )
     nodes = config.launch.nnodes
     gpus_per_node = world_size // nodes if world_size % nodes == 0 else world_size
-    layout = Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node))
+    domain = 1 if (device or config.launch.device) == "cpu" else None
+    layout = Layout(spec, world_size=world_size, topology=Topology(gpus_per_node=gpus_per_node, nvlink_domain=domain))
     if spec.ep > 1 and resolve_mode(parallel, layout, dtype=config.train.dtype) == "ddp":
         raise ValueError(
             f"parallel.ep={spec.ep} and mode 'ddp': expert parallelism reuses the ranks that shard parameters, "

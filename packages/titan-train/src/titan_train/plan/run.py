@@ -22,13 +22,18 @@ class RunPlan:
     """The pipeline's; None without one."""
 
 
-def plan_run(config: Config, world_size: int) -> RunPlan:
+def plan_run(config: Config, world_size: int, *, device: str = "") -> RunPlan:
     """Decide all of it, and with that check it, before any rank starts.
+
+    Args:
+        config: The run's configuration.
+        world_size: Ranks.
+        device: As for `build_layout`.
 
     Raises:
         ValueError: As `build_layout`, `resolve_mode`, `plan_batch` and `plan_pipeline`.
     """
-    layout = build_layout(config, world_size)
+    layout = build_layout(config, world_size, device=device)
     mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
     batch = plan_batch(config, layout)
     return RunPlan(layout, mode, batch, plan_pipeline(config, layout, batch))

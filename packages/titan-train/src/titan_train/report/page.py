@@ -6,6 +6,7 @@ the template's escaping; drawings are numbers made here.
 
 import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         events=folder.metrics.events[-_MOST_EVENTS:],
         hidden_events=max(0, len(folder.metrics.events) - _MOST_EVENTS),
         attempts=folder.attempts,
+        changed=_changed(folder.config),
         config=flat_config(folder.config),
         environment=_environment(folder),
         command=_command(folder.info),
@@ -212,6 +214,26 @@ def flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, objec
     top: list[tuple[str, object]] = []
     walk("", "", config, top)
     return [("", top), *sections] if top else sections
+
+
+def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Settings that are not at their default: name, value, default."""
+    from titan_train.config import Config
+    from titan_train.config.load import dump_config
+
+    def flat(values: dict[str, Any]) -> dict[str, str]:
+        return {
+            f"{section}.{key}" if section else key: value_text(value)
+            for section, rows in flat_config(values)
+            for key, value in rows
+        }
+
+    default = flat(tomllib.loads(dump_config(Config())))
+    return [
+        (key, value, default.get(key, ""))
+        for key, value in flat(config).items()
+        if value != default.get(key) and key != "run.name"
+    ]
 
 
 def _environment(folder: RunFolder) -> list[tuple[str, str]]:

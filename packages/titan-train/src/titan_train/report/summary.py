@@ -32,9 +32,10 @@ def headlines(folder: RunFolder) -> list[Headline]:
     last = steps[-1]
     losses = [record.loss for record in steps if math.isfinite(record.loss)]
     if losses:
-        start, end = losses[0], tail_mean(losses)
-        note = f"started at {short_loss(start)}"
-        found.append(Headline("Training loss", short_loss(end), note))
+        count = tail_count(len(losses))
+        averaged = f"mean of the last {count} logged steps" if count > 1 else "of the last logged step"
+        note = f"{averaged}; started at {short_loss(losses[0])}"
+        found.append(Headline("Training loss", short_loss(tail_mean(losses)), note))
     if validations:
         best = min(validations, key=lambda record: record.loss if math.isfinite(record.loss) else math.inf)
         newest = validations[-1]
@@ -63,8 +64,12 @@ def headlines(folder: RunFolder) -> list[Headline]:
 
 def tail_mean(values: Sequence[float]) -> float:
     """Mean of the last twentieth of the values, of at most 100, of at least one."""
-    count = max(1, min(_MOST_AVERAGED, round(len(values) * _AVERAGED_PART)))
-    return statistics.fmean(values[-count:])
+    return statistics.fmean(values[-tail_count(len(values)) :])
+
+
+def tail_count(count: int) -> int:
+    """How many of ``count`` values `tail_mean` averages."""
+    return max(1, min(_MOST_AVERAGED, round(count * _AVERAGED_PART)))
 
 
 def trained_tokens(folder: RunFolder) -> int:

@@ -80,10 +80,10 @@ class Trainer:
         self.config = config = with_kept_model(config, self.run_dir)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        plan = plan_run(config, world_size)
+        self.device = _device(config)
+        plan = plan_run(config, world_size, device=self.device.type)
         layout, mode = plan.layout, plan.mode
         self.batch_plan = plan.batch
-        self.device = _device(config)
         _seed(config.run.seed, config.run.deterministic)
 
         # what an error ends in a run of one rank; where there are more, another may be waiting in a collective of it
