@@ -29,7 +29,7 @@ from titan_ckpt.interop.key_map import KeyMap
 from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
 from titan_ckpt.interop.stream import view_bytes, write_step
 from titan_ckpt.interop.translate import from_hf, to_hf
-from titan_ckpt.interop.views import StoredView, View, row_pieces, whole_box
+from titan_ckpt.interop.views import GrownView, StoredView, View, row_pieces, whole_box
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
@@ -115,6 +115,7 @@ def import_hf(
     names: KeyMap | None = None,
     strict: bool = True,
     shards: Mapping[str, LocalShard] | None = None,
+    grow: Container[str] = (),
 ) -> None:
     """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
 
@@ -133,6 +134,8 @@ def import_hf(
         strict: Refuse if the model lacks a tensor of the folder or the folder one of the model. Pass False for a
             pipeline stage, which holds only some: what is not found or not of the family is logged as a warning.
         shards: Name of a tensor to where it lies in a larger one, as `TrainState.shards`.
+        grow: Names of tensors that may have more rows in the model than in the folder, such as an embedding with new
+            tokens: the new rows become the mean of the folder's, taken in float32.
 
     Raises:
         ValueError: If names, shapes or kinds of dtype do not fit, a file is damaged, a weight has scales whose meaning is
@@ -162,7 +165,11 @@ def import_hf(
         if len(listed) > 1 and not _equal([available[alias] for alias in listed]):
             raise ValueError(f"{listed} are one tied weight in this model, but differ in {folder}. Build it untied.")
         if listed:
-            fills += _fills(available[listed[0]], state.tensors[name], name, (shards or {}).get(name))
+            view = available[listed[0]]
+            if any(alias in grow for alias in listed):
+                shard = (shards or {}).get(name)
+                view = _grown(view, (state.tensors[name].shape if shard is None else shard.shape)[0])
+            fills += _fills(view, state.tensors[name], name, (shards or {}).get(name))
     with torch.no_grad():
         for view, box, into in fills:
             view.fill(box, into)
@@ -257,6 +264,10 @@ def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> l
             "floating-point tensors are converted."
         )
     return [(view, (box.offsets, box.sizes), part.view(i)) for i, (box, _) in enumerate(part.boxes)]
+
+
+def _grown(view: View, rows: int) -> View:
+    return GrownView(view, rows) if view.shape and rows > view.shape[0] else view
 
 
 def _equal(views: list[View]) -> bool:

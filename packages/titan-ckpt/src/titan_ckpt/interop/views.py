@@ -8,6 +8,7 @@ box needs; so every conversion works for any sharding, and streams.
 Boxes are ``(offsets, sizes)``, one number per dimension.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,51 @@ class PartView:
 
     def _moved(self, box: Box) -> Box:
         return _replaced(box[0], self.dim, box[0][self.dim] + self.start), box[1]
+
+
+@dataclass(frozen=True)
+class GrownView:
+    """More rows than another view has: the new ones are the mean of its own, taken in float32."""
+
+    base: View
+    rows: int
+
+    @property
+    def dtype(self) -> str:
+        return self.base.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.base.shape[1:])
+
+    def check(self, box: Box) -> list[Damage]:
+        inner, new = self._split(box)
+        return self.base.check(whole_box(self.base.shape) if new else inner)
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        inner, new = self._split(box)
+        old = inner[1][0]
+        if old:
+            self.base.fill(inner, into.narrow(0, 0, old))
+        if new:
+            columns = tuple(slice(o, o + n) for o, n in zip(box[0][1:], box[1][1:], strict=True))
+            into.narrow(0, old, new).copy_(self._mean[columns].expand(new, *box[1][1:]))
+
+    @functools.cached_property
+    def _mean(self) -> Tensor:
+        total = torch.zeros(self.base.shape[1:])
+        for piece in row_pieces(self.base):
+            rows = torch.empty(piece[1], dtype=DTYPES[self.dtype])
+            self.base.fill(piece, rows)
+            columns = tuple(slice(o, o + n) for o, n in zip(piece[0][1:], piece[1][1:], strict=True))
+            total[columns] += rows.float().sum(0)
+        return total / self.base.shape[0]
+
+    def _split(self, box: Box) -> tuple[Box, int]:
+        """The part of a box that lies in the base, and how many of its rows are new."""
+        start, count = box[0][0], box[1][0]
+        old = max(0, min(start + count, self.base.shape[0]) - start)
+        return (box[0], (old, *box[1][1:])), count - old
 
 
 @dataclass(frozen=True, slots=True)

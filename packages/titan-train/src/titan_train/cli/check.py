@@ -65,12 +65,14 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
+    from titan_train.parallel.structure import freeze
     from titan_train.run_folder import with_kept_model
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
+    freeze(model, config.train.freeze)
     check_model(config, layout, batch, model)
     if config.model.init:
         check_init(config.model.init, model, config.model)

@@ -29,6 +29,19 @@ class ModelConfig:
     """Where the first weights come from: "hf:DIR" reads a Hugging Face folder of the same family, under any layout; empty
     draws them from the seed. A run that resumes takes its checkpoint's."""
 
+    init_changes: tuple[str, ...] = ()
+    """Arguments that may differ from those of model.init's config.json, such as ["rope_theta"] for longer sequences, or
+    ["vocab_size"] for new tokens, whose rows then start as the mean of the old ones."""
+
+    lora_rank: int = 0
+    """With "hf:DIR": train adapters of this rank (LoRA, by peft) beside frozen weights; 0 trains the weights."""
+
+    lora_alpha: float = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+
+    lora_targets: tuple[str, ...] = ()
+    """Last names of the linears that get adapters, such as ["q_proj", "v_proj"]; empty takes all linears of the layers."""
+
     def __post_init__(self) -> None:
         if self.name.startswith("hf:"):
             if self.name == "hf:":
@@ -48,5 +61,23 @@ class ModelConfig:
             )
         if self.init and not (self.init.startswith("hf:") and self.init != "hf:"):
             raise ValueError(f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR', or leave it empty.")
+        self._check_recipes()
         if self.seq_len < 1:
             raise ValueError(f"model.seq_len={self.seq_len} must be at least 1 token; the nearest valid choice is 1.")
+
+    def _check_recipes(self) -> None:
+        if self.init_changes and not self.init:
+            raise ValueError(
+                f"model.init_changes={list(self.init_changes)} says what may differ from model.init, which is empty. Set "
+                "model.init, or leave it out."
+            )
+        if self.lora_rank < 0 or self.lora_alpha <= 0:
+            raise ValueError(
+                f"model.lora_rank={self.lora_rank} and model.lora_alpha={self.lora_alpha}: the rank must be at least 0, which is "
+                "off, and alpha positive."
+            )
+        if self.lora_rank and not self.name.startswith("hf:"):
+            raise ValueError(
+                f"model.lora_rank={self.lora_rank} needs a model of transformers, and model.name is {self.name!r}. Write "
+                "model.name='hf:DIR', or set model.lora_rank=0."
+            )

@@ -65,6 +65,10 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Clip the gradient's 2-norm to this; 0 only measures it."""
 
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: regular expressions searched in the full names, such as "tok_embeddings". A pattern
+    found in no name is an error."""
+
     nonfinite_limit: int = 10
     """Fail after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped."""
 

@@ -20,6 +20,7 @@ def validate(config: Config, world_size: int) -> None:
     from titan_train.models import build_model
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
+    from titan_train.parallel.structure import freeze
     from titan_train.plan.run import plan_run
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
     from titan_train.train.warm_start import check_init
@@ -28,6 +29,7 @@ def validate(config: Config, world_size: int) -> None:
     plan = plan_run(config, world_size)
     check_schedule(config.schedule, config.train.steps)
     model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    freeze(model, config.train.freeze)
     check_model(config, plan.layout, plan.batch, model)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
         check_init(config.model.init, model, config.model)

@@ -36,6 +36,21 @@ class ModelChoice(Protocol):
         """Tokens in one training sequence."""
         ...
 
+    @property
+    def lora_rank(self) -> int:
+        """Rank of adapters beside a model of transformers; 0 is none."""
+        ...
+
+    @property
+    def lora_alpha(self) -> float:
+        """Adapters are scaled by it over their rank."""
+        ...
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Last names of the linears with adapters; empty is all of the layers."""
+        ...
+
 
 def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
     """Build a model. Its weights are not initialised: see `titan_train.models.init_for`.
@@ -56,7 +71,7 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
         if config.name.startswith("hf:"):
             from titan_train.models.hf.build import build_hf
 
-            return build_hf(config.name, dict(config.args), vocab_size=vocab_size, seq_len=config.seq_len)
+            return build_hf(config, vocab_size=vocab_size)
         if ":" in config.name:
             return _build_own(config, vocab_size)
         return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))

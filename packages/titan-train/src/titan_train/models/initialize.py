@@ -45,4 +45,10 @@ def init_for(model: nn.Module) -> InitFn:
             f"{type(inner).__name__} does not say how its weights start: {err} In titan-train, the model may also have "
             "a method init_weights(fqn, tensor, generator) that fills one parameter in place."
         ) from err
-    return lambda fqn, tensor, generator: init(clean_fqn(fqn), tensor, generator)
+    first = cast("Callable[[str, Tensor, torch.Generator], bool] | None", getattr(inner, "init_parameter", None))
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if first is None or not first(clean_fqn(fqn), tensor, generator):
+            init(clean_fqn(fqn), tensor, generator)
+
+    return fill

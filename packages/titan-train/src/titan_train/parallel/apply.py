@@ -32,7 +32,7 @@ from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.pipeline import Pipeline, make_transport, stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of, tied_to_first
+from titan_train.parallel.structure import blocks_of, freeze, tied_to_first
 from titan_train.parallel.tensor import (
     FusedProducts,
     apply_tensor_parallel,
@@ -98,6 +98,7 @@ def build_parallel_model(
         device: Where the weights live.
     """
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
+    freeze(whole, config.train.freeze)
     check_model(config, layout, plan_batch(config, layout), whole)
     loss = whole_vocabulary_loss(vocab_size)
     applied = _Application(config, layout, mode, mesh, schedule, device, whole, loss)

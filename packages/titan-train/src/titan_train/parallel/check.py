@@ -1,5 +1,7 @@
 """What a model cannot do under a layout: refused with one error, before any rank starts."""
 
+from collections.abc import Sequence
+
 import titan_fp8
 import torch
 from titan_mesh import Layout
@@ -10,7 +12,7 @@ from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
-from titan_train.parallel.pipeline import stage_layers
+from titan_train.parallel.pipeline import layers_of, stage_layers
 from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
 from titan_train.plan.batch import BatchPlan
@@ -57,7 +59,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             )
     schedule = plan_pipeline(config, layout, batch)
     if schedule is not None:
-        stage_layers(config, model, schedule)
+        _check_stages(config, stage_layers(config, model, schedule), model)
     recipe = config.float8.recipe
     if recipe != "none" and config.float8.all_gather == "on" and not titan_fp8.Recipe.get(recipe).fsdp_all_gather:
         raise ValueError(
@@ -76,6 +78,17 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         )
 
 
+def _check_stages(config: Config, stages: Sequence[range], model: nn.Module) -> None:
+    """Refuse a pipeline with a stage in which nothing is trained: no gradient would pass through it."""
+    blocks = list(layers_of(model).children())
+    for number, layers in enumerate(stages):
+        if not any(p.requires_grad for layer in layers for p in blocks[layer].parameters()):
+            raise ValueError(
+                f"train.freeze={list(config.train.freeze)} leaves nothing to train in the layers {layers.start} to "
+                f"{layers.stop - 1} of pipeline stage {number}. Train part of them, move pipeline.cuts, or set parallel.pp=1."
+            )
+
+
 def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
     """Refuse for a model of transformers what its family's plan does not say, and say what a plan would add."""
     kind = getattr(model, "published", {}).get("model_type")
@@ -88,6 +101,12 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
             f"{', '.join(asked)}: the family {kind!r} of transformers has no plan, so it trains under fsdp, hsdp and ddp only. "
             "A plan (titan_train.models.hf.plans) would name the styles of its linears (tp), its attention (cp), its layers "
             "and ends (pp) and its experts (ep)."
+        )
+    cut = [f"parallel.{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(spec, name)) > 1]
+    if config.model.lora_rank and cut:
+        raise ValueError(
+            f"{', '.join(cut)} with model.lora_rank={config.model.lora_rank}: adapters are trained under fsdp, hsdp, ddp and cp "
+            "only. Set these degrees to 1."
         )
     narrow = [window for window in getattr(model, "windows", ()) if window < config.model.seq_len]
     if spec.cp > 1 and narrow:

@@ -25,7 +25,7 @@ from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of
+from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
@@ -56,6 +56,7 @@ def estimate_ranks(
 ) -> list[RankEstimate]:
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much."""
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
+    freeze(whole, config.train.freeze)
 
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)

@@ -1,6 +1,12 @@
 """What parallelism must know about a model's structure: its repeated blocks, and its tied parameters."""
 
+import re
+from collections.abc import Sequence
+
+from titan_fsdp import clean_fqn
 from torch import nn
+
+from titan_train.nearest import did_you_mean
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -24,3 +30,28 @@ def tied_to_first(model: nn.Module) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             names[name] = first[id(parameter)]
     return names
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training, in place.
+
+    Args:
+        model: The whole model, on any device.
+        patterns: ``train.freeze``: regular expressions that are searched in the names.
+
+    Raises:
+        ValueError: A pattern is found in no name, or nothing is left to train.
+    """
+    named = {clean_fqn(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for pattern in patterns:
+        found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
+        if not found:
+            distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in named))
+            raise ValueError(
+                f"train.freeze: {pattern!r} is found in none of the {len(named)} parameter names: it would do nothing. "
+                f"{did_you_mean(pattern, distinct)}Names look like {distinct[0]!r}."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError(f"train.freeze={list(patterns)} leaves nothing to train. Remove a pattern.")

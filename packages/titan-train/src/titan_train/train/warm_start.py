@@ -8,20 +8,34 @@ its own parameters and one slice.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from torch import nn
 
 from titan_train.models import named_parameters
-from titan_train.models.build import ModelChoice
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
+from titan_train.nearest import did_you_mean
 from titan_train.parallel.structure import tied_to_first
 
 
-def check_init(init: str, whole: nn.Module, config: ModelChoice) -> tuple[Path, KeyMap]:
+class InitChoice(Protocol):
+    """What of the model's configuration is read here; `titan_train.config.ModelConfig` is one."""
+
+    @property
+    def name(self) -> str:
+        """Of the model, for messages."""
+        ...
+
+    @property
+    def init_changes(self) -> tuple[str, ...]:
+        """Arguments that may differ from the published ones."""
+        ...
+
+
+def check_init(init: str, whole: nn.Module, config: InitChoice) -> tuple[Path, KeyMap]:
     """Whether a folder's weights are those of a model. Reads the headers of the files only.
 
     Args:
@@ -52,11 +66,11 @@ def check_init(init: str, whole: nn.Module, config: ModelChoice) -> tuple[Path, 
                 f"model.init={init!r} holds a {published.get('model_type')!r}, but {config.name} is a "
                 f"{kind.published['model_type']!r}. Name the same folder in both."
             )
-        _compare(init, kind.hf_settings(published), kind.hf_settings(kind.published))
+        _compare(init, kind.hf_settings(published), kind.hf_settings(kind.published), config.init_changes)
         key_map = kind.hf_key_map()
     else:
         hf = family.load_hf()
-        _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(kind.args))
+        _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(kind.args), config.init_changes)
         key_map = hf.key_map
     _check_names(folder, key_map, whole)
     return folder, key_map
@@ -67,7 +81,7 @@ def load_init(
     parts: Sequence[nn.Module],
     *,
     whole: nn.Module,
-    config: ModelChoice,
+    config: InitChoice,
     shards: Mapping[str, LocalShard],
 ) -> None:
     """Fill this rank's parts of the model. Local; raises on every rank alike, before anything is changed.
@@ -91,23 +105,45 @@ def load_init(
         copies = {name: first for name, first in first_of.items() if name in held and first not in held}
         names = _with_copies(key_map, copies)
         complete = held >= whole_names
-        import_hf(folder, part, names=names, strict=complete, shards=shards)
+        import_hf(folder, part, names=names, strict=complete, shards=shards, grow=_vocabulary(config, whole))
 
 
-def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object]) -> None:
-    differing = {name for name in {**published, **model} if published.get(name) != model.get(name)}
+def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object], changes: Sequence[str]) -> None:
+    known = {**published, **model}
+    changes = [name.partition(".")[0] for name in changes]
+    for name in changes:
+        if name not in known:
+            raise ValueError(
+                f"model.init_changes: {name!r} is no argument of this model. {did_you_mean(name, known)}They are "
+                f"{', '.join(sorted(known))}."
+            )
+    differing = {name for name in known if name not in changes and published.get(name) != model.get(name)}
     if differing:
         lines = "; ".join(f"{name}={model.get(name)!r} should be {published.get(name)!r}" for name in sorted(differing))
         raise ValueError(
             f"model.init={init!r}: its config.json describes another model: {lines}. The weights would give other logits. "
-            "Set these values under [model.args]."
+            "Set these values under [model.args]; or, for continued training with others, name them in model.init_changes."
         )
+
+
+def _vocabulary(config: InitChoice, whole: nn.Module) -> frozenset[str]:
+    """Parameters with a row for each token, where the vocabulary may be larger than the published one."""
+    if "vocab_size" not in config.init_changes:
+        return frozenset()
+    first_of = tied_to_first(whole)
+    rows = max(module.num_embeddings for module in whole.modules() if isinstance(module, nn.Embedding))
+    holders = {
+        f"{name}.weight"
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] == rows
+    }
+    return frozenset(holders | {first_of.get(name, name) for name in holders})
 
 
 def _check_names(folder: Path, key_map: KeyMap, whole: nn.Module) -> None:
     """Every parameter must be in the files, and every tensor of the files must be a parameter or buffer."""
     first_of = tied_to_first(whole)
-    wanted = {name for name, _ in whole.named_parameters()}
+    wanted = {name for name, _ in whole.named_parameters() if not key_map.leaves_out(name)}
     known = wanted | first_of.keys() | {name for name, _ in whole.named_buffers()}
     found: set[str] = set()
     unexpected: list[str] = []

@@ -9,5 +9,6 @@ executed. What parallelism must know about a family is one value in a table, as 
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.
 - `attention`: how its attention reaches `titan_train.models.CausalAttention`.
 - `fused`: one linear that is really several, taken apart.
+- `lora`: adapters of the peft library.
 - `names`: its tensors' names in files.
 """

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,20 +16,53 @@ from titan_train.nearest import did_you_mean
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
-def build_hf(name: str, args: dict[str, Any], *, vocab_size: int | None, seq_len: int) -> nn.Module:
+class HFChoice(Protocol):
+    """What of `titan_train.models.build.ModelChoice` is read here."""
+
+    @property
+    def name(self) -> str:
+        """``"hf:DIR"``."""
+        ...
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Fields of ``config.json`` to change."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a row."""
+        ...
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of adapters; 0 is none."""
+        ...
+
+    @property
+    def lora_alpha(self) -> float:
+        """Adapters are scaled by it over their rank."""
+        ...
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Last names of the linears with adapters; empty is all of the layers."""
+        ...
+
+
+def build_hf(choice: HFChoice, *, vocab_size: int | None) -> nn.Module:
     """Build the model that a folder describes.
 
     Args:
-        name: ``"hf:DIR"``.
-        args: Fields of ``config.json`` to change.
+        choice: The folder, changes to its ``config.json``, and adapters.
         vocab_size: The tokenizer's; the model's may be larger.
-        seq_len: Tokens in a row.
 
     Raises:
         ValueError: The folder is not one of a decoder that the installed transformers has, or cannot be as asked.
     """
-    kind, config, published = _config(name, args)
-    _check(name, config, vocab_size, seq_len)
+    name = choice.name
+    kind, config, published = _config(name, dict(choice.args))
+    _check(name, config, vocab_size, choice.seq_len)
     plan = HF_PLANS.get(published["model_type"])
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +85,11 @@ def build_hf(name: str, args: dict[str, Any], *, vocab_size: int | None, seq_len
     model.__class__ = class_with(type(model), forward_of)
     model.published = published
     if plan is not None:
-        _apply_plan(model, plan)
+        _apply_plan(model, plan, split=choice.lora_rank == 0)
+    if choice.lora_rank:
+        from titan_train.models.hf.lora import add_adapters
+
+        add_adapters(model, rank=choice.lora_rank, alpha=choice.lora_alpha, targets=choice.lora_targets)
     return model
 
 
@@ -115,8 +153,8 @@ def _check_plan(name: str, config: Any) -> None:
         )
 
 
-def _apply_plan(model: Any, plan: HFPlan) -> None:
-    """Attention, experts and fused linears as parallelism wants them; the model computes the same."""
+def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
+    """Attention, experts and (with ``split``) fused linears as parallelism wants them; the model computes the same."""
     from titan_train.models.hf.attention import attach
 
     model.plan = plan
@@ -134,7 +172,8 @@ def _apply_plan(model: Any, plan: HFPlan) -> None:
             else getattr(config, "sliding_window", None)
         )
         windows |= {int(window)} if window else set()
-        _split_fused(layer, plan, heads, kv_heads, width)
+        if split:
+            _split_fused(layer, plan, heads, kv_heads, width)
         if plan.experts:
             _swap_experts(layer, plan, config)
     model.windows = tuple(sorted(windows))

@@ -18,6 +18,7 @@ from titan_train.models.common.attention import document_mask, document_position
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
+from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
 from titan_train.models.hf.plans import HFPlan, without_dense_region
 
@@ -37,6 +38,21 @@ class HFModel(nn.Module):
     config: Any
     published: dict[str, Any]
     """The content of ``config.json``, with the changes of ``model.args``."""
+
+    lora: Any = None
+    """peft's configuration of the adapters, where there are any."""
+
+    def repeated_layers(self) -> list[nn.Module]:
+        """The decoder's layers."""
+        plan: HFPlan | None = getattr(self, "plan", None)
+        if plan is not None:
+            return list(self.get_submodule(plan.layers).children())
+        lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())).children())
+
+    def init_parameter(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> bool:
+        """Fill what transformers' own methods would fill wrongly; False for what they fill."""
+        return self.lora is not None and fill_adapter(fqn, tensor, generator)
 
     def hf_config_dict(self) -> dict[str, Any]:
         """The content of ``config.json`` that describes the model."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.fused import SplitLinear
+from titan_train.models.hf.lora import BASE
 from titan_train.models.hf.plans import RENAMED, HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -25,9 +26,11 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     apart = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts | SplitLinear)}
     pairs: dict[Pair, None] = {}
     for name in model.state_dict(keep_vars=True):
+        if ".lora_" in name:
+            continue
         owner = next((path for path in apart if name.startswith(f"{path}.")), None)
         if owner is None:
-            pairs[Pair(_template(name), _renamed(_template(name), kind))] = None
+            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), kind))] = None
             continue
         module = apart[owner]
         if isinstance(module, RoutedExperts):
@@ -40,7 +43,8 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns = [*_IGNORED, *(f".*{pattern}.*" for pattern in old)]
     own = [pair.hf for pair in pairs]  # transformers asks for such names only where a model lacks them
-    return KeyMap(kind, tuple(pairs), tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own)))
+    ignored = tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own))
+    return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",))
 
 
 def _template(name: str) -> str:
