@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from titan_train.export.gate import Exported
+from titan_train.export.tokenizer_json import folder_ids, folder_text
 
 TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
 
@@ -44,3 +45,25 @@ def load_exported(folder: Path) -> Exported:
 
         return GgufModel(folder)
     raise ValueError(f"{folder} holds no exported model. Name a folder that `titan-train export` wrote.")
+
+
+def continue_text(exported: Exported, folder: Path, prompt: str, max_new_tokens: int) -> str:
+    """The greedy continuation of a text by an exported model, up to the end-of-text token.
+
+    Args:
+        exported: The loaded folder.
+        folder: Where it lies; its ``tokenizer.json`` turns ids into text.
+        prompt: Text to continue, at least one character.
+        max_new_tokens: The most tokens to add.
+
+    Raises:
+        ValueError: The folder has no ``tokenizer.json``, or the tokenizers library is missing.
+    """
+    ids = folder_ids(folder)(prompt)
+    if not ids:
+        raise ValueError(
+            f"{folder} has no tokenizer.json that turns the prompt into ids, or the tokenizers library is not installed: "
+            "install titan-train[hf]."
+        )
+    found = exported.greedy(ids, max_new_tokens)
+    return folder_text(folder, found)

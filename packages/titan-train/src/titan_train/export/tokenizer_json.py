@@ -9,6 +9,7 @@ Known differences: a special token's name inside a text is ordinary text here, a
 text is three bytes here, and a space there (SentencePiece).
 """
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,16 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
 
     read: Any = tokenizers.Tokenizer.from_file(str(file))  # type: ignore[attr-defined]
     return lambda text: read.encode(text, add_special_tokens=False).ids
+
+
+def folder_text(folder: Path, ids: Sequence[int]) -> str:
+    """Text of ids up to the end-of-text token, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    read: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    eos = read.token_to_id(config["eos_token"]) if "eos_token" in config else None
+    kept = list(ids)
+    return read.decode(kept[: kept.index(eos)] if eos in kept else kept)
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

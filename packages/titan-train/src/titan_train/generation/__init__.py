@@ -1,24 +1,30 @@
 """Text and tokens from any model of a run.
 
 `run` loads a run's model and tokenizer; `decode` turns prompts into a stream of token ids; `sampling` chooses each token;
-`cache` is the key-value cache.
+`cache` is the key-value cache; `text` turns tokens into text, with stop words and conversations.
 """
 
 from titan_train.generation.cache import CachedAttention, kv_cache, supports_cache
 from titan_train.generation.decode import generate, stream
 from titan_train.generation.run import LoadedRun, load_run
 from titan_train.generation.sampling import Sampling, choose_tokens, filter_logits, penalize_repetition
+from titan_train.generation.text import StopWords, TextPiece, encode_chat, encode_prompt, stream_text
 
 __all__ = [
     "CachedAttention",
     "LoadedRun",
     "Sampling",
+    "StopWords",
+    "TextPiece",
     "choose_tokens",
+    "encode_chat",
+    "encode_prompt",
     "filter_logits",
     "generate",
     "kv_cache",
     "load_run",
     "penalize_repetition",
     "stream",
+    "stream_text",
     "supports_cache",
 ]

@@ -1,20 +1,36 @@
-"""Continue a prompt with the model of a run's last checkpoint.
+"""Continue prompts with a run's model or with an exported one.
 
-`titan-train generate runs/quickstart --prompt "def main("` prints tokens as they are generated. Uses one process, on a
-GPU if there is one.
+`titan-train generate runs/quickstart --prompt "def main("` prints tokens as they are generated. Several `--prompt`s run as
+one batch; `--chat` takes the prompt as a message and writes it with the run's chat template. Uses one process, on a GPU if
+there is one. A folder of `titan-train export` is run by the library of its users (transformers, onnxruntime, AOTInductor,
+llama.cpp), which takes the most likely token: `--temperature 0`.
 """
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_train.cli.shell.parser import CommandParser, integer, number
+
+if TYPE_CHECKING:
+    from titan_train.generation import TextPiece
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument(
+        "run_dir", metavar="DIR", type=Path, help="a run's folder, such as runs/quickstart, or an exported one"
+    )
+    parser.add_argument("--prompt", required=True, action="append", help="text to continue; several run as one batch")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message to answer, see tokenizer.chat_template"
+    )
+    parser.add_argument("--stop", action="append", default=[], metavar="WORD", help="end the text before this word")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the step of one token, for many tokens on a GPU"
+    )
     parser.add_argument("--max-new-tokens", type=integer(1), default=200, metavar="N", help="default 200")
     parser.add_argument(
         "--temperature", type=number(0), default=0.8, help="0 always takes the most likely token; default 0.8"
@@ -41,7 +57,12 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_trust()
     arguments = parser.parse_args(words)
 
-    from titan_train.generation import Sampling, load_run
+    if "" in arguments.prompt:
+        raise ValueError("--prompt is empty: give at least one character to continue.")
+    if not (arguments.run_dir / "config.toml").is_file():
+        return _exported(arguments)
+
+    from titan_train.generation import Sampling, encode_chat, encode_prompt, load_run, stream_text
 
     sampling = Sampling(
         temperature=arguments.temperature,
@@ -50,17 +71,52 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
     )
-    if not arguments.prompt:
-        raise ValueError("--prompt is empty: give at least one character to continue.")
     run = load_run(arguments.run_dir, step=arguments.step, trust_code=arguments.trust_code, code=arguments.code)
     device = next(run.model.parameters()).device.type
     print(f"{arguments.run_dir}, step {run.step}, on {device}", file=sys.stderr)
-    for sample in range(arguments.samples):
-        print(arguments.prompt, end="", flush=True)
-        seed = arguments.seed + sample
-        for text in run.stream(arguments.prompt, max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=seed):
-            print(text, end="", flush=True)
-        print()
-        if sample + 1 < arguments.samples:
-            print("-" * 40)
+    texts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
+    if arguments.chat:
+        prompts = [encode_chat(run, [{"role": "user", "content": text}]) for text in texts]
+    else:
+        prompts = [encode_prompt(run, text) for text in texts]
+    pieces = stream_text(
+        run,
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        sampling=sampling,
+        seeds=range(arguments.seed, arguments.seed + len(prompts)),
+        stop=arguments.stop,
+        compiled=arguments.compile,
+    )
+    _print([""] * len(texts) if arguments.chat else texts, pieces)
+    return 0
+
+
+def _print(prompts: Sequence[str], pieces: "Iterator[TextPiece]") -> None:
+    """The first row as it comes, the others when they are complete."""
+    rows = list(prompts)
+    print(rows[0], end="", flush=True)
+    for piece in pieces:
+        rows[piece.row] += piece.text
+        if piece.row == 0:
+            print(piece.text, end="", flush=True)
+    print("".join(f"\n{'-' * 40}\n{text}" for text in rows[1:]))
+
+
+def _exported(arguments: argparse.Namespace) -> int:
+    """Continue the prompts with an exported folder."""
+    if arguments.temperature != 0:
+        raise ValueError(
+            "an exported folder takes the most likely token: pass --temperature 0, or name a run's folder."
+        )
+    for option, given in {"--chat": arguments.chat, "--stop": arguments.stop, "--compile": arguments.compile}.items():
+        if given:
+            raise ValueError(
+                f"{option} is for a run's folder, and {arguments.run_dir} is an exported one. Leave it out."
+            )
+    from titan_train.export.load import continue_text, load_exported
+
+    exported = load_exported(arguments.run_dir)
+    texts = [continue_text(exported, arguments.run_dir, text, arguments.max_new_tokens) for text in arguments.prompt]
+    print(f"\n{'-' * 40}\n".join(prompt + text for prompt, text in zip(arguments.prompt, texts, strict=True)))
     return 0

@@ -1,0 +1,147 @@
+"""Text from tokens as they come: several prompts at once, stop words, conversations.
+
+A stop word may begin in one token and end in another. Text that could be the beginning of one is held back until the next
+token decides, so that nothing after a stop word, and nothing of it, is ever given out.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from titan_train.generation.decode import stream
+from titan_train.generation.run import LoadedRun
+from titan_train.generation.sampling import Sampling
+from titan_train.tokenizers import HfTokenizer, IncrementalDecoder
+
+Finish = Literal["", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More text of one row."""
+
+    row: int
+    text: str
+    finish: Finish = ""
+    """Why the row ends with this piece: an end-of-text token or stop word, or max_new_tokens; empty if it goes on."""
+    tokens: int = 0
+    """New tokens of the row so far."""
+
+
+class StopWords:
+    """Finds the first stop word in text that comes in pieces."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        """Take the words.
+
+        Raises:
+            ValueError: One is empty.
+        """
+        if "" in words:
+            raise ValueError("a stop word is empty, which would end every text before it begins. Leave it out.")
+        self._words = tuple(words)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take a piece: what may be given out, and whether a stop word was found, which ends the text."""
+        self._held += text
+        places = [place for word in self._words if (place := self._held.find(word)) >= 0]
+        if places:
+            found, self._held = self._held[: min(places)], ""
+            return found, True
+        kept = max((n for word in self._words for n in range(1, len(word)) if self._held.endswith(word[:n])), default=0)
+        ready = self._held[: len(self._held) - kept]
+        self._held = self._held[len(ready) :]
+        return ready, False
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        left, self._held = self._held, ""
+        return left
+
+
+def stream_text(
+    run: LoadedRun,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int] | None = None,
+    stop: Collection[str] = (),
+    compiled: bool = False,
+) -> Iterator[TextPiece]:
+    """Continue every prompt, yielding text as tokens are chosen.
+
+    Args:
+        run: A loaded run.
+        prompts: Token ids of each row, see `encode_prompt` and `encode_chat`.
+        max_new_tokens: The most tokens to add to each row.
+        sampling: How to choose tokens.
+        seeds: As in `titan_train.generation.stream`.
+        stop: Words that end a row; they are not part of its text.
+        compiled: As in `titan_train.generation.stream`.
+
+    Yields:
+        Pieces of the rows, in order for each row. The last of a row has a ``finish``.
+
+    Raises:
+        ValueError: As `titan_train.generation.stream`; an empty stop word.
+    """
+    steps = stream(
+        run.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[run.tokenizer.eos_id],
+        seeds=seeds, compiled=compiled,
+    )  # fmt: skip
+    return _pieces(run, steps, [StopWords(stop) for _ in prompts], max_new_tokens)
+
+
+def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
+    """Token ids of a text to continue.
+
+    Raises:
+        ValueError: It is empty.
+    """
+    ids = run.tokenizer.encode(prompt).tolist()
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one character to continue.")
+    return ids
+
+
+def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation that the assistant is to answer.
+
+    Raises:
+        ValueError: The run has no chat template, or its template refuses the conversation.
+    """
+    if run.template is None:
+        raise ValueError(
+            "this run has no chat template, so a conversation cannot be written as its text. Set tokenizer.chat_template in "
+            "its configuration, or give a prompt to continue."
+        )
+    text = run.template.render(messages, add_generation_prompt=True, now=datetime.now())
+    tokenizer = run.tokenizer
+    ids = tokenizer.encode_marked(text)[0] if isinstance(tokenizer, HfTokenizer) else tokenizer.encode(text)
+    return [int(token) for token in ids]
+
+
+def _pieces(
+    run: LoadedRun, steps: Iterator[list[int | None]], stops: list[StopWords], most: int
+) -> Iterator[TextPiece]:
+    decoders = [IncrementalDecoder(run.tokenizer) for _ in stops]
+    counts = [0] * len(stops)
+    done = [False] * len(stops)
+    for step in steps:
+        for row, token in enumerate(step):
+            if done[row] or token is None:
+                continue
+            counts[row] += 1
+            text, done[row] = stops[row].push(decoders[row].push(token))
+            if text or done[row]:
+                yield TextPiece(row, text, "stop" if done[row] else "", counts[row])
+        if all(done):
+            break
+    for row, ended in enumerate(done):
+        if not ended:
+            text, found = stops[row].push(decoders[row].flush())
+            text += "" if found else stops[row].flush()
+            yield TextPiece(row, text, "length" if counts[row] == most and not found else "stop", counts[row])
