@@ -4,6 +4,7 @@ Records (`StepRecord`, `ValidationRecord`) go to trackers (`metrics.jsonl` alway
 to the progress display. Nothing here imports torch, rich or a tracker's package before it is used.
 """
 
+from titan_train.observe.history import Curve, History, read_history
 from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
 from titan_train.observe.memory import peak_memory_gib
 from titan_train.observe.peak_flops import Dtype, device_peak_flops
@@ -14,8 +15,10 @@ from titan_train.observe.throughput import Rates, Throughput
 from titan_train.observe.trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
 
 __all__ = [
+    "Curve",
     "Dtype",
     "EventRecord",
+    "History",
     "JsonlTracker",
     "Rates",
     "RunInfo",
@@ -32,6 +35,7 @@ __all__ = [
     "check_trackers",
     "device_peak_flops",
     "peak_memory_gib",
+    "read_history",
     "read_metrics",
     "read_run_info",
 ]

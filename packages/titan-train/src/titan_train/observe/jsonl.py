@@ -1,11 +1,13 @@
 """`metrics.jsonl`: one JSON object a line, the record of a run that every other view is made from.
 
 A line is one `write` to a file opened for appending, so a killed process loses nothing that was logged and leaves at
-most one torn line, its last. Readers skip such a line; opening the file for a resumed run removes it, together with
-every line of a step that will be made again. NaN is written as null and infinity as 1e999, so each line is JSON that
-any reader accepts.
+most one torn line, its last. Readers skip such a line. The file is never rewritten: a resumed run cuts it where the
+steps begin that will be made again, and appends. Where that is, `titan_train.observe.blocks` tells. NaN is written as
+null and infinity as 1e999, so each line is JSON that any reader accepts.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -15,7 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import write_atomic
+from titan_train.observe import blocks
 from titan_train.observe.records import StepRecord, ValidationRecord
 
 FILE_NAME = "metrics.jsonl"
@@ -64,9 +66,14 @@ class JsonlTracker:
             raise ValueError(f"resume_step={resume_step} must be >= 0; 0 starts from nothing.")
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_up_to(path, resume_step)
         self._clock = clock
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._blocks: Path | None = path.with_name(blocks.FILE_NAME)
+        try:
+            self._cut(path, resume_step)
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def log_step(self, record: StepRecord) -> None:
         """Write one step."""
@@ -97,10 +104,65 @@ class JsonlTracker:
     def _now(self) -> float:
         return round(self._clock(), 3)
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             raise RuntimeError(f"{FILE_NAME} is closed; nothing can be logged after close().")
-        os.write(self._file, encode_line(line))
+        self._append(line, encode_line(line))
+
+    def _append(self, line: dict[str, Any], raw: bytes) -> None:
+        assert self._file is not None
+        written = os.write(self._file, raw)
+        if written < len(raw):  # a full disk: leave no torn line for the next one to be appended to
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), FILE_NAME)
+        self._size += written
+        self._gather(line, raw, self._size)
+
+    def _gather(self, line: dict[str, Any], raw: bytes, end: int) -> None:
+        """Append a block when one is full. Best effort: without blocks the report takes longer."""
+        if self._blocks is None:
+            return
+        try:
+            block = self._builder.add(line, raw, end)
+            if block is not None:
+                with self._blocks.open("ab") as file:
+                    file.write(block)
+        except (OSError, KeyError, TypeError, ValueError):
+            self._blocks = None
+
+    def _cut(self, path: Path, step: int) -> None:
+        """Cut the file where steps after ``step`` begin; lines of earlier steps that came later are appended again."""
+        assert self._file is not None and self._blocks is not None  # noqa: PT018
+        kept = self._cut_blocks(path, step)
+        self._builder = blocks.BlockBuilder(kept)
+        self._size = kept.end if kept is not None else 0
+        for line, raw, end in lines_of(path, self._size) if step else ():
+            if not raw.endswith(b"\n") or (line is not None and _step_of(line) > step):
+                break
+            self._size = end
+            if line is not None:
+                self._gather(line, raw, end)
+        late = list(_late_lines(path, self._size, step)) if step else []
+        os.ftruncate(self._file, self._size)
+        for line, raw in late:
+            self._append(line, raw)
+        os.fsync(self._file)
+
+    def _cut_blocks(self, path: Path, step: int) -> "blocks.StepBlock | None":
+        """Drop the blocks that hold a later step; the last one that stays."""
+        assert self._blocks is not None
+        kept, size = None, 0
+        for block, end in blocks.read_blocks(path.parent, path) if step else ():
+            if block.most > step:
+                break
+            kept, size = block, end
+        with contextlib.suppress(OSError):
+            if size:
+                os.truncate(self._blocks, size)
+            else:
+                self._blocks.unlink(missing_ok=True)
+        return kept
 
 
 def read_metrics(run_dir: str | Path) -> RunMetrics:
@@ -111,7 +173,7 @@ def read_metrics(run_dir: str | Path) -> RunMetrics:
     metrics = RunMetrics()
     steps: dict[int, StepRecord] = {}
     validations: dict[int, ValidationRecord] = {}
-    for line, _ in _lines(Path(run_dir) / FILE_NAME):
+    for line, _, _ in lines_of(Path(run_dir) / FILE_NAME):
         try:
             if line is None:
                 metrics.unreadable_lines += 1
@@ -119,18 +181,50 @@ def read_metrics(run_dir: str | Path) -> RunMetrics:
                 record = StepRecord(**_typed(line, StepRecord))
                 steps[record.step] = record
             elif line["kind"] == "validation":
-                validation = ValidationRecord(**_typed(line, ValidationRecord))
+                validation = as_validation(line)
                 validations[validation.step] = validation
             elif line["kind"] == "event":
-                rest = {k: v for k, v in line.items() if k not in ("kind", "event", "step", "time")}
-                metrics.events.append(
-                    EventRecord(kind=line["event"], step=line["step"], time=line["time"], fields=rest)
-                )
+                metrics.events.append(as_event(line))
         except (KeyError, TypeError, ValueError):  # a line of another format, or one that somebody edited
             metrics.unreadable_lines += 1
     metrics.steps = [steps[step] for step in sorted(steps)]
     metrics.validations = [validations[step] for step in sorted(validations)]
     return metrics
+
+
+def as_validation(line: dict[str, Any]) -> ValidationRecord:
+    """The validation that a line records.
+
+    Raises:
+        KeyError, TypeError: It is not a validation's.
+    """
+    return ValidationRecord(**_typed(line, ValidationRecord))
+
+
+def as_event(line: dict[str, Any]) -> EventRecord:
+    """The event that a line records.
+
+    Raises:
+        KeyError, TypeError: It is not an event's.
+    """
+    rest = {k: v for k, v in line.items() if k not in ("kind", "event", "step", "time")}
+    step, time = _number(line["step"], int), _number(line["time"], float)
+    return EventRecord(kind=str(line["event"]), step=step, time=time, fields=rest)
+
+
+def lines_of(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None, bytes, int]]:
+    """Each line of a file from byte ``start``: as an object (None if it is torn), as bytes, and where it ends."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for raw in file:
+            start += len(raw)
+            try:
+                line: object = json.loads(raw) if raw.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                line = None
+            yield (cast("dict[str, Any]", line) if isinstance(line, dict) else None), raw, start
 
 
 def encode_line(line: dict[str, object]) -> bytes:
@@ -154,25 +248,22 @@ def encode_line(line: dict[str, object]) -> bytes:
     return ("{" + ",".join(parts) + "}\n").encode()
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    """Rewrite the file without torn lines and without lines of steps after ``step``; atomic."""
-    if not path.exists():
-        return
-    kept = [raw for line, raw in _lines(path) if step and line is not None and line.get("step", 0) <= step]
-    write_atomic(path, b"".join(kept), sync=True)
-
-
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
-    """Each line as an object (None if it is torn) and as bytes."""
-    if not path.exists():
-        return
+def _late_lines(path: Path, start: int, step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Events and validations up to ``step`` that were logged after later steps, as that of an asynchronous save is."""
     with path.open("rb") as file:
+        file.seek(start)
         for raw in file:
-            try:
-                line: object = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
-                line = None
-            yield (cast("dict[str, Any]", line) if isinstance(line, dict) else None), raw
+            if raw.startswith(b'{"kind":"step"') or not raw.endswith(b"\n"):
+                continue
+            with contextlib.suppress(ValueError, RecursionError):
+                line: object = json.loads(raw)
+                if isinstance(line, dict) and line.get("kind") != "step" and _step_of(line) <= step:  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+                    yield cast("dict[str, Any]", line), raw
+
+
+def _step_of(line: dict[str, Any]) -> int:
+    step = line.get("step", 0)
+    return step if isinstance(step, int) else 0
 
 
 def _values(record: StepRecord | ValidationRecord) -> dict[str, object]:
@@ -190,5 +281,18 @@ def _typed(line: dict[str, Any], record: type) -> dict[str, Any]:
         if spec.name not in line and spec.default_factory is not MISSING:
             continue
         value = line[spec.name]
-        values[spec.name] = math.nan if value is None and spec.type is float else value
+        if value is None and spec.type is float:
+            value = math.nan
+        values[spec.name] = _number(value, spec.type) if spec.type in (int, float) else value
     return values
+
+
+def _number(value: Any, kind: Any) -> Any:
+    """The value, if it is a number that the field can hold.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, (int, float)) or (kind is int and not (isinstance(value, int) and abs(value) < 2**63)):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value

@@ -28,6 +28,9 @@ class Series:
     smoothed: bool = False
     """Draw the smoothed course, with the raw values faint behind it."""
     dots: bool = False
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    """Extremes of what each value stands for; None where it stands for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,11 @@ class _Line:
 
     def __init__(self, series: Series, log_x: bool) -> None:
         self.series = series
-        pairs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if not log_x or x >= 1]
-        x, y = [p[0] for p in pairs], [p[1] for p in pairs]
+        points = zip(series.x, series.y, series.low or series.y, series.high or series.y, strict=True)
+        kept = [point for point in points if not log_x or point[0] >= 1]
+        x, y, low, high = ([point[i] for point in kept] for i in range(4))
         self.smoothed = series.smoothed and len(x) >= _LEAST_TO_SMOOTH
-        self.raw = thin(x, y, log_x=log_x)
+        self.raw = thin(x, y, log_x=log_x, low=low, high=high)
         self.main = thin(x, smooth(y), log_x=log_x) if self.smoothed else self.raw
         self.banded = len(x) > len(self.raw.x)
 

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from titan_train.files import write_atomic
-from titan_train.observe import StepRecord, ValidationRecord
+from titan_train.observe import ValidationRecord
 from titan_train.report.chart import Chart, Series, build_chart
 from titan_train.report.folder import RunFolder, read_folder
-from titan_train.report.page import flat_config, render, value_text
+from titan_train.report.page import flat_config, line_of, render, value_text
 from titan_train.report.summary import headlines, setting
 
 MOST_RUNS = 8  # more colours cannot be told apart
@@ -89,9 +89,9 @@ def _differences(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
 
 def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
-    def steps(value: Callable[[StepRecord], float | None], smoothed: bool = True) -> list[Series]:
+    def steps(quantity: str, smoothed: bool = True, scale: float = 1.0) -> list[Series]:
         return [
-            Series(name, [r.step for r in f.metrics.steps], _finite(map(value, f.metrics.steps)), f"run{i}", smoothed)
+            line_of(f.history, name, quantity, f"run{i}", smoothed, scale)
             for i, (name, f) in enumerate(zip(names, folders, strict=True))
         ]
 
@@ -99,8 +99,8 @@ def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
         return [
             Series(
                 name,
-                [r.step for r in f.metrics.validations],
-                _finite(map(value, f.metrics.validations)),
+                [r.step for r in f.history.validations],
+                _finite(map(value, f.history.validations)),
                 f"run{i}",
                 dots=True,
             )
@@ -108,14 +108,14 @@ def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
         ]
 
     wanted = (
-        build_chart("Training loss", "nats per token", steps(lambda r: r.loss)),
+        build_chart("Training loss", "nats per token", steps("loss")),
         build_chart("Validation loss", "nats per token", validations(lambda r: r.loss)),
         build_chart("Bits per byte", "on the validation text", validations(lambda r: r.bits_per_byte)),
-        build_chart("Throughput", "tokens per second", steps(lambda r: r.tokens_per_s), zero=True),
-        build_chart("MFU", "of the device's dense peak, %", steps(lambda r: r.mfu and 100 * r.mfu), zero=True),
-        build_chart("Gradient norm", "before clipping", steps(lambda r: r.grad_norm), zero=True),
-        build_chart("Learning rate", "", steps(lambda r: r.lr, smoothed=False), zero=True),
-        build_chart("Peak memory", "GiB per rank", steps(lambda r: r.peak_mem_gib, smoothed=False), zero=True),
+        build_chart("Throughput", "tokens per second", steps("tokens_per_s"), zero=True),
+        build_chart("MFU", "of the device's dense peak, %", steps("mfu", scale=100), zero=True),
+        build_chart("Gradient norm", "before clipping", steps("grad_norm"), zero=True),
+        build_chart("Learning rate", "", steps("lr", smoothed=False), zero=True),
+        build_chart("Peak memory", "GiB per rank", steps("peak_mem_gib", smoothed=False), zero=True),
     )
     return [chart for chart in wanted if chart is not None]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.observe import RunMetrics, read_metrics, read_run_info
+from titan_train.observe import History, read_history, read_run_info
 
 CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
 
@@ -15,7 +15,7 @@ class RunFolder:
     """The readable content of a run's folder."""
 
     path: Path
-    metrics: RunMetrics
+    history: History
     info: dict[str, Any]
     """`run.json`; empty if it is missing."""
     config: dict[str, Any]
@@ -57,10 +57,10 @@ def read_folder(run_dir: str | Path) -> RunFolder:
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give the folder of a run, such as runs/quickstart.")
     folder = RunFolder(
-        path, read_metrics(path), read_run_info(path), _read_toml(path / CONFIG_NAME), _read_text(path / LAYOUT_NAME)
+        path, read_history(path), read_run_info(path), _read_toml(path / CONFIG_NAME), _read_text(path / LAYOUT_NAME)
     )
-    metrics = folder.metrics
-    if not (metrics.steps or metrics.validations or metrics.events or folder.info or folder.config):
+    history = folder.history
+    if not (history.steps or history.validations or history.events or folder.info or folder.config):
         raise ValueError(f"{path} holds no metrics.jsonl, run.json or config.toml; give the folder of a run.")
     return folder
 

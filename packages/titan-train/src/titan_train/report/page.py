@@ -5,10 +5,9 @@ the template's escaping; drawings are numbers made here.
 """
 
 import json
-import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -18,7 +17,7 @@ from typing import Any, cast
 import jinja2
 
 from titan_train.files import write_atomic
-from titan_train.observe import EventRecord, StepRecord
+from titan_train.observe import EventRecord, History
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.summary import headlines, setting, when
@@ -79,9 +78,9 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         error=folder.attempts[-1].get("error") if folder.attempts else None,
         headlines=headlines(folder),
         losses=_loss_views(folder),
-        charts=_charts(folder.metrics.steps),
-        events=folder.metrics.events[-_MOST_EVENTS:],
-        hidden_events=max(0, len(folder.metrics.events) - _MOST_EVENTS),
+        charts=_charts(folder.history),
+        events=folder.history.events[-_MOST_EVENTS:],
+        hidden_events=max(0, len(folder.history.events) - _MOST_EVENTS),
         attempts=folder.attempts,
         changed=_changed(folder.config),
         config=flat_config(folder.config),
@@ -89,7 +88,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         command=_command(folder.info),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         when=when,
-        clock=lambda stamp: datetime.fromtimestamp(stamp, UTC).strftime("%m-%d %H:%M:%S"),
+        clock=_clock,
         event_label=event_label,
         event_role=lambda kind: _EVENT_ROLES.get(kind, "other"),
         value_text=value_text,
@@ -129,9 +128,9 @@ def value_text(value: object) -> str:
 
 def _loss_views(folder: RunFolder) -> list[LossView]:
     """The loss over steps, and over their logarithm where that shows more."""
-    steps, validations = folder.metrics.steps, folder.metrics.validations
+    validations = folder.history.validations
     series = [
-        Series("training", [r.step for r in steps], [r.loss for r in steps], smoothed=True),
+        line_of(folder.history, "training", "loss"),
         Series("validation", [r.step for r in validations], [r.loss for r in validations], "validation", dots=True),
     ]
     series = [s for s in series if len(s.x)]
@@ -140,46 +139,53 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     for key, label in (("linear", "steps"), ("log", "log steps")):
         chart = build_chart("Loss", "nats per token", series, log_x=key == "log")
         if chart is not None and (key == "linear" or max(every_step) >= 20):
-            marks = _marks(folder.metrics.events, step_scale(every_step, key == "log"))
+            marks = _marks(folder.history.events, step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))
     return views
 
 
-def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
-    def line(
-        name: str, value: Callable[[StepRecord], float | None], role: str = "train", smoothed: bool = True
-    ) -> Series:
-        y = [math.nan if (v := value(r)) is None else v for r in steps]
-        return Series(name, [r.step for r in steps], y, role, smoothed=smoothed)
+def _charts(history: History) -> list[Chart]:
+    def line(name: str, quantity: str, role: str = "train", smoothed: bool = True, scale: float = 1.0) -> Series:
+        return line_of(history, name, quantity, role, smoothed, scale)
 
-    if not steps:
+    if not history.steps:
         return []
     wanted = (
-        build_chart("Throughput", "tokens per second", [line("tokens/s", lambda r: r.tokens_per_s)], zero=True),
-        build_chart("MFU", "of the device's dense peak, %", [line("MFU", lambda r: r.mfu and 100 * r.mfu)], zero=True),
-        build_chart("Gradient norm", "before clipping", [line("norm", lambda r: r.grad_norm)], zero=True),
-        build_chart("Learning rate", "", [line("rate", lambda r: r.lr, smoothed=False)], zero=True),
+        build_chart("Throughput", "tokens per second", [line("tokens/s", "tokens_per_s")], zero=True),
+        build_chart("MFU", "of the device's dense peak, %", [line("MFU", "mfu", scale=100)], zero=True),
+        build_chart("Gradient norm", "before clipping", [line("norm", "grad_norm")], zero=True),
+        build_chart("Learning rate", "", [line("rate", "lr", smoothed=False)], zero=True),
         build_chart(
             "Step time",
             "seconds",
-            [
-                line("step", lambda r: r.step_time_s),
-                line("waiting for data", lambda r: r.data_wait_s, "validation"),
-            ],
+            [line("step", "step_time_s"), line("waiting for data", "data_wait_s", "validation")],
             zero=True,
         ),
-        build_chart("Peak memory", "GiB per rank", [line("peak", lambda r: r.peak_mem_gib, smoothed=False)], zero=True),
+        build_chart("Peak memory", "GiB per rank", [line("peak", "peak_mem_gib", smoothed=False)], zero=True),
         build_chart(
             "Expert load",
             "relative to the layer mean",
-            [
-                line("most loaded", lambda r: r.routing.get("load_max")),
-                line("least loaded", lambda r: r.routing.get("load_min"), "validation"),
-            ],
+            [line("most loaded", "load_max"), line("least loaded", "load_min", "validation")],
             zero=True,
         ),
     )
     return [chart for chart in wanted if chart is not None]
+
+
+def line_of(
+    history: History, name: str, quantity: str, role: str = "train", smoothed: bool = True, scale: float = 1.0
+) -> Series:
+    """A quantity over the run, to draw."""
+    curve = history.curves[quantity]
+    mean, low, high = ([scale * value for value in values] for values in (curve.mean, curve.low, curve.high))
+    return Series(name, history.steps, mean, role, smoothed=smoothed, low=low, high=high)
+
+
+def _clock(stamp: float) -> str:
+    try:
+        return datetime.fromtimestamp(stamp, UTC).strftime("%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # no time of a clock
+        return "–"
 
 
 def _marks(events: Sequence[EventRecord], scale: Scale) -> list[EventMarks]:

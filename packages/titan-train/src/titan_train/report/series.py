@@ -39,13 +39,22 @@ def smooth(values: Sequence[float]) -> list[float]:
     return result
 
 
-def thin(x: Sequence[float], y: Sequence[float], *, log_x: bool = False) -> Thinned:
+def thin(
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    log_x: bool = False,
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+) -> Thinned:
     """Average neighbours, evenly along the axis they will be drawn on; extremes are kept as low and high.
 
     Args:
         x: Positions, ascending; positive if ``log_x``.
         y: Values.
         log_x: Whether the axis is logarithmic.
+        low: Least of what each value stands for; None where it stands for itself.
+        high: Largest of that.
     """
     if not x:
         return Thinned([], [], [], [])
@@ -65,6 +74,7 @@ def thin(x: Sequence[float], y: Sequence[float], *, log_x: bool = False) -> Thin
         # the last member stands for the bucket, so that the newest step is where it belongs
         thinned.x.append(x[members[-1]])
         thinned.mean.append(math.fsum(finite) / len(finite) if finite else math.nan)
-        thinned.low.append(min(finite, default=math.nan))
-        thinned.high.append(max(finite, default=math.nan))
+        least, most = ([v for i in members if math.isfinite(v := values[i])] for values in (low or y, high or y))
+        thinned.low.append(min(least, default=math.nan))
+        thinned.high.append(max(most, default=math.nan))
     return thinned

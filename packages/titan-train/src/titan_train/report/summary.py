@@ -2,11 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.observe import History
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
 from titan_train.report.folder import RunFolder, read_folder
 
@@ -25,17 +25,16 @@ class Headline:
 
 def headlines(folder: RunFolder) -> list[Headline]:
     """The run in at most eight numbers; those that are not known are left out."""
-    steps, validations = folder.metrics.steps, folder.metrics.validations
+    history, validations = folder.history, folder.history.validations
     found: list[Headline] = []
-    if not steps:
+    if not history.steps:
         return found
-    last = steps[-1]
-    losses = [record.loss for record in steps if math.isfinite(record.loss)]
+    losses = _known(history, "loss")
     if losses:
-        count = tail_count(len(losses))
+        count = tail_count(history, "loss")
         averaged = f"mean of the last {count} logged steps" if count > 1 else "of the last logged step"
         note = f"{averaged}; started at {short_loss(losses[0])}"
-        found.append(Headline("Training loss", short_loss(tail_mean(losses)), note))
+        found.append(Headline("Training loss", short_loss(tail_mean(history, "loss")), note))
     if validations:
         best = min(validations, key=lambda record: record.loss if math.isfinite(record.loss) else math.inf)
         newest = validations[-1]
@@ -44,50 +43,42 @@ def headlines(folder: RunFolder) -> list[Headline]:
         if newest.bits_per_byte is not None:
             found.append(Headline("Bits per byte", short_loss(newest.bits_per_byte), "on the validation text"))
     total = folder.total_steps
-    share = f"{last.step / total:.0%} of {total:,}" if total else ""
-    found.append(Headline("Steps", f"{last.step:,}", share))
-    found.append(Headline("Tokens", short_count(trained_tokens(folder)), f"{short_count(last.tokens)} per step"))
-    rates = [record.tokens_per_s for record in steps if record.tokens_per_s > 0]
+    share = f"{history.steps[-1] / total:.0%} of {total:,}" if total else ""
+    found.append(Headline("Steps", f"{history.steps[-1]:,}", share))
+    found.append(Headline("Tokens", short_count(history.tokens), f"{short_count(history.tokens_per_step)} per step"))
+    rates = [rate for rate in _known(history, "tokens_per_s") if rate > 0]
     if rates:
-        per_rank = statistics.median(record.tokens_per_s_per_rank for record in steps)
+        per_rank = statistics.median(_known(history, "tokens_per_s_per_rank") or [0.0])
         note = f"median; {short_count(per_rank)} per rank"
         found.append(Headline("Tokens per second", short_count(statistics.median(rates)), note))
-    mfus = [record.mfu for record in steps if record.mfu is not None]
+    mfus = _known(history, "mfu")
     if mfus:
-        tflops = [record.tflops_per_gpu for record in steps if record.tflops_per_gpu is not None]
+        tflops = _known(history, "tflops_per_gpu")
         note = f"median; {statistics.median(tflops):.0f} TFLOP/s per GPU" if tflops else "median"
         found.append(Headline("MFU", f"{statistics.median(mfus):.1%}", note))
-    found.append(Headline("Peak memory", short_gib(max(record.peak_mem_gib for record in steps)), "per rank"))
-    found.append(Headline("Time", short_duration(trained_seconds(folder)), _waiting(folder)))
+    peaks = [peak for peak in history.curves["peak_mem_gib"].high if math.isfinite(peak)]
+    if peaks:
+        found.append(Headline("Peak memory", short_gib(max(peaks)), "per rank"))
+    found.append(Headline("Time", short_duration(history.seconds), _waiting(history)))
     return found
 
 
-def tail_mean(values: Sequence[float]) -> float:
-    """Mean of the last twentieth of the values, of at most 100, of at least one."""
-    return statistics.fmean(values[-tail_count(len(values)) :])
+def tail_mean(history: History, name: str) -> float:
+    """Mean of a quantity over the last twentieth of the steps, of at most 100, of at least one."""
+    wanted = tail_count(history, name)
+    total, taken = 0.0, 0
+    for value, steps in reversed(list(zip(history.curves[name].mean, history.counts, strict=True))):
+        if math.isfinite(value):
+            count = min(steps, wanted - taken)
+            total, taken = total + value * count, taken + count
+    return total / taken
 
 
-def tail_count(count: int) -> int:
-    """How many of ``count`` values `tail_mean` averages."""
-    return max(1, min(_MOST_AVERAGED, round(count * _AVERAGED_PART)))
-
-
-def trained_tokens(folder: RunFolder) -> int:
-    """Tokens trained on, steps between two logged ones included."""
-    total, previous = 0, 0
-    for record in folder.metrics.steps:
-        total += record.tokens * (record.step - previous)
-        previous = record.step
-    return total
-
-
-def trained_seconds(folder: RunFolder) -> float:
-    """Seconds of training over all attempts, whether a resumed attempt's clock went on or began at 0."""
-    total, previous = 0.0, 0.0
-    for record in folder.metrics.steps:
-        total += record.elapsed_s - previous if record.elapsed_s >= previous else record.elapsed_s
-        previous = record.elapsed_s
-    return total
+def tail_count(history: History, name: str) -> int:
+    """How many steps `tail_mean` averages."""
+    pairs = zip(history.curves[name].mean, history.counts, strict=True)
+    known = sum(count for value, count in pairs if math.isfinite(value))
+    return max(1, min(_MOST_AVERAGED, round(known * _AVERAGED_PART)))
 
 
 def setting(folder: RunFolder) -> str:
@@ -125,13 +116,17 @@ def summarize(run_dir: str | Path) -> str:
     lines += [f"  {row.label:<{width}}  {row.value}" + (f"  ({row.note})" if row.note else "") for row in rows]
     if not rows:
         lines.append("  no step was logged")
-    skipped = sum(record.skipped for record in folder.metrics.steps)
+    skipped = folder.history.skipped
     if skipped:
         lines.append(f"  {skipped} steps were skipped because the loss or the gradient was not finite")
     return "\n".join(line for line in lines if line)
 
 
-def _waiting(folder: RunFolder) -> str:
-    busy = sum(record.step_time_s for record in folder.metrics.steps)
-    waited = sum(record.data_wait_s for record in folder.metrics.steps)
+def _waiting(history: History) -> str:
+    busy, waited = history.weighted("step_time_s"), history.weighted("data_wait_s")
     return f"{waited / busy:.1%} of step time waiting for data" if busy > 0 else ""
+
+
+def _known(history: History, name: str) -> list[float]:
+    """The finite values of a quantity."""
+    return [value for value in history.curves[name].mean if math.isfinite(value)]

@@ -5,6 +5,7 @@
               tokenizer/      the tokenizer and its chat template
               layout.txt      which rank does what
               metrics.jsonl   one line per step
+              metrics.blocks.jsonl  means of 64 steps a line, made from it
               attempts.jsonl  one line per attempt: how it ended
               model/          config.json of a model that was named by a folder of Hugging Face
               checkpoints/    step-*/, each complete or absent

@@ -1,0 +1,159 @@
+"""The whole course of a run as a report draws it: step by step, or in blocks of steps where the run is long."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_train.observe.blocks import QUANTITIES, StepBlock, quantities, read_blocks
+from titan_train.observe.jsonl import FILE_NAME, EventRecord, as_event, as_validation, lines_of
+from titan_train.observe.records import ValidationRecord
+
+# Up to this size metrics.jsonl is read whole, about 10,000 steps. Of a longer one the beginning is: a logarithmic axis
+# shows its first steps one by one.
+_WHOLE_BYTES = 4 * 2**20
+_FIRST_STEPS = 1024
+
+
+@dataclass(slots=True)
+class Curve:
+    """One quantity: a value for each point of the run, and the extremes of the steps that the point stands for."""
+
+    mean: list[float] = field(default_factory=list[float])
+    low: list[float] = field(default_factory=list[float])
+    high: list[float] = field(default_factory=list[float])
+
+
+@dataclass(slots=True)
+class History:
+    """A run as points in step order. A point is a step, or the mean of a block of steps; NaN where nothing is known."""
+
+    steps: list[int] = field(default_factory=list[int])
+    """The (last) step of each point."""
+    counts: list[int] = field(default_factory=list[int])
+    """How many logged steps each point stands for."""
+    curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in QUANTITIES})
+    validations: list[ValidationRecord] = field(default_factory=list[ValidationRecord])
+    events: list[EventRecord] = field(default_factory=list[EventRecord])
+    tokens: int = 0
+    """Tokens trained on, steps between two logged ones included."""
+    tokens_per_step: int = 0
+    """Of the last step."""
+    seconds: float = 0.0
+    """Seconds of training over all attempts, whether a resumed attempt's clock went on or began at 0."""
+    skipped: int = 0
+    """Steps whose update was left out."""
+    unreadable_lines: int = 0
+    """Lines that are not a whole record; a killed run leaves at most one."""
+    _elapsed_s: float = 0.0
+
+    def add_step(self, line: dict[str, Any]) -> None:
+        """Add one step of `metrics.jsonl`; of several lines about one step the last one counts.
+
+        Raises:
+            KeyError, TypeError, ValueError: The line is not a step's.
+        """
+        step, elapsed_s, tokens = int(line["step"]), float(line["elapsed_s"]), int(line["tokens"])
+        values = quantities(line)
+        if not 0 <= step < 2**63 or not math.isfinite(elapsed_s):
+            raise ValueError(f"step {step} at {elapsed_s} s cannot be")
+        if self.steps and self.steps[-1] >= step:
+            self._drop_from(step)
+        self._add(step, 1, values, values, values)
+        self.tokens += tokens * (step - (self.steps[-2] if len(self.steps) > 1 else 0))
+        self.tokens_per_step = tokens
+        self.seconds += elapsed_s - self._elapsed_s if elapsed_s >= self._elapsed_s else elapsed_s
+        self._elapsed_s = elapsed_s
+        self.skipped += bool(line["skipped"])
+
+    def add_block(self, block: StepBlock) -> None:
+        """Add a block."""
+        self._add(block.last, block.count, block.mean, block.low, block.high)
+        self.tokens += block.tokens
+        self.tokens_per_step = block.tokens_per_step
+        self.seconds += block.seconds
+        self._elapsed_s = block.elapsed_s
+        self.skipped += block.skipped
+        for line in block.others:
+            self.add_other(line)
+
+    def add_other(self, line: dict[str, Any]) -> None:
+        """Add a validation or an event.
+
+        Raises:
+            KeyError, TypeError, ValueError: The line is neither.
+        """
+        if line["kind"] == "validation":
+            validation = as_validation(line)
+            self.validations = [known for known in self.validations if known.step != validation.step] + [validation]
+        elif line["kind"] == "event":
+            self.events.append(as_event(line))
+
+    def weighted(self, name: str) -> float:
+        """A quantity summed over the steps where it is known."""
+        pairs = zip(self.curves[name].mean, self.counts, strict=True)
+        return math.fsum(value * count for value, count in pairs if math.isfinite(value))
+
+    def _add(
+        self,
+        step: int,
+        count: int,
+        mean: Sequence[float | None],
+        low: Sequence[float | None],
+        high: Sequence[float | None],
+    ) -> None:
+        self.steps.append(step)
+        self.counts.append(count)
+        for curve, *values in zip(self.curves.values(), mean, low, high, strict=True):
+            for points, value in zip((curve.mean, curve.low, curve.high), values, strict=True):
+                points.append(math.nan if value is None else value)
+
+    def _drop_from(self, step: int) -> None:
+        """Forget points from ``step`` on: a run that went back without resuming, which nothing of ours leaves."""
+        while self.steps and self.steps[-1] >= step:
+            for points in (
+                self.steps,
+                self.counts,
+                *(p for c in self.curves.values() for p in (c.mean, c.low, c.high)),
+            ):
+                points.pop()
+
+
+def read_history(run_dir: str | Path, *, whole_bytes: int = _WHOLE_BYTES) -> History:
+    """Read the course of a run, whatever state a killed or running process left its files in.
+
+    Args:
+        run_dir: The run's folder. Missing files give an empty history.
+        whole_bytes: Up to this size `metrics.jsonl` is read line by line.
+    """
+    path = Path(run_dir) / FILE_NAME
+    history = History()
+    try:
+        long = path.stat().st_size > whole_bytes
+    except OSError:
+        return history
+    blocks = [block for block, _ in read_blocks(Path(run_dir), path)] if long else []
+    head = 0
+    while head < len(blocks) and sum(block.count for block in blocks[:head]) < _FIRST_STEPS:
+        head += 1
+    _add_lines(history, path, 0, blocks[head - 1].end if head else 0)
+    for block in blocks[head:]:
+        history.add_block(block)
+    _add_lines(history, path, blocks[-1].end if blocks else 0, None)
+    return history
+
+
+def _add_lines(history: History, path: Path, start: int, end: int | None) -> None:
+    for line, _, at in lines_of(path, start):
+        if end is not None and at > end:
+            return
+        try:
+            if line is None:
+                history.unreadable_lines += 1
+            elif line["kind"] == "step":
+                history.add_step(line)
+            else:
+                history.add_other(line)
+        except (KeyError, TypeError, ValueError):  # a line of another format, or one that somebody edited
+            history.unreadable_lines += 1
