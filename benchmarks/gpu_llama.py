@@ -22,6 +22,7 @@ import json
 import statistics
 import time
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,10 +58,18 @@ class Titan:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, tokens, labels):
-        loss = self.parallel.loss(self.model(tokens), labels) / labels.numel()
+        loss = self.parallel.token_loss(Rows(tokens), labels) / labels.numel()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+class Rows(NamedTuple):
+    """Whole documents of equal length."""
+
+    tokens: torch.Tensor
+    positions: None = None
+    cu_seqlens: None = None
 
 
 class HandWritten:

@@ -1,7 +1,7 @@
 """Attention as the models call it: causal, packed with a dense mask, and packed with a variable-length kernel.
 
-Question: what does packing cost in time and memory, with the path that the models take today, against the causal
-kernel and against torch's variable-length attention of the same documents?
+Question: what does packing cost in time and memory, with the path that the models take, against the causal kernel and a
+dense mask of the same documents? And latent attention, whose values are narrower than its keys, against padded values?
 
 Method: 8B heads (32 query, 8 key-value, width 128), one row of documents with log-normal lengths of about 1,024 tokens;
 forward and backward; medians of whole calls. Memory is the allocator's peak beyond the inputs.
@@ -10,16 +10,18 @@ Output: a row per case; one JSON object on the last line.
 
     python benchmarks/gpu/attention.py --device cuda
     python benchmarks/gpu/attention.py --device cpu --tiny
+    python benchmarks/gpu/attention.py --device cpu --seq-lens 2048 8192 --mean 512
 """
 
 import argparse
-import itertools
 import json
 import random
 
 import torch
+import torch.nn.functional as F
 from timing import median_ms, peak_gib
 from titan_train.models.common.attention import attend, document_mask
+from titan_train.models.common.packed import packed_attention, packed_boundaries
 
 
 def documents(seq_len: int, mean: int) -> list[int]:
@@ -36,31 +38,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("--mean", type=int, default=1024, help="mean length of a document")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    dtype = torch.float32 if arguments.tiny else torch.bfloat16
-    heads, kv_heads, width = (4, 2, 16) if arguments.tiny else (32, 8, 128)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     rows = {}
-    for seq_len in (64,) if arguments.tiny else (4096, 8192, 16384):
-        q = torch.randn(1, heads, seq_len, width, device=device, dtype=dtype).requires_grad_()
-        k, v = (torch.randn(1, kv_heads, seq_len, width, device=device, dtype=dtype).requires_grad_() for _ in range(2))
-        ends = documents(seq_len, 16 if arguments.tiny else 1024)
-        mask = document_mask(torch.tensor([ends], device=device, dtype=torch.int32), seq_len)
-        cases = {
-            "causal": lambda a=q, b=k, c=v: attend(a, b, c, None),
-            "dense mask": lambda a=q, b=k, c=v, m=mask: attend(a, b, c, m),
-        }
-        if device.type == "cuda":
-            cases["variable length"] = _varlen(q, k, v, ends)
-        for name, forward in cases.items():
+    for seq_len in (64,) if arguments.tiny else arguments.seq_lens:
+        ends = documents(seq_len, 16 if arguments.tiny else arguments.mean)
+        for name, (forward, inputs) in cases(ends, dtype, device, arguments.tiny).items():
             try:
-                step = lambda f=forward, i=(q, k, v): torch.autograd.grad(f().sum(), i)  # noqa: E731
+                step = lambda f=forward, i=inputs: torch.autograd.grad(f(*i).sum(), i)  # noqa: E731
                 row = {"ms": median_ms(step, device, repeats=5, inner=2), "gib": peak_gib(step, device)}
             except (RuntimeError, ImportError, TypeError) as err:
                 row = {"error": f"{type(err).__name__}: {err}"[:200]}
             rows[f"{name}, {seq_len}"] = row
             print(
-                f"{name:18} {seq_len:6} tokens  "
+                f"{name:22} {seq_len:6} tokens  "
                 + "  ".join(
                     f"{key} {value if isinstance(value, str) else f'{value:.3f}'}" for key, value in row.items()
                 ),
@@ -69,20 +63,37 @@ def main() -> None:
     print(json.dumps({"benchmark": "gpu_attention", "device": str(device), "torch": torch.__version__, "rows": rows}))
 
 
-def _varlen(q, k, v, ends):
-    """Torch's variable-length attention of the same documents, ``[T, H, D]``."""
+def cases(ends, dtype, device, tiny):
+    """Name to a function and its inputs ``[1, heads, S, width]``."""
+    seq_len = ends[-1]
 
-    def forward():
-        from torch.nn.attention.varlen import varlen_attn
+    def leaf(heads, width):
+        return torch.randn(1, heads, seq_len, width, device=device, dtype=dtype).requires_grad_()
 
-        cu = torch.tensor(ends, device=q.device, dtype=torch.int32)
-        longest = max(b - a for a, b in itertools.pairwise(ends))
-        parts = [x[0].transpose(0, 1) for x in (q, k, v)]
-        groups = q.shape[1] // k.shape[1]
-        parts[1:] = [x.repeat_interleave(groups, dim=1) for x in parts[1:]]  # without grouped heads, on every version
-        return varlen_attn(*parts, cu, cu, longest, longest, is_causal=True)
+    # the 8B shape's grouped heads, and DeepSeek-V3's latent attention on one of eight tensor-parallel ranks
+    grouped = [leaf(*shape) for shape in (((4, 16), (2, 16), (2, 16)) if tiny else ((32, 128), (8, 128), (8, 128)))]
+    latent = [leaf(*shape) for shape in (((2, 24), (2, 24), (2, 16)) if tiny else ((16, 192), (16, 192), (16, 128)))]
+    cu_seqlens = torch.tensor([ends], device=device, dtype=torch.int32)
+    mask, boundaries = document_mask(cu_seqlens, seq_len), packed_boundaries(cu_seqlens, seq_len)
 
-    return forward
+    def packed(q, k, v):
+        return packed_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), boundaries, seq_len)
+
+    def repeated(q, k, v):  # a dense mask, as the only kernel that takes one on CUDA wants it
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def padded(q, k, v):
+        return packed(q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1])))
+
+    return {
+        "causal": (lambda q, k, v: attend(q, k, v, None), grouped),
+        "packed": (packed, grouped),
+        "packed, dense mask": (repeated, grouped),
+        "latent, causal": (lambda q, k, v: attend(q, k, v, None), latent),
+        "latent, packed": (packed, latent),
+        "latent, packed, padded": (padded, latent),
+    }
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Output: a row per check, one JSON object on the last line; exit code 1 if any ch
 import argparse
 import copy
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -67,21 +68,37 @@ def grouped_experts(device: torch.device, size: int, recipe: str) -> float:
     return max(error(got, want) for want, got in zip(*found, strict=True))
 
 
-def attention(device: torch.device, seq_len: int, packed: bool) -> float:
-    """Attention of the models in bfloat16, grouped heads, against float64 on the CPU."""
-    from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask
+def attention(device: torch.device, seq_len: int, packed: bool, latent: bool, dtype: torch.dtype) -> float:
+    """Attention of the models, grouped heads or narrow values, against float64 on the CPU."""
+    from titan_train.models.common.attention import CausalAttention, SequenceContext
+    from titan_train.models.common.packed import packed_boundaries
 
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, seq_len, heads, 64).bfloat16() for heads in (8, 2, 2))
+    shapes = ((8, 96), (8, 96), (8, 64)) if latent else ((8, 64), (2, 64), (2, 64))
+    q, k, v = (torch.randn(2, seq_len, *shape).to(dtype) for shape in shapes)
     cu = torch.tensor([[0, 5, seq_len // 2, seq_len], [0, seq_len - 1, seq_len, seq_len]], dtype=torch.int32)
     found = []
-    for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.bfloat16)):
-        ends = cu.to(where) if packed else None
-        mask = document_mask(ends, seq_len) if packed else None
-        context = SequenceContext(positions=torch.arange(seq_len, device=where), cu_seqlens=ends, mask=mask)
-        inputs = [x.to(where, dtype).requires_grad_() for x in (q, k, v)]
-        out = CausalAttention(8, 2, 64)(*inputs, context)
+    for where, kind in ((torch.device("cpu"), torch.float64), (device, dtype)):
+        boundaries = packed_boundaries(cu.to(where), seq_len) if packed else None
+        context = SequenceContext(positions=torch.arange(seq_len, device=where), boundaries=boundaries)
+        inputs = [x.to(where, kind).requires_grad_() for x in (q, k, v)]
+        out = CausalAttention(8, shapes[1][0], shapes[0][1], value_dim=shapes[2][1])(*inputs, context)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
+def head_loss(device: torch.device, vocab: int, dtype: torch.dtype) -> float:
+    """The chunked cross-entropy of a head with its gradients, against float64 on the CPU."""
+    from titan_train.parallel.head_loss import linear_cross_entropy_sum
+
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(2, 150, 64) * 0.3).to(dtype), torch.randn(vocab, 64).to(dtype)
+    labels = torch.randint(0, vocab, (2, 150)).masked_fill(torch.rand(2, 150) < 0.2, -100)
+    found = []
+    for where, kind in ((torch.device("cpu"), torch.float64), (device, dtype)):
+        inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
+        loss = linear_cross_entropy_sum(*inputs, labels.to(where), z_loss=1e-4, chunk_tokens=128)
+        found.append((loss, *torch.autograd.grad(loss, inputs)))
     return max(error(got, want) for want, got in zip(*found, strict=True))
 
 
@@ -137,16 +154,27 @@ def checks(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[],
     for recipe in ("blockwise", "rowwise"):
         yield f"float8 experts, {recipe}", lambda r=recipe: grouped_experts(device, size, r), FLOAT8, "4 bf16 roundings"
     yield "FSDP2 float8 gather", lambda: fsdp_float8(device, size), FLOAT8, "4 bf16 roundings"
-    for packed in (False, True):
-        name = "attention, documents" if packed else "attention, causal"
-        # inputs are bfloat16 on both sides; scores, weights and the output are rounded once each, gradients twice
-        yield name, lambda p=packed: attention(device, 64 if tiny else 1024, p), 8 * BF16, "8 bf16 roundings"
-    if importlib.util.find_spec("pydantic") and importlib.util.find_spec("titan_train"):
-        from titan_train.models import list_models
+    if not importlib.util.find_spec("pydantic") or not importlib.util.find_spec("titan_train"):
+        return
+    kinds = {torch.bfloat16: ("bf16", 8 * BF16), torch.float32: ("float32", 20 * FP32)}
+    for packed, latent, dtype in itertools.product((False, True), (False, True), kinds):
+        label = f"attention, {'latent' if latent else 'grouped'}{', documents' if packed else ''}, {kinds[dtype][0]}"
+        # scores, weights and the output are rounded once each, gradients twice
+        compute = lambda p=packed, m=latent, d=dtype: attention(device, 64 if tiny else 1024, p, m, d)  # noqa: E731
+        yield label, compute, kinds[dtype][1], "8 bf16 or 20 float32 roundings"
+    for dtype, (name, bound) in kinds.items():
+        # logits of order 4 are rounded to 4 units, the softmax and the products once each
+        yield (
+            f"head loss, {name}",
+            lambda d=dtype: head_loss(device, 97 if tiny else 4096, d),
+            bound,
+            "logits of order 4",
+        )
+    from titan_train.models import list_models
 
-        for name in [name for name in list_models() if name.endswith("_debug")]:
-            # some layers of depth: each adds its own rounding, and the gradient passes them twice
-            yield f"{name} in float32", lambda n=name: model(device, n), 20 * FP32, "20 float32 sums"
+    for name in [name for name in list_models() if name.endswith("_debug")]:
+        # some layers of depth: each adds its own rounding, and the gradient passes them twice
+        yield f"{name} in float32", lambda n=name: model(device, n), 20 * FP32, "20 float32 sums"
 
 
 def main() -> None:

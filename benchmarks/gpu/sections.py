@@ -81,7 +81,7 @@ SECTIONS = (
     ),
     Section(
         "attention",
-        "Causal, packed with a dense mask, and packed with a variable-length kernel: time and memory",
+        "Causal, packed, packed with a dense mask, and latent attention: time and memory",
         "benchmarks/gpu/attention.py --device cuda",
         "benchmarks/gpu/attention.py --device cpu --tiny",
     ),

@@ -18,13 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip ``gpu``, ``multi_gpu`` and ``slow`` tests unless they were asked for and can run here."""
+    # markers, not keywords: those hold the names of folders too
     import torch
 
     devices = torch.cuda.device_count() if config.getoption("--gpu") else 0
     for item in items:
-        if "gpu" in item.keywords and devices < 1:
+        if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and --gpu"))
-        if "multi_gpu" in item.keywords and devices < 2:
+        if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices and --gpu"))
-        if "slow" in item.keywords and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))

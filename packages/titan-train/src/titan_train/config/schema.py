@@ -69,6 +69,14 @@ class TrainConfig:
     """Parameters that are not trained: regular expressions searched in the full names, such as "tok_embeddings". A pattern
     found in no name is an error."""
 
+    fused_loss: bool = True
+    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models that name no loss_head, and
+    float8 heads, compute whole logits either way."""
+
+    z_loss: float = 0.0
+    """Weight of the z-loss, which keeps the logits' log-sum-exp small (PaLM: 1e-4); it changes gradients, not the reported
+    loss. 0 disables."""
+
     nonfinite_limit: int = 10
     """Fail after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped."""
 
@@ -88,6 +96,8 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")
         if self.max_grad_norm < 0:
             raise ValueError(f"train.max_grad_norm={self.max_grad_norm} must be >= 0; 0 measures without clipping.")
+        if not 0 <= self.z_loss < 1:
+            raise ValueError(f"train.z_loss={self.z_loss} must be at least 0 and below 1; 0 disables, 1e-4 is usual.")
         if self.microbatch and self.global_batch % self.microbatch:
             near = nearest_divisor(self.global_batch, self.microbatch)
             raise ValueError(

@@ -54,6 +54,7 @@ class CachedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Store the new keys and values, then attend; shapes as in `CausalAttention.forward`."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        empty = self.keys is None
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_zeros((*x.shape[:2], self.length, x.shape[3])) for x in (k, v))
         positions = context.positions.expand(k.shape[0], -1)
@@ -65,6 +66,8 @@ class CachedAttention(nn.Module):
             else:
                 into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        if empty and torch.equal(positions, torch.arange(k.shape[2], device=positions.device).expand_as(positions)):
+            return attend(q, k, v, None).transpose(1, 2)  # a prompt: nothing else is in the cache, so no mask of S x T
         if single:
             return self._one_token(q, keys, values, positions)
         visible = torch.arange(used, device=positions.device) <= positions[:, None, :, None]
@@ -73,7 +76,7 @@ class CachedAttention(nn.Module):
     def _one_token(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         """``[B, H, 1, D]`` to ``[B, 1, H, E]``."""
         width = values.shape[-1]
-        if width < q.shape[-1]:  # torch's kernels need values as wide as keys
+        if width < q.shape[-1] and not q.is_cuda:  # the CPU's kernel needs values as wide as keys
             values = F.pad(values, (0, q.shape[-1] - width))
         mask = None
         if not self.in_use.even:

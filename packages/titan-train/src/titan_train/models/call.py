@@ -28,7 +28,7 @@ class TokenBatch(Protocol):
         ...
 
 
-def call_model(model: nn.Module, batch: TokenBatch) -> Tensor:
+def call_model(model: nn.Module, batch: TokenBatch, *, labels: Tensor | None = None) -> Tensor:
     """Logits of a batch, from a shipped model or a user's own.
 
     Positions and document boundaries are passed if the batch has them and the model's ``forward`` accepts them; a
@@ -37,12 +37,15 @@ def call_model(model: nn.Module, batch: TokenBatch) -> Tensor:
     Args:
         model: The model, with any wrappers around it (DDP, FSDP2, torch.compile, activation checkpointing).
         batch: The tokens, and where documents lie.
+        labels: Passed to ``forward``, of a model whose head computes the loss.
 
     Returns:
-        ``[B, S, V]``.
+        ``[B, S, V]``; with labels what the model makes of them.
     """
     accepted = accepted_inputs(model)
     passed = {name: value for name in accepted if (value := getattr(batch, name, None)) is not None}
+    if labels is not None:
+        passed["labels"] = labels
     return model(batch.tokens, **passed)
 
 

@@ -40,8 +40,10 @@ _KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_attention_math",
+    "_efficient_attention_forward",
     "topk",
 )
+_KEPT_PACKED = (("titan_train", "document_attention"), ("torch_attn", "_varlen_attn"))
 _KEPT_COMMUNICATION = ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce")
 _OFFLOAD_LEAST_BYTES = 1 << 20
 
@@ -93,7 +95,11 @@ def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], Abstra
     }
     kept = {
         getattr(packet, overload)
-        for namespace, names in ((torch.ops.aten, _KEPT), (torch.ops._c10d_functional, _KEPT_COMMUNICATION))
+        for namespace, names in (
+            (torch.ops.aten, _KEPT),
+            (torch.ops._c10d_functional, _KEPT_COMMUNICATION),
+            *((getattr(torch.ops, owner), (name,)) for owner, name in _KEPT_PACKED),
+        )
         for name in names
         if (packet := getattr(namespace, name, None)) is not None
         for overload in packet.overloads()

@@ -1,8 +1,9 @@
 """The model under its parallelism, in the one order that works.
 
-Built on the meta device (no memory) → pipeline stage → float8 → tensor parallel → expert parallel → context parallel →
-activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn from the whole parameters' names and shapes, so
-that they are the same whatever the layout. The optimizer comes after, because it must hold the sharded parameters.
+Built on the meta device (no memory) → pipeline stage → float8 → loss in the head → tensor parallel → expert parallel →
+context parallel → activation checkpointing → compile → FSDP2 / HSDP / DDP → weights, drawn from the whole parameters'
+names and shapes, so that they are the same whatever the layout. The optimizer comes after, because it must hold the
+sharded parameters.
 """
 
 import copy
@@ -19,7 +20,7 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models import InitFn, TokenBatch, build_model, call_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
@@ -30,6 +31,7 @@ from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert import apply_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
+from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.pipeline import Pipeline, make_transport, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of, freeze, tied_to_first
@@ -60,7 +62,7 @@ class ParallelModel:
     cuts: Mapping[str, ParamShard]
     """Which box of each parameter is here, where tensor or expert parallelism cut it."""
     loss: TokenLoss
-    """From (local) logits and labels to the sum of the cross-entropy."""
+    """From (local) logits and labels to the sum of the cross-entropy, for a model whose head does not compute it."""
     gradients: Gradients
     context: ContextParallelism | None
     pipeline: Pipeline | None
@@ -74,6 +76,15 @@ class ParallelModel:
     """Of the whole model, forward and backward."""
     fused: FusedProducts | None = None
     """What the compiler overlapped of tensor parallelism, known after the first step; None where it was not asked to."""
+    fused_loss: bool = False
+    """The head computes the loss, a chunk of tokens at a time."""
+
+    def token_loss(self, batch: TokenBatch, labels: Tensor) -> Tensor:
+        """Sum of the cross-entropy in nats over the valid labels ``[B, S]`` of a batch; not under a pipeline."""
+        (module,) = self.parts
+        if self.fused_loss:
+            return call_model(module, batch, labels=labels)
+        return self.loss(call_model(module, batch), labels)
 
 
 def build_parallel_model(
@@ -100,15 +111,16 @@ def build_parallel_model(
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     freeze(whole, config.train.freeze)
     check_model(config, layout, plan_batch(config, layout), whole)
-    loss = whole_vocabulary_loss(vocab_size)
-    applied = _Application(config, layout, mode, mesh, schedule, device, whole, loss)
+    loss = whole_vocabulary_loss(vocab_size, z_loss=config.train.z_loss)
+    applied = _Application(config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
     parts = [part for part, _ in wrapped]
     pipeline = None
     copies = None
     if schedule is not None and mesh is not None:
         pipeline = Pipeline(
-            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, config=config.pipeline,
+            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, fused_loss=applied.fused_loss,
+            config=config.pipeline,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
         copies = _tied_copies(applied.tied, mesh, schedule)
@@ -125,6 +137,7 @@ def build_parallel_model(
         num_parameters=count_parameters(whole),
         flops_per_token=flops_per_token(whole, config.model.seq_len),
         fused=applied.fused,
+        fused_loss=applied.fused_loss,
     )
 
 
@@ -164,6 +177,7 @@ class _Application:
     whole: nn.Module
     loss: TokenLoss
     """From (local) logits and labels to the sum of the cross-entropy."""
+    vocab_size: int
     cuts: dict[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism have cut of all parts so far."""
 
@@ -173,6 +187,7 @@ class _Application:
         self.init = init_for(self.whole)
         self.tied = tied_to_first(self.whole)
         self.fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, self.device) else None
+        self.fused_loss = False
         self.context: ContextParallelism | None = None
         if self.spec.cp > 1 and mesh is not None:
             dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
@@ -183,7 +198,12 @@ class _Application:
         """Apply all of it to one part, in the order that works; the part, and how it was wrapped."""
         config = self.config
         self._float8(part)
+        head = None
+        if config.train.fused_loss:
+            head = fuse_head_loss(part, z_loss=config.train.z_loss, vocab_size=self.vocab_size)
         self._tensor(part)
+        if head is not None:
+            self._locate_vocabulary(part, head)
         self._experts(part)
         if self.context is not None:
             self.context.apply(part)
@@ -221,8 +241,24 @@ class _Application:
         )
         for head in heads:
             if f"{head}.weight" in self.cuts:
-                self.loss = _vocab_parallel_loss(group, self.cuts[f"{head}.weight"])
+                self.loss = _vocab_parallel_loss(group, self.cuts[f"{head}.weight"], self.config.train.z_loss)
         share_scales(part, group)
+
+    def _locate_vocabulary(self, part: nn.Module, name: str) -> None:
+        """Tell the head that computes the loss which rows tensor parallelism left it."""
+        head = part.get_submodule(name)
+        assert isinstance(head, LossHead)
+        cut = self.cuts.get(f"{name}.weight")
+        self.fused_loss = True
+        if cut is None or cut.pieces == 1:
+            return
+        table = merge_tables(self.whole, table_for(self.whole), self.config.parallel.tp_plan)
+        if style_of(name, table) != "head" or self.mesh is None:
+            raise ValueError(
+                f"parallel.tp_plan cuts {name}, the linear to the vocabulary, by the style {style_of(name, table)!r}: the loss "
+                "would miss the logits of other ranks. Give it the style 'head'."
+            )
+        head.shard = VocabShard(self.mesh.group("tp"), cut.offset[0])
 
     def _experts(self, part: nn.Module) -> None:
         """Expert parallelism; and which ranks share a row, and how much one row of the step weighs in the balance loss."""
@@ -255,9 +291,9 @@ def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:
     return gathers_same_bits(titan_fp8.Recipe.get(config.float8.recipe)) and not splits
 
 
-def _vocab_parallel_loss(group: dist.ProcessGroup, head: ParamShard) -> TokenLoss:
+def _vocab_parallel_loss(group: dist.ProcessGroup, head: ParamShard, z_loss: float) -> TokenLoss:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy_sum(logits, labels, group, head.offset[0])
+        return vocab_parallel_cross_entropy_sum(logits, labels, group, head.offset[0], z_loss=z_loss)
 
     return loss
 

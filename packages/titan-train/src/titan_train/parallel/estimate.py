@@ -23,6 +23,7 @@ from titan_train.models import build_model, count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.data_parallel import fsdp_policy
+from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of, freeze
@@ -134,10 +135,11 @@ class _Rank:
         if self.mode == "ddp":
             sizes = {"replicate": spec.dp_replicate * spec.cp}
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
-        running = self._cut(make())  # with all its experts: as many rows meet them, whoever holds them
+        # with all its experts: as many rows meet them, whoever holds them
+        running = self._cut(make(), fused_loss=config.train.fused_loss)
         apply_activation_checkpointing(running, blocks_of(running), config.activations)
         measured = fsdp.plan(running, sizes, fsdp_policy(config, self.mode)).estimate(
-            running, self._inputs(running), loss=_sum, in_place=True
+            running, self._inputs(running), loss=_loss, in_place=True
         )
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
@@ -150,8 +152,9 @@ class _Rank:
             activations=measured.activations,
         )
 
-    def _cut(self, part: nn.Module) -> nn.Module:
-        """Tensor parallelism's cut, as the first of its ranks has it."""
+    def _cut(self, part: nn.Module, *, fused_loss: bool = False) -> nn.Module:
+        """Tensor parallelism's cut, as the first of its ranks has it; the loss in the head, where it is computed there."""
+        head = fuse_head_loss(part, z_loss=0.0, vocab_size=1) if fused_loss else None
         if self.group is not None:
             parallel = self.config.parallel
             apply_tensor_parallel(
@@ -161,6 +164,14 @@ class _Rank:
                 sequence_parallel=parallel.sequence_parallel,
                 replicate_kv=parallel.replicate_kv,
             )
+        if head is not None:
+            rows, seq_len = self.batch.microbatch, self.config.model.seq_len // self.layout.spec.cp
+
+            def with_labels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+                labels = torch.zeros(rows, seq_len, dtype=torch.int64, device=args[0].device)
+                return args, {**kwargs, "labels": labels}
+
+            part.register_forward_pre_hook(with_labels, with_kwargs=True)
         return part
 
     def _inputs(self, part: nn.Module) -> tuple[Tensor, ...]:
@@ -179,9 +190,9 @@ class _Rank:
         return (torch.zeros(rows, seq_len // cut, width, device="meta"),)
 
 
-def _sum(output: Tensor) -> Tensor:
-    """A loss that saves what cross-entropy on float32 logits would."""
-    return torch.logsumexp(output.float(), dim=-1).sum()
+def _loss(output: Tensor) -> Tensor:
+    """The loss, or one that saves what cross-entropy on float32 logits would."""
+    return output if output.ndim == 0 else torch.logsumexp(output.float(), dim=-1).sum()
 
 
 def _cut_experts(part: nn.Module, ep: int) -> None:

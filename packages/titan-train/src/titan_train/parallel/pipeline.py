@@ -21,7 +21,7 @@ import torch
 from titan_mesh import Mesh
 from titan_pipeline import Schedule, balanced_cut
 from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage, Transport
-from torch import nn
+from torch import Tensor, nn
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.data import Batch
@@ -143,6 +143,7 @@ class Pipeline:
         transport: Transport,
         *,
         loss: TokenLoss,
+        fused_loss: bool,
         config: PipelineConfig,
         gather_each_microbatch: bool,
     ) -> None:
@@ -153,16 +154,21 @@ class Pipeline:
             parts: This rank's stages, in the order of ``schedule.stages_of(rank)``.
             transport: See `make_transport`.
             loss: From logits and labels to the sum over labels; used by the last stage.
+            fused_loss: The last stage's module is given the labels and returns that sum itself.
             config: Of the pipeline.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
         """
         last = schedule.num_stages - 1
+
+        def loss_of(output: Tensor, target: _Target) -> Tensor:
+            return output if fused_loss else loss(output, target.labels)
+
         stages = [
             TorchStage(
                 part,
                 index,
-                loss=(lambda logits, target: loss(logits, target.labels)) if index == last else None,
-                keywords=tuple(sorted(accepted_inputs(part))),
+                loss=loss_of if index == last else None,
+                keywords=(*sorted(accepted_inputs(part)), *(["labels"] if fused_loss and index == last else [])),
                 gather="microbatch" if gather_each_microbatch else "step",
                 rules=DEFERRING_RULES,
             )
@@ -188,5 +194,5 @@ def _arguments(batches: Sequence[Batch] | Sequence[LocalBatch]) -> tuple[list[An
 
 
 def _extras(batches: Sequence[Batch] | Sequence[LocalBatch]) -> list[dict[str, Any]]:
-    names = ("positions", "cu_seqlens", "attention_plan")
+    names = ("positions", "cu_seqlens", "attention_plan", "labels")
     return [{name: getattr(batch, name, None) for name in names} for batch in batches]

@@ -133,7 +133,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         stack="compile" if config.compile.enabled else "eager",
         async_tp=p.async_tp,
         cp_method={"auto": "ring", "usp": "ulysses"}.get(config.context.method, config.context.method),  # type: ignore[arg-type]
-        loss="compiled" if config.compile.enabled else "eager",
+        loss="chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager",
         offload_activations=1.0 if config.activations.offload else 0.0,
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,

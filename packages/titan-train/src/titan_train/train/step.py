@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from titan_train.data import Batch
-from titan_train.models import call_model
 from titan_train.models.common.loss import count_valid
 from titan_train.models.common.moe.balance import LayerRouting, routing_statistics, share_routing, update_expert_bias
 from titan_train.parallel.apply import ParallelModel
@@ -122,7 +121,7 @@ class OptimizerStep:
         (module,) = model.parts
         for index, batch in enumerate(cut):
             with fsdp.accumulate(module, index, len(cut), keep=self._accumulate):
-                loss = model.loss(call_model(module, batch), batch.labels) / num_labels
+                loss = model.token_loss(batch, batch.labels) / num_labels
                 loss.backward()
             total += loss.detach()
         return total

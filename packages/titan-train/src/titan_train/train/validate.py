@@ -7,7 +7,6 @@ import titan_fp8
 import torch
 
 from titan_train.data import Batch
-from titan_train.models import call_model
 from titan_train.models.common.loss import count_valid
 from titan_train.parallel.apply import ParallelModel
 from titan_train.train.reduce_scope import ReduceScope
@@ -40,7 +39,7 @@ def validation_loss(
                 sums[0] += model.pipeline.evaluate(cut) * scope.counts_loss
             else:
                 for batch in cut:
-                    sums[0] += model.loss(call_model(model.parts[0], batch), batch.labels) * scope.counts_loss
+                    sums[0] += model.token_loss(batch, batch.labels) * scope.counts_loss
             if scope.counts_labels:
                 sums[1] += sum(count_valid(batch.labels) for batch in group)
     scope.sum(sums)

@@ -7,6 +7,7 @@
 - `hf_config`: read a published ``config.json`` field by field, and compare it with a model's arguments.
 - ``moe/``: mixture of experts.
 - `loss`: cross-entropy as a sum over tokens.
+- `packed`: that attention, document by document.
 - `rope`: rotary positions.
 - `shared_input`: several linears that read one input.
 - `tensor_styles`: the words in which a family says how its modules are sharded by tensor parallelism.

@@ -7,7 +7,7 @@ about the rows (positions, documents, rotary angles); it is computed once per fo
 `CausalAttention` has no parameters. It is a module, rather than a function, so that something outside the model can
 replace it: the key-value cache of generation and ring attention do.
 
-Cost: without documents the fused causal kernel, O(S) memory. With documents a boolean mask ``[B, 1, S, S]``.
+Memory is linear in S: the fused causal kernel, or one document after the other (`titan_train.models.common.packed`).
 
 Shapes: B batch, S sequence, T keys, H query heads, K key-value heads, D head width, N documents of a row (padded).
 """
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titan_train.models.common.packed import packed_attention
 
 
 # Not a tuple and not a registered pytree on purpose: FSDP2 casts the floating-point tensors it finds in a block's
@@ -30,13 +32,13 @@ class SequenceContext:
     """Position of each token in its document, ``[B or 1, S]`` int64."""
     cu_seqlens: Tensor | None = None
     """Cumulative document lengths ``[B, N + 1]`` int32 from 0 to S, padded by repeating S; None: one document a row."""
-    mask: Tensor | None = None
-    """True where a query may look, ``[B, 1, S, S]``; None is plain causal."""
+    boundaries: Tensor | None = None
+    """Of the documents of all rows, from `packed_boundaries`; None is plain causal."""
     rope: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary angles, each ``[B or 1, S, 1, D / 2]`` float32, for models that rotate."""
     attention_plan: Any = None
-    """For what replaces `CausalAttention`: context parallelism's plan of these rows. The mask is then None, as the plan
-    knows the documents."""
+    """For what replaces `CausalAttention`: context parallelism's plan of these rows. The boundaries are then None, as
+    the plan knows the documents."""
 
 
 class CausalAttention(nn.Module):
@@ -69,8 +71,12 @@ class CausalAttention(nn.Module):
         Returns:
             ``[B, S, H, E]``, in the dtype of ``q``.
         """
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend(q, k, v, context.mask).transpose(1, 2)
+        if context.boundaries is not None:
+            out = packed_attention(
+                q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), context.boundaries, longest=q.shape[1]
+            )
+            return out.unflatten(0, q.shape[:2])
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -86,13 +92,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         ``[B, H, S, E]``.
     """
     channels = v.shape[-1]
-    if channels < q.shape[-1]:  # torch's flash kernels need values as wide as keys
+    if channels < q.shape[-1] and not q.is_cuda:  # the CPU's flash kernel needs values as wide as keys
         v = F.pad(v, (0, q.shape[-1] - channels))
     groups = q.shape[1] // k.shape[1]
-    if mask is not None and groups > 1 and q.is_cuda:
-        # The CUDA kernel that takes a mask does not group heads; asked to, torch falls back to S x S scores in memory.
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        groups = 1
+    if mask is not None and groups > 1:
+        # No kernel with a mask groups heads: torch would repeat every key. The queries of a group see the same keys by the
+        # same mask, so they can stand one after the other in one head.
+        rows = mask.expand(q.shape[0], 1, q.shape[2], k.shape[2]).repeat(1, 1, groups, 1)
+        folded = q.unflatten(1, (k.shape[1], groups)).flatten(2, 3)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=rows)
+        return out.unflatten(2, (groups, q.shape[2])).flatten(1, 2)[..., :channels]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
     return out[..., :channels]
 
@@ -113,7 +122,7 @@ def document_positions(cu_seqlens: Tensor, seq_len: int) -> Tensor:
 
 
 def document_mask(cu_seqlens: Tensor, seq_len: int) -> Tensor:
-    """The block-causal mask of packed rows.
+    """The block-causal mask of packed rows: what `packed_attention` computes without it.
 
     Args:
         cu_seqlens: ``[B, N + 1]``, see `SequenceContext`.

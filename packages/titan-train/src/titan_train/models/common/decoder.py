@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import SequenceContext, document_mask, document_positions
+from titan_train.models.common.attention import SequenceContext, document_positions
+from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
 
 
@@ -22,6 +23,9 @@ class Decoder(nn.Module):
 
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
+
+    loss_head = "lm_head"
+    """The linear to the vocabulary. Training may replace it by one that is also given the labels, and then returns the loss."""
 
     def __init__(
         self,
@@ -64,8 +68,9 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token.
+        """Logits of every next token, or their loss.
 
         Args:
             tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
@@ -75,15 +80,20 @@ class Decoder(nn.Module):
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
             attention_plan: Passed on to the attention, see `SequenceContext`.
+            labels: ``[B, S]`` int64, handed on to a head that computes the loss, see ``loss_head``.
 
         Returns:
-            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
+            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head; with labels, the
+            scalar that the head returns.
         """
         context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, context)
-        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
+        if self.norm is None or self.lm_head is None:
+            return x
+        x = self.norm(x)
+        return self.lm_head(x) if labels is None else self.lm_head(x, labels)
 
     def sequence_context(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
@@ -97,7 +107,7 @@ class Decoder(nn.Module):
         return SequenceContext(
             positions=positions,
             cu_seqlens=cu_seqlens,
-            mask=None if cu_seqlens is None else document_mask(cu_seqlens, seq_len),
+            boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len),
             rope=self.rope(positions),
             attention_plan=attention_plan,
         )

@@ -18,26 +18,34 @@ IGNORE_INDEX = -100
 """The label of a token that is not predicted: padding, or across a document's end."""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0) -> Tensor:
     """Sum of the cross-entropy over valid labels.
 
     Args:
         logits: Shape ``[B, S, V]``, any float dtype; the loss is computed in float32.
         labels: Shape ``[B, S]``, int64; `IGNORE_INDEX` where there is nothing to predict.
+        z_loss: Weight of the squared log-sum-exp of every valid label's logits in the gradients (arXiv:2204.02311, section
+            5); the returned loss does not hold it.
 
     Returns:
         A float32 scalar in nats; 0 if every label is ignored.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+    wide = logits.flatten(0, 1).float()
+    loss = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+    if not z_loss:
+        return loss
+    spread = z_loss * wide.logsumexp(-1).square().masked_fill(labels.flatten() == IGNORE_INDEX, 0.0).sum()
+    return loss + (spread - spread.detach())
 
 
-def whole_vocabulary_loss(vocab_size: int) -> TokenLoss:
+def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0) -> TokenLoss:
     """`cross_entropy_sum`, for models that return whole logits; anything else that a model returns is refused.
 
     Logits that miss part of the vocabulary would give a loss as well, as long as no label falls into that part.
 
     Args:
         vocab_size: The tokenizer's: the least number of logits of a token.
+        z_loss: As `cross_entropy_sum`.
     """
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +61,7 @@ def whole_vocabulary_loss(vocab_size: int) -> TokenLoss:
                 f"{vocab_size} tokens: it must be [B, S, V] with V at least {vocab_size}. Under parallel.tp, the linear to the "
                 "vocabulary must have the style 'head' in parallel.tp_plan."
             )
-        return cross_entropy_sum(logits, labels)
+        return cross_entropy_sum(logits, labels, z_loss=z_loss)
 
     return loss
 

@@ -5,8 +5,8 @@ made from a latent too. As a latent cannot be rotated, each head has channels wi
 rotated ones; the rotated key is one for all heads. Rotated channels are paired with their neighbours, as in published
 DeepSeek weights: here they are sorted into halves first, in queries and keys alike, which changes no score.
 
-Value heads are narrower than key heads, in context parallelism and in the key-value cache too. Only the attention kernel
-of one device is given a copy padded with zeros: a fifth more of its products in DeepSeek-V3, but the fast kernels.
+Value heads are narrower than key heads, in context parallelism and in the key-value cache too. Only the CPU's kernel is
+given a copy padded with zeros.
 
 Shapes: B batch, S sequence, d width, H heads.
 """

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask, document_positions
+from titan_train.models.common.attention import CausalAttention, SequenceContext, document_positions
 from titan_train.models.common.hf_config import compare_settings
+from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.gpt.args import GPTArgs
 from titan_train.models.gpt.hf import args_from_hf, settings_of
@@ -27,6 +28,9 @@ class GPT(nn.Module):
 
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
+
+    loss_head = "lm_head"
+    """The linear to the vocabulary. Training may replace it by one that is also given the labels, and then returns the loss."""
 
     def __init__(self, args: GPTArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
@@ -49,8 +53,9 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token.
+        """Logits of every next token, or their loss.
 
         Args:
             tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
@@ -60,9 +65,11 @@ class GPT(nn.Module):
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
             attention_plan: Passed on to the attention, see `SequenceContext`.
+            labels: ``[B, S]`` int64, handed on to a head that computes the loss, see ``loss_head``.
 
         Returns:
-            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head.
+            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head; with labels, the
+            scalar that the head returns.
 
         Raises:
             ValueError: Rows longer than ``max_seq_len`` without positions or documents that would keep them below.
@@ -74,7 +81,10 @@ class GPT(nn.Module):
             x = self.tok_embeddings(tokens) + self.pos_embeddings(context.positions)
         for layer in self.layers.values():
             x = layer(x, context)
-        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x))
+        if self.norm is None or self.lm_head is None:
+            return x
+        x = self.norm(x)
+        return self.lm_head(x) if labels is None else self.lm_head(x, labels)
 
     def sequence_context(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
@@ -90,8 +100,10 @@ class GPT(nn.Module):
                     f"rows, or train a model with args.max_seq_len={seq_len}."
                 )
             positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
-        mask = None if cu_seqlens is None else document_mask(cu_seqlens, seq_len)
-        return SequenceContext(positions=positions, cu_seqlens=cu_seqlens, mask=mask, attention_plan=attention_plan)
+        ends = None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len)
+        return SequenceContext(
+            positions=positions, cu_seqlens=cu_seqlens, boundaries=ends, attention_plan=attention_plan
+        )
 
     def check_hf_config(self, config: Mapping[str, Any]) -> None:
         """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.

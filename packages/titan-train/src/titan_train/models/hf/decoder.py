@@ -14,8 +14,9 @@ import torch
 from titan_ckpt import KeyMap
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import document_mask, document_positions
+from titan_train.models.common.attention import document_positions
 from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
 from titan_train.models.hf.lora import fill_adapter
@@ -30,6 +31,9 @@ _NOT_COMPARED = frozenset(
         "output_attentions", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
     }
 )  # fmt: skip
+
+_LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Fields of ``config.json`` by which a family changes logits after the head."""
 
 
 class HFModel(nn.Module):
@@ -120,6 +124,12 @@ class HFDecoder(HFModel):
         """Generation's cache sees all earlier positions, so windows rule it out."""
         return not self.windows
 
+    @property
+    def loss_head(self) -> str | None:
+        """See `titan_train.models.common.decoder.Decoder`; None where the family changes its logits after the head."""
+        changed = any(getattr(self.config, name, None) not in (None, 1, 1.0) for name in _LOGITS_CHANGED)
+        return None if changed or not self.holds_head else self.plan.head
+
     def forward(
         self,
         tokens: Tensor,
@@ -127,24 +137,26 @@ class HFDecoder(HFModel):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token; arguments and result as `titan_train.models.common.decoder.Decoder.forward`."""
+        """Logits of every next token, or their loss; arguments and result as `titan_train.models.common.decoder.Decoder.forward`."""
         length = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, length)
         elif positions is None:
             positions = torch.arange(length, device=tokens.device).unsqueeze(0)
-        mask = None if cu_seqlens is None else document_mask(cu_seqlens, length)
         narrow = () if attention_plan is not None else (w for w in self.windows if w < length)
         context = WindowedContext(
             positions=positions,
             cu_seqlens=cu_seqlens,
-            mask=mask,
+            boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, length),
             attention_plan=attention_plan,
             windows={w: window_mask(cu_seqlens, length, w, tokens.device) for w in narrow},
         )
         given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
         keywords: dict[str, Any] = {"position_ids": positions, "use_cache": False, CONTEXT: context}
+        if self.holds_head and labels is not None:
+            return self.get_submodule(self.plan.head)(self.base_model(**given, **keywords).last_hidden_state, labels)
         if self.holds_head:
             return cast("Any", super()).forward(**given, **keywords).logits
         return self.base_model(**given, **keywords).last_hidden_state

@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_offset: int
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_offset: int, *, z_loss: float = 0.0
 ) -> Tensor:
     """Sum of the cross-entropy over valid labels, from logits cut along the vocabulary.
 
@@ -31,16 +31,19 @@ def vocab_parallel_cross_entropy_sum(
             predict.
         group: The ranks, in the order of the vocabulary.
         vocab_offset: The first vocabulary entry that this rank holds.
+        z_loss: As `titan_train.models.common.loss.cross_entropy_sum`.
 
     Returns:
         A float32 scalar in nats, the same on every rank; 0 if every label is ignored.
     """
-    return cast(Tensor, _CrossEntropySum.apply(logits, labels, group, vocab_offset))
+    return cast(Tensor, _CrossEntropySum.apply(logits, labels, group, vocab_offset, z_loss))
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_offset: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_offset: int, z_loss: float
+    ) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = all_reduce(wide.amax(-1), group, op="max")
         own = labels - vocab_offset
@@ -50,6 +53,7 @@ class _CrossEntropySum(torch.autograd.Function):
         at_label = (wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) - largest).masked_fill(~here, 0.0)
         exponentials = (wide - largest.unsqueeze(-1)).exp_().sum(-1)
         total, target = all_reduce(torch.stack([exponentials, at_label]), group).unbind()
+        ctx.z_loss = z_loss
         ctx.save_for_backward(logits, largest, total.log(), own, here, valid)
         return (total.log() - target).masked_fill(~valid, 0.0).sum()
 
@@ -58,6 +62,8 @@ class _CrossEntropySum(torch.autograd.Function):
         logits, largest, log_total, own, here, valid = ctx.saved_tensors
         # the maximum first: added to the logarithm it would cost digits
         grad = (logits.to(largest.dtype) - largest.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
+        if ctx.z_loss:
+            grad *= (1 + 2 * ctx.z_loss * (largest + log_total)).unsqueeze(-1)
         grad.scatter_add_(-1, own.unsqueeze(-1), -here.to(grad.dtype).unsqueeze(-1))
         scale = grads[0] * valid.to(grad.dtype)
-        return grad.mul_(scale.unsqueeze(-1)).to(logits.dtype), None, None, None
+        return grad.mul_(scale.unsqueeze(-1)).to(logits.dtype), None, None, None, None

@@ -119,7 +119,9 @@ def _tensor_parallel(
     traffic.add("tp", "reduce_scatter", m * scatters, whole)
     norms = sum(b.norms * shape.dim for b in layers) + (0 if first else shape.final_norm * shape.dim)
     traffic.add("tp", "all_reduce", 1, norms * 4 / (setup.dp_shard * setup.cp))
-    if not first:  # of the vocabulary-parallel loss: the largest logit, then sums
+    if not first and setup.loss == "chunked":  # the log-sum-exp and the label's logit of each rank, in some chunks
+        traffic.add("tp", "all_gather", m, 2 * setup.tokens * 4 * setup.tp)
+    elif not first:  # of the vocabulary-parallel loss: the largest logit, then sums
         traffic.add("tp", "all_reduce", m, setup.tokens * 4)
         traffic.add("tp", "all_reduce", m, 2 * setup.tokens * 4)
 

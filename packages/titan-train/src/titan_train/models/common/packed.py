@@ -1,0 +1,174 @@
+"""Causal attention of rows of packed documents, document by document: no mask, memory linear in the tokens.
+
+All documents of all rows of a batch are laid one after the other along one dimension; ``boundaries`` says where each
+begins. A document of n tokens costs its own n * n / 2 scores; a mask of whole rows would cost S * S a row, and their
+bytes. Boundaries may repeat: a document between two equal ones is empty, so a batch needs no exact count, and on a GPU the
+boundaries never have to come to the host.
+
+- CUDA, half precision, values as wide as keys: torch's variable-length FlashAttention (`torch.nn.attention.varlen`).
+- CUDA otherwise (float32; latent attention, whose values are narrower): the memory-efficient kernel's variable-length
+  form. Values are not padded. ``tests/models/test_packed_attention.py`` names the versions that it was checked on.
+- CPU: one call of the flash kernel a document, as one operator, so that a compiled block sees no loop and no lengths.
+
+Shapes: T tokens of the batch, H query heads, K key-value heads, D key width, E value width, N documents.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CAUSAL_FROM_TOP_LEFT = 1
+_FLASH_HEAD_DIM = 256
+
+
+def packed_boundaries(cu_seqlens: Tensor, seq_len: int) -> Tensor:
+    """Where documents begin in the batch laid out flat, from the boundaries of each row.
+
+    Args:
+        cu_seqlens: ``[B, N + 1]`` int32, each row from 0 to S, padded by repeating S.
+        seq_len: S.
+
+    Returns:
+        ``[B * (N + 1)]`` int32, from 0 to ``B * S``, not decreasing.
+    """
+    rows = torch.arange(cu_seqlens.shape[0], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return (cu_seqlens + rows.unsqueeze(1) * seq_len).flatten()
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+    """Each token attends to what precedes it in its document, and to itself.
+
+    Args:
+        q: ``[T, H, D]``.
+        k: ``[T, K, D]``; K divides H.
+        v: ``[T, K, E]``; E is at most D.
+        boundaries: ``[N + 1]`` int32 on the same device, from 0 to T, not decreasing.
+        longest: No document is longer; an upper bound will do.
+
+    Returns:
+        ``[T, H, E]``, in the dtype of ``q``.
+    """
+    if not q.is_cuda:
+        return cast(Tensor, torch.ops.titan_train.document_attention(q, k, v, boundaries)[0])
+    narrow = v.shape[-1] < q.shape[-1]
+    if q.dtype in (torch.bfloat16, torch.float16) and not narrow and q.shape[-1] <= _FLASH_HEAD_DIM:
+        return _varlen()(q, k, v, boundaries, boundaries, longest, longest)
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:  # this kernel does not group heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return cast(Tensor, _Efficient.apply(q, k, v, boundaries, longest))
+
+
+@functools.cache
+def _varlen() -> Callable[..., Tensor]:
+    """The public function of torch with the arguments that this version has for causal attention of grouped heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return cast(Callable[..., Tensor], functools.partial(varlen_attn, **options))
+
+
+class _Efficient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+        out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
+            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, boundaries, boundaries, longest, longest, 0.0,
+            _CAUSAL_FROM_TOP_LEFT, True,
+        )  # fmt: skip
+        ctx.longest = longest
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset, boundaries)
+        return out.squeeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, seed, offset, boundaries = ctx.saved_tensors
+        found = torch.ops.aten._efficient_attention_backward(
+            grads[0].unsqueeze(0), q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, out, boundaries, boundaries,
+            ctx.longest, ctx.longest, lse, 0.0, seed, offset, _CAUSAL_FROM_TOP_LEFT, False,
+        )  # fmt: skip
+        return *(grad.squeeze(0) for grad in found[:3]), None, None
+
+
+@torch.library.custom_op("titan_train::document_attention", mutates_args=())
+def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, E]`` and log-sum-exp ``[H, T]`` on the CPU."""
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows in _documents(boundaries):
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(q, rows), _heads_first(k, rows), _widened(_heads_first(v, rows), q.shape[-1]), 0.0, True
+        )
+        out[rows] = part[0].transpose(0, 1)[..., : v.shape[-1]]
+        lse[:, rows] = part_lse[0]
+    return out, lse
+
+
+@_document_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op("titan_train::document_attention_backward", mutates_args=())
+def _document_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    wide, groups = q.shape[-1], q.shape[1] // k.shape[1]
+    for rows in _documents(boundaries):
+        keys, values = (_heads_first(x, rows) for x in (k, v))
+        if groups > 1:
+            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _widened(_heads_first(grad, rows), wide), _heads_first(q, rows), keys, _widened(values, wide),
+            _widened(_heads_first(out, rows), wide), lse[None, :, rows], 0.0, True,
+        )  # fmt: skip
+        of_q[rows] = dq[0].transpose(0, 1)
+        for into, part in ((of_k, dk), (of_v, dv)):
+            grouped = part[0, ..., : into.shape[-1]].unflatten(0, (-1, groups))
+            into[rows] = (grouped.sum(1) if groups > 1 else grouped.squeeze(1)).transpose(0, 1)
+    return of_q, of_k, of_v
+
+
+@_document_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
+    if grad is None:
+        return None, None, None, None
+    return *torch.ops.titan_train.document_attention_backward(grad, *ctx.saved_tensors), None
+
+
+_document_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _documents(boundaries: Tensor) -> list[slice]:
+    return [slice(a, b) for a, b in pairwise(boundaries.tolist()) if b > a]
+
+
+def _heads_first(x: Tensor, rows: slice) -> Tensor:
+    """Some tokens of ``[T, H, D]`` as ``[1, H, n, D]``."""
+    return x[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """The CPU's kernel wants values as wide as keys: zeros, for one document at a time."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

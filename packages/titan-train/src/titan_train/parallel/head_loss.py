@@ -1,0 +1,285 @@
+"""The head and its cross-entropy together, a chunk of tokens at a time: no logits of a whole batch, in any dtype.
+
+Problem: logits of B rows take ``B * S * V`` elements, and a loss on them in float32 keeps several copies: with V = 128k
+they are the largest tensors of a step. Idea: the gradient of the loss with respect to the logits needs the logits of its
+own token only, and is known as soon as they are. So forward computes the logits of some tokens, their loss, and at once
+what they add to the gradients of the hidden states and of the weight; then it drops them. Backward multiplies the two
+gradients by the one that arrives. The products are those of the plain head: nothing is computed twice.
+
+With ``p`` the softmax of a token's logits, ``y`` its label and ``z`` the weight of the z-loss (PaLM, arXiv:2204.02311,
+section 5: ``z * log(Z)^2`` pulls the log-sum-exp Z towards one):
+
+    d logits = p * (1 + 2 z log Z) - onehot(y)          d hidden = d logits @ W          d W = d logits^T @ hidden
+
+The z-loss changes the gradients alone; what is returned is the cross-entropy, which runs can be compared by.
+
+Under tensor parallelism a rank holds some rows of W. It then exchanges two numbers a token: the log-sum-exp of its own
+logits, and the label's logit if it has that one; one all-gather a chunk.
+
+Cost: one chunk of logits in float32, and the gradient of W in float32 from forward to backward. In half precision the
+products of each chunk are rounded once, and summed over chunks in float32.
+
+Shapes: T tokens, d width, V_r vocabulary entries of this rank, n ranks.
+"""
+
+import inspect
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_train.models.common.loss import IGNORE_INDEX
+
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+"""Float32 logits of one chunk: on a GPU enough rows that adding to W's gradient is hidden."""
+
+
+class VocabShard(NamedTuple):
+    """The rows of the head that this rank holds."""
+
+    group: dist.ProcessGroup
+    """The ranks that hold the others."""
+    offset: int
+    """The first vocabulary entry here."""
+
+
+class LossHead(nn.Linear):
+    """The linear to the vocabulary: logits, or, given labels, the sum of their cross-entropy."""
+
+    z_loss: float = 0.0
+    """Weight of the z-loss in the gradients."""
+    shard: VocabShard | None = None
+    """Where tensor parallelism has cut the vocabulary."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, z_loss: float = 0.0) -> "LossHead":
+        """A head with the parameters of ``linear``: the same objects, so that tied ones stay tied."""
+        head = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        head.weight, head.bias = linear.weight, linear.bias
+        head.z_loss = z_loss
+        return head
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits ``[..., V]`` of hidden states ``[..., d]``; with labels ``[...]``, what `linear_cross_entropy_sum` gives."""
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy_sum(
+            input, self.weight, labels, bias=cast("Tensor | None", self.bias), z_loss=self.z_loss, shard=self.shard
+        )
+
+
+def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | None:
+    """Let the head of a model, or of its last pipeline stage, compute the loss; in place, before the model is cut.
+
+    A model can if it names the head in ``loss_head``, an exact `nn.Linear`, and its ``forward`` takes ``labels`` by name,
+    which it hands to the head as second argument, returning what comes back.
+
+    Args:
+        part: After conversion to float8: a float8 head is left as it is.
+        z_loss: Weight of the z-loss.
+        vocab_size: The tokenizer's.
+
+    Returns:
+        The head's name; None where nothing was changed.
+
+    Raises:
+        ValueError: The head has fewer rows than the tokenizer has tokens.
+    """
+    name = getattr(part, "loss_head", None)
+    if not isinstance(name, str) or "labels" not in inspect.signature(part.forward).parameters:
+        return None
+    owner, _, leaf = name.rpartition(".")
+    head = getattr(part.get_submodule(owner), leaf, None)
+    if type(head) is not nn.Linear:
+        return None
+    if head.out_features < vocab_size:
+        raise ValueError(
+            f"{name} of {type(part).__name__} gives {head.out_features} logits for {vocab_size} tokens: some tokens could "
+            "not be predicted. Give it at least as many rows as the tokenizer has tokens."
+        )
+    part.set_submodule(name, LossHead.of(head, z_loss))
+    return name
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    shard: VocabShard | None = None,
+    chunk_tokens: int = 0,
+) -> Tensor:
+    """Sum over valid labels of the cross-entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
+
+    Args:
+        hidden: ``[..., d]``, any float dtype; the loss is computed in float32, or in float64 for float64 hidden states.
+        weight: ``[V_r, d]``: the head's, or the rows of it that ``shard`` describes.
+        labels: ``[...]`` int64, in the whole vocabulary; `titan_train.models.common.loss.IGNORE_INDEX` where there is
+            nothing to predict.
+        bias: ``[V_r]``, or None.
+        z_loss: Weight of ``log(Z)^2`` of every valid label in the gradients; the returned loss does not hold it.
+        shard: Where other ranks hold other rows. All of them must make this call with the same labels; the gradient of
+            ``hidden`` is then this rank's summand.
+        chunk_tokens: Tokens whose logits are held at once; 0 chooses by the device.
+
+    Returns:
+        A float32 scalar in nats (float64 for float64 hidden states), the same on every rank of the shard; 0 if every
+        label is ignored. Its backward can run once.
+
+    Raises:
+        ValueError: ``hidden`` is not ``[*labels.shape, d]``.
+    """
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"the head was given hidden states of shape {tuple(hidden.shape)}, a weight of shape {tuple(weight.shape)} and "
+            f"labels of shape {tuple(labels.shape)}: hidden states must be [B, S, {weight.shape[-1]}] and labels [B, S]. "
+            "Under parallel.tp, the linear to the vocabulary must have the style 'head' in parallel.tp_plan."
+        )
+    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, shard, chunk_tokens))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        z_loss: float,
+        shard: VocabShard | None,
+        chunk_tokens: int,
+    ) -> Tensor:
+        sums = _Sums(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ctx.needs_input_grad[:3], z_loss, shard)
+        flat = labels.reshape(-1)
+        step = chunk_tokens or _chunk_tokens(weight.shape[0], hidden.device)
+        for start in range(0, flat.shape[0], step):
+            sums.add(slice(start, start + step), flat[start : start + step])
+        ctx.gradients = sums.gradients(hidden.shape)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return sums.loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        kept, ctx.gradients = ctx.gradients, None
+        if kept is None:
+            raise RuntimeError("the gradients of this loss were already used: its backward can run once.")
+        # in place: these are the largest tensors of a step, and nobody else has them
+        scaled = [
+            None if g is None else g.mul_(grads[0].to(g.dtype)).to(dtype)
+            for g, dtype in zip(kept, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None
+
+
+class _Sums:
+    """The loss and the gradients, as chunks are added."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        z_loss: float,
+        shard: VocabShard | None,
+    ) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._z_loss, self._shard = z_loss, shard
+        self._wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.loss = hidden.new_zeros((), dtype=self._wide)
+        self._training = any(wanted)
+        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._of_weight = weight.new_zeros(weight.shape, dtype=self._wide) if wanted[1] else None
+        self._of_bias = weight.new_zeros(weight.shape[:1], dtype=self._wide) if wanted[2] else None
+
+    def add(self, rows: slice, labels: Tensor) -> None:
+        """Compute the logits of some tokens, and what follows from them."""
+        hidden = self._hidden[rows]
+        valid = labels != IGNORE_INDEX
+        logits = torch.mm(hidden, self._weight.t()) if self._bias is None else torch.addmm(
+            self._bias, hidden, self._weight.t()
+        )  # fmt: skip
+        own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
+        # in one kernel, and in float32 from here on
+        log_p = torch.log_softmax(logits, -1, dtype=self._wide)
+        at_label = log_p.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+        total: Tensor | None = None
+        if self._shard is not None or self._z_loss:
+            total = _log_sum_exp(logits, log_p)
+        del logits
+        shift: Tensor | None = None
+        if self._shard is not None:
+            assert total is not None
+            local = total
+            total, at_label = _over_ranks(local, (at_label + local).masked_fill(~here, 0.0), self._shard.group)
+            shift = local - total
+        self.loss -= at_label.masked_fill(~valid, 0.0).sum()
+        if self._training:
+            if shift is not None:
+                log_p += shift.unsqueeze(-1)
+            self._add_gradients(rows, log_p.exp_(), own, here, valid, total)
+
+    def _add_gradients(
+        self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor, total: Tensor | None
+    ) -> None:
+        """``p`` becomes the gradient of the logits, but for tokens without a label, which are left out of the products."""
+        if self._z_loss and total is not None:
+            p *= (1 + 2 * self._z_loss * total).unsqueeze(-1)
+        p.scatter_add_(-1, own.unsqueeze(-1), -here.to(p.dtype).unsqueeze(-1))
+        hidden, mask = self._hidden[rows], valid.unsqueeze(-1)
+        of_logits = p.to(hidden.dtype)
+        if self._of_hidden is not None:
+            torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
+            self._of_hidden[rows].mul_(mask)
+        if self._of_weight is not None:
+            _add_product(self._of_weight, of_logits, hidden * mask)
+        if self._of_bias is not None:
+            self._of_bias.addmv_(p.t(), valid.to(p.dtype))
+
+    def gradients(self, shape: torch.Size) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden states, weight and bias, for a gradient of one."""
+        return None if self._of_hidden is None else self._of_hidden.view(shape), self._of_weight, self._of_bias
+
+
+def _chunk_tokens(vocab: int, device: torch.device) -> int:
+    """Rows of one chunk: a power of two, at least 64, so that products stay products of matrices."""
+    fitting = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocab)
+    return max(64, 1 << max(0, fitting.bit_length() - 1))
+
+
+def _own_labels(labels: Tensor, valid: Tensor, shard: VocabShard | None, vocab: int) -> tuple[Tensor, Tensor]:
+    """Labels as columns of this rank's logits, 0 where they are elsewhere; and where they are here."""
+    if shard is None:
+        return labels.masked_fill(~valid, 0), valid
+    own = labels - shard.offset
+    here = valid & (own >= 0) & (own < vocab)
+    return own.masked_fill(~here, 0), here
+
+
+def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
+    """Of each row, from the largest logit, whose logarithm of the probability is the most exact."""
+    largest, where = logits.max(-1, keepdim=True)
+    return (largest.to(log_p.dtype) - log_p.gather(-1, where)).squeeze(-1)
+
+
+def _over_ranks(local: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over all ranks' logits, and the logarithm of the label's probability; the same bits on each."""
+    mine = torch.stack([local, at_label])
+    every = mine.new_empty((2 * group.size(), mine.shape[1]))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    total = every[0::2].logsumexp(0)
+    return total, every[1::2].sum(0) - total
+
+
+def _add_product(into: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
+    """``into += of_logits^T @ hidden``, in the dtype of ``into``."""
+    if of_logits.dtype == into.dtype:
+        into.addmm_(of_logits.t(), hidden)
+    elif into.is_cuda:
+        into += torch.mm(of_logits.t(), hidden, out_dtype=into.dtype)
+    else:
+        into += of_logits.t() @ hidden
