@@ -139,7 +139,7 @@ class HFDecoder(HFModel):
         attention_plan: Any = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token, or their loss; arguments and result as `titan_train.models.common.decoder.Decoder.forward`."""
+        """Logits of every next token, or their loss; arguments and result as those of `Decoder.forward` in ``common``."""
         length = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, length)
