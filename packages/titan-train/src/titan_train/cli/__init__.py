@@ -15,6 +15,8 @@ _COMMANDS = {
     "dry-run": "rehearse one rank of a large run on fake tensors: memory, and transfers by axis",
     "prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "tokenizer": "train a tokenizer on your text",
+    "data": "show samples of a configuration as the model reads them",
+    "download": "load a model, a tokenizer or a data set from the Hugging Face hub",
     "generate": "sample text from a run's last checkpoint",
     "export": "write a run's model as a Hugging Face folder, compared with the run",
     "report": "write a run's one-page HTML report",
@@ -23,11 +25,11 @@ _COMMANDS = {
     "doctor": "show versions, devices and backends, and how to install what is missing",
 }
 _FOLDERS = {
-    "inputs": ("prepare", "tokenizer"),
+    "inputs": ("prepare", "tokenizer", "data", "download"),
     "trained": ("generate", "export", "report", "compare"),
 }
 """Where a command's module is; the others are in this folder."""
-_NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "dry-run")
+_NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "data", "dry-run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,8 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
-from titan_train.tokenizers import SentencePieceTokenizer, Tokenizer
+from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "float8"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
@@ -52,7 +53,7 @@ def write_hf(
     )
     ids = _token_ids(run.tokenizer)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len)
+    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
 
 
 def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, Any]:
@@ -83,8 +84,15 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
 
 
-def write_tokenizer_files(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
-    """Write the tokenizer into a folder, as ``tokenizer.json`` if it can be."""
+def write_tokenizer_files(
+    folder: Path, tokenizer: Tokenizer, seq_len: int, template: ChatTemplate | None = None
+) -> None:
+    """Write the tokenizer into a folder, as ``tokenizer.json`` if it can be, with its chat template."""
+    if template is not None:
+        write_atomic(folder / TEMPLATE_NAME, template.source)
+    if isinstance(tokenizer, HfTokenizer):
+        tokenizer.save(folder)  # the files that it came from
+        return
     text = tokenizer_json(tokenizer)
     if text is None:
         _logger.warning(

@@ -175,7 +175,7 @@ def _write(target: Target, folder: Path, job: _Export) -> None:
         from titan_train.export.dcp_folder import write_dcp
 
         write_dcp(folder, job.step, dtype=DTYPES[job.stored])
-    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len)
+    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
 
 
 def _round_weights(job: _Export) -> None:

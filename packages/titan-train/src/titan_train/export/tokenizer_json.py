@@ -47,6 +47,9 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
     import tokenizers
 
     read: Any = tokenizers.Tokenizer.from_file(str(file))  # type: ignore[attr-defined]
+    read.no_truncation()
+    read.no_padding()
+    read.encode_special_tokens = True  # a special token's name in a text is text, as for our tokenizers
     return lambda text: read.encode(text, add_special_tokens=False).ids
 
 

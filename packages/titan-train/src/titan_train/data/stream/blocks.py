@@ -7,7 +7,6 @@ A block whose files have changed since, or whose shard is gone, is made again fr
 place too. If the place of a block is not known, the blocks before it are made until it is.
 """
 
-import fcntl
 import json
 import threading
 from collections.abc import Generator
@@ -209,6 +208,8 @@ def _shard_name(number: int) -> str:
 
 @contextmanager
 def _only_process(folder: Path) -> Generator[None]:
+    import fcntl  # not on every system
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,0 +1,207 @@
+"""Load files of a repository: resumed where a transfer stopped, and compared with the hashes that the hub states.
+
+The branch or tag is resolved to a commit first, so that all files are of one. `download.json` is written last: a folder
+without it is unfinished, and the same command finishes it.
+"""
+
+import hashlib
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_train.files import write_atomic
+from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
+
+RECORD_NAME = "download.json"
+_CHUNK_BYTES = 2**20
+_PARTS = ".parts"
+_TRANSFERS = 4
+"""Files on their way at a time."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """What was loaded."""
+
+    folder: Path
+    repository: str
+    """Its name, with ``datasets/`` before that of a data set."""
+    commit: str
+    files: tuple[RepoFile, ...]
+    """With the sha256 of each."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def download(
+    repository: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    parts: Sequence[Part] = ("weights", "tokenizer", "config"),
+    include: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda text: None,
+) -> Downloaded:
+    """Load what training needs of a repository into a folder.
+
+    Args:
+        repository: ``ORG/NAME`` of a model, ``datasets/ORG/NAME`` of a data set; ``hf:`` may stand before it.
+        out: The folder; files that are there and whole are kept.
+        revision: Branch, tag or commit; None takes the main branch.
+        parts: What to load of a model.
+        include: Globs of further files of a model, or of the only files of a data set.
+        tell: Given a line now and then.
+
+    Raises:
+        ValueError: If there is no such repository, it lacks what was asked for, or a file differs from its hash.
+        RuntimeError: If the hub cannot be reached, or a transfer broke off.
+    """
+    hub = _library()
+    name = repository.removeprefix("hf:")
+    is_data = name.startswith("datasets/")
+    repo_id, repo_type = name.removeprefix("datasets/"), "dataset" if is_data else "model"
+    out = Path(out)
+    _check_folder(out, name)
+    info: Any = _asked(
+        name, lambda: hub.HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision, files_metadata=True)
+    )
+    listed = [_as_file(sibling) for sibling in info.siblings or ()]
+    chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
+    total = sum(file.size for file in chosen)
+    _check_space(out, total)
+    tell(f"{name} at {info.sha[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
+
+    def load(file: RepoFile) -> RepoFile:
+        url = hub.hf_hub_url(repo_id, file.name, repo_type=repo_type, revision=info.sha)
+        return _load(out, file, partial(_transfer, hub, url, file.size))
+
+    with ThreadPoolExecutor(_TRANSFERS) as pool:
+        loads = [pool.submit(_asked, name, partial(load, file)) for file in chosen]
+        checked = tuple(one.result() for one in loads)
+    shutil.rmtree(out / _PARTS, ignore_errors=True)
+    record = {
+        "repository": name,
+        "commit": info.sha,
+        "files": [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in checked],
+    }
+    write_atomic(out / RECORD_NAME, json.dumps(record, indent=1) + "\n", sync=True)
+    return Downloaded(out, name, info.sha, checked)
+
+
+def _library() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as err:
+        raise ValueError('downloads need huggingface_hub. Install it: pip install "titan-train[hf]".') from err
+    return huggingface_hub
+
+
+def _asked(name: str, question: Callable[[], Result]) -> Result:
+    """Ask the hub; its errors become ours."""
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
+        return question()
+    except errors.GatedRepoError as err:
+        raise ValueError(
+            f"{name} is open only to accounts that accepted its terms. Accept them on its page, then set HF_TOKEN."
+        ) from err
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as err:
+        raise ValueError(f"{name}: {_first_line(err)}") from err
+    except ValueError:
+        raise
+    except Exception as err:  # of the HTTP library, whichever the hub's library uses
+        raise RuntimeError(
+            f"{name} could not be loaded ({type(err).__name__}: {_first_line(err)}). Check the network and HF_ENDPOINT; the "
+            "same command continues where it stopped."
+        ) from err
+
+
+def _as_file(sibling: Any) -> RepoFile:
+    large = sibling.lfs or {}
+    sha = large.get("sha256") if isinstance(large, dict) else large.sha256
+    return RepoFile(sibling.rfilename, sibling.size or 0, sha or "", sibling.blob_id or "")
+
+
+def _check_folder(out: Path, name: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is not a folder. Name another with --out.")
+    record = out / RECORD_NAME
+    if record.is_file():
+        before = json.loads(record.read_text(encoding="utf-8")).get("repository")
+        if before != name:
+            raise ValueError(f"{out} holds {before}, not {name}. Name another folder with --out.")
+        record.unlink()  # unfinished until everything was compared again
+
+
+def _check_space(out: Path, size: int) -> None:
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise ValueError(
+            f"{existing} has {free / 1e9:.1f} GB free, but the files take {size / 1e9:.1f} GB. Name a folder on another disk."
+        )
+
+
+def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None]) -> RepoFile:
+    """The file with its sha256, transferred unless it is there, and compared with the hash that the hub states."""
+    path = folder / file.name
+    if path.is_file() and (found := _if_whole(path, file)) is not None:
+        return found
+    # named by its content: what is left of another version is never continued
+    part = (
+        folder / _PARTS / hashlib.sha256(f"{file.name} {file.size} {file.sha256} {file.blob}".encode()).hexdigest()[:32]
+    )
+    part.parent.mkdir(parents=True, exist_ok=True)
+    transfer(part)
+    found = _if_whole(part, file)
+    if found is None:
+        part.unlink()
+        raise ValueError(
+            f"{file.name} does not have the hash {(file.sha256 or file.blob)[:16]} that the hub states: it changed on the "
+            "way, and was removed. Run the command again."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.replace(path)
+    return found
+
+
+def _transfer(hub: Any, url: str, size: int, part: Path) -> None:
+    """Append what is missing of a file."""
+    from huggingface_hub.file_download import http_get
+
+    with part.open("ab") as file:
+        have = file.tell()
+        if have > size:
+            file.truncate(0)
+            have = 0
+        if have < size:
+            http_get(url, file, resume_size=have, headers=hub.utils.build_hf_headers(), expected_size=size)
+
+
+def _if_whole(path: Path, file: RepoFile) -> RepoFile | None:
+    """The file with its sha256 if its content is the one that the hub states."""
+    sha256 = hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            sha256.update(chunk)
+            git.update(chunk)
+    found, stated = (sha256.hexdigest(), file.sha256) if file.sha256 else (git.hexdigest(), file.blob)
+    if path.stat().st_size != file.size or found != stated:
+        return None
+    return RepoFile(file.name, file.size, sha256.hexdigest(), file.blob)
+
+
+def _first_line(err: BaseException) -> str:
+    return next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)

@@ -1,0 +1,180 @@
+"""Downloads from a server on loopback: only what is needed, resumed, compared with its hashes, and what is refused."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from titan_train.hub.choose import RepoFile, choose_data_files, choose_model_files
+
+pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+
+WEIGHTS = bytes(range(256)) * 2000
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b"{}",
+    "model-00001-of-00002.safetensors": WEIGHTS,
+    "model-00002-of-00002.safetensors": WEIGHTS[::-1],
+    "model.safetensors.index.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "README.md": b"# name",
+    "pytorch_model.bin": b"\x80\x04 a pickle" * 200,
+    "modeling_name.py": b"import os",
+    "consolidated.safetensors": WEIGHTS,
+    "original/consolidated.00.pth": b"\x80\x04" * 600,
+    "onnx/model.onnx": b"x" * 2000,
+}
+NEEDED = {
+    "config.json", "generation_config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+}  # fmt: skip
+
+
+def titan(hub, *words, home):
+    """The command in a process of its own: the hub's library reads its environment when it is imported."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "5", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "titan_train", "download", *map(str, words)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def loaded(folder):
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "download.json"
+    }
+
+
+def test_a_model_arrives_with_what_is_needed_and_nothing_else(hub, tmp_path):
+    hub.files = dict(MODEL)
+    out = tmp_path / "model"
+    done = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert loaded(out) == NEEDED == set(hub.sent)
+    assert all((out / name).read_bytes() == MODEL[name] for name in NEEDED)
+    record = json.loads((out / "download.json").read_text())
+    assert record["commit"] == "c" * 40
+    assert {f["name"]: f["sha256"] for f in record["files"]} == {
+        n: hashlib.sha256(MODEL[n]).hexdigest() for n in NEEDED
+    }
+    before = dict(hub.sent)
+    again = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
+    assert again.returncode == 0, again.stderr
+    assert hub.sent == before  # nothing is sent twice
+
+
+def test_a_broken_transfer_continues_where_it_stopped(hub, tmp_path):
+    weights = WEIGHTS * 40  # the hub's library keeps what it has in pieces of 10 MB
+    hub.files = {"config.json": b"{}", "model.safetensors": weights}
+    hub.break_after = 12_000_000
+    out = tmp_path / "model"
+    failed = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
+    assert failed.returncode == 1
+    assert "continues where it stopped" in failed.stderr
+    assert not (out / "download.json").exists()
+    assert not (out / "model.safetensors").exists()
+    assert [path.stat().st_size for path in (out / ".parts").iterdir()] == [10 * 2**20]
+    hub.break_after, hub.sent, hub.ranges = 0, {}, []
+    done = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert hub.ranges
+    assert hub.sent["model.safetensors"] <= len(weights) - 10_000_000
+
+
+def test_a_file_that_changed_on_the_way_is_refused_and_removed(hub, tmp_path):
+    hub.files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
+    hub.corrupt = True
+    out = tmp_path / "model"
+    failed = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
+    assert failed.returncode == 2
+    assert "that the hub states" in failed.stderr
+    assert not (out / "model.safetensors").exists()
+    assert not (out / "download.json").exists()
+
+
+def test_the_tokenizer_alone_and_a_data_set(hub, tmp_path):
+    hub.files = dict(MODEL)
+    done = titan(hub, "hf:org/name", "--only", "tokenizer", "--out", tmp_path / "t", home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert loaded(tmp_path / "t") == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    hub.files = {
+        "data/train-0.parquet": WEIGHTS,
+        "data/test-0.parquet": b"t",
+        "README.md": b"x",
+        "load.py": b"import os",
+    }
+    done = titan(
+        hub, "hf:datasets/org/name", "--include", "data/train-*", "--out", tmp_path / "d", home=tmp_path / "home"
+    )
+    assert done.returncode == 0, done.stderr
+    assert loaded(tmp_path / "d") == {"data/train-0.parquet"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["hf:org/nothing"], 2, "org/nothing"),
+        (["hf:org/gated"], 2, "accepted its terms"),
+        (["hf:org/name", "--revision", "v9"], 2, "org/name"),
+        (["org/name"], 2, "Write hf:org/name"),
+        (["hf:a b/c"], 2, "a b/c"),
+    ],
+)
+def test_what_is_not_there_is_said(hub, tmp_path, words, code, message):
+    hub.files = dict(MODEL)
+    failed = titan(hub, *words, "--out", tmp_path / "x", home=tmp_path / "home")
+    assert failed.returncode == code, failed.stderr
+    assert message in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_server_that_does_not_answer_and_a_folder_of_another_model(hub, tmp_path):
+    from types import SimpleNamespace
+
+    failed = titan(
+        SimpleNamespace(endpoint="http://127.0.0.1:9"), "hf:org/name", "--out", tmp_path / "x", home=tmp_path
+    )
+    assert failed.returncode == 1
+    assert "could not be loaded" in failed.stderr
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "download.json").write_text('{"repository": "org/other"}')
+    failed = titan(hub, "hf:org/name", "--out", tmp_path / "y", home=tmp_path)
+    assert failed.returncode == 2
+    assert "holds org/other, not org/name" in failed.stderr
+
+
+def files(*names):
+    return [RepoFile(name, 1, "", "") for name in names]
+
+
+@pytest.mark.parametrize("name", ["../../x.safetensors", "/etc/x.json", "a\\..\\x.json", "data/../../x.parquet"])
+def test_names_that_lead_out_of_the_folder_are_refused(name):
+    with pytest.raises(ValueError, match="lies outside it"):
+        choose_data_files(files(name), ["*"])
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pkl", "run.py", "w.PT", "a.npy", "b.bin.gz"])
+def test_what_may_run_code_is_never_loaded(name):
+    with pytest.raises(ValueError, match="never loaded"):
+        choose_model_files(files("model.safetensors", name), ["weights"], [name])
+
+
+def test_weights_only_as_pickles_and_empty_repositories_are_refused():
+    with pytest.raises(ValueError, match=r"only as pytorch_model.bin.*--only tokenizer"):
+        choose_model_files(files("config.json", "pytorch_model.bin"), ["weights"], [])
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        choose_model_files(files("config.json"), ["tokenizer"], [])
+    with pytest.raises(ValueError, match="no files that a source can read"):
+        choose_data_files(files("a.csv"), [])
+    with pytest.raises(ValueError, match="matches no file"):
+        choose_data_files(files("a.parquet"), ["b*"])
