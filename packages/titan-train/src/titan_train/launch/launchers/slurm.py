@@ -1,9 +1,13 @@
 """An sbatch file that runs a configuration on several machines, under launcher `torchrun` or `ray`. Text only.
 
-One task a machine runs the command; each task's `titan-train run` starts that machine's ranks. Slurm's warning before
-the time limit reaches every task as SIGTERM: the run saves and ends, and `--requeue` with the same command continues it.
+One task a machine runs the command; each task's `titan-train run` starts that machine's ranks. Before the time limit Slurm
+sends SIGUSR2 to the batch shell alone. The shell sends SIGTERM to the run, which saves and ends, and puts the job back into
+the queue: the same command continues it there. A SIGTERM of Slurm's own, as `scancel` sends it, ends the run without that.
+
+Every value is quoted for the shell, or refused where a directive of sbatch cannot hold it.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,29 +41,70 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
         ranks_per_node: GPUs (or CPU ranks) of each machine.
 
     Raises:
-        ValueError: The launcher is `local` for more than one machine.
+        ValueError: The launcher is `local` for more than one machine, or a value is none of Slurm's.
     """
     launch = config.launch
     if launch.launcher == "local" and launch.nnodes > 1:
         raise ValueError(
             f"launch.nnodes={launch.nnodes} needs --launcher torchrun or ray; 'local' starts ranks on one machine."
         )
+    _refuse_odd(job)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.run.name)  # a directive ends at a space, and `%` is a pattern
     head = [
         "#!/bin/bash",
-        f"#SBATCH --job-name={config.run.name}",
+        f"#SBATCH --job-name={name}",
         f"#SBATCH --nodes={launch.nnodes}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={ranks_per_node}"
         if launch.device != "cpu"
         else f"#SBATCH --cpus-per-task={ranks_per_node}",
         f"#SBATCH --time={job.time_limit}",
-        f"#SBATCH --signal={'B:' if launch.launcher == 'ray' else ''}TERM@{job.warn_s}",
+        f"#SBATCH --signal=B:USR2@{job.warn_s}",
         "#SBATCH --requeue",
-        f"#SBATCH --output={config.run.name}-%j.log",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={name}-%j.log",
     ]
     head += [f"#SBATCH --{name}={value}" for name in ("partition", "account") if (value := getattr(job, name))]
     body = {"local": _local, "torchrun": _torchrun, "ray": _ray}[launch.launcher](config, job, ranks_per_node)
-    return "\n".join([*head, "", "set -euo pipefail", *body, ""])
+    return "\n".join([*head, "", "set -euo pipefail", *_TRAPS, *body, *_WAIT, ""])
+
+
+_TRAPS = (
+    "RUN=",
+    "STOP=0",
+    "WARNED=0",
+    'stop() { STOP=1; if [ -n "$RUN" ]; then kill -TERM $RUN 2>/dev/null || true; fi; }',
+    "trap 'WARNED=1; stop' USR2  # the time limit is near",
+    "trap stop TERM",
+)
+# `wait` returns when a signal comes, before the run has ended.
+_WAIT = (
+    "RUN=$!",
+    'if [ "$STOP" = 1 ]; then stop; fi',
+    "CODE=0",
+    "wait $RUN || CODE=$?",
+    "while kill -0 $RUN 2>/dev/null; do CODE=0; wait $RUN || CODE=$?; done",
+    'if [ "$WARNED" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+    "exit $CODE",
+)
+# Seconds that Ray may take to start.
+_READY_S = 300
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,/+-]*")
+
+
+def _refuse_odd(job: SlurmJob) -> None:
+    if not _TIME.fullmatch(job.time_limit):
+        raise ValueError(
+            f"--time {job.time_limit[:60]!r} is no time limit of Slurm. Write hours:minutes:seconds or days-hours, such as "
+            "24:00:00 or 2-12."
+        )
+    for name in ("partition", "account"):
+        value = getattr(job, name)
+        if value and not _NAME.fullmatch(value):
+            raise ValueError(
+                f"--{name} {value[:60]!r} is no name of Slurm: letters, digits and _ . , / + - are allowed. Correct it."
+            )
 
 
 def _command(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
@@ -70,7 +115,7 @@ def _command(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
 
 
 def _local(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
-    return [f"srun {_command(config, job, ranks_per_node)}"]
+    return [f"srun {_command(config, job, ranks_per_node)} &"]
 
 
 def _torchrun(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
@@ -79,7 +124,8 @@ def _torchrun(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
         'export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "# each task's own shell fills in the number of its machine",
         "srun bash -c "
-        + shlex.quote(f'exec {command} --launch.endpoint "$HEAD:{job.port}" --launch.node-rank "$SLURM_NODEID"'),
+        + shlex.quote(f'exec {command} --launch.endpoint "$HEAD:{job.port}" --launch.node-rank "$SLURM_NODEID"')
+        + " &",
     ]
 
 
@@ -90,19 +136,21 @@ def _ray(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
     start_head = (
         f"ray start --head --port={job.port} {resources} --disable-usage-stats --include-dashboard=false --block"
     )
-    address = f'--launch.ray.address "$HEAD:{job.port}" --launch.ray.wait-s 300'
+    address = f'--launch.ray.address "$HEAD:{job.port}" --launch.ray.wait-s {_READY_S}'
     return [
         'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "export RAY_USAGE_STATS_ENABLED=0",
         "# one Ray node a machine; the first is the head, and the run's driver beside it",
         f"{on_head} {start_head} &",
-        "sleep 20",
+        "NODE=$!",
+        f'until timeout 20 ray status --address "$HEAD:{job.port}" > /dev/null 2>&1; do',
+        '  kill -0 $NODE 2>/dev/null || { echo "error: the head of Ray ended" >&2; exit 1; }',
+        f'  [ "$SECONDS" -lt {_READY_S} ] || {{ echo "error: no answer of the head of Ray in {_READY_S} s" >&2; exit 1; }}',
+        "  sleep 1",
+        "done",
         'if [ "$SLURM_NNODES" -gt 1 ]; then',
         f'  {on_others} ray start --address="$HEAD:{job.port}" {resources} --block &',
         "fi",
+        "# the driver waits for the other nodes; a signal comes to this shell alone: Ray's nodes would leave at once",
         f"{on_head} {_command(config, job, ranks_per_node)} {address} &",
-        "# the warning comes to this shell alone: Ray's nodes would leave at once",
-        "RUN=$!",
-        "trap 'kill -TERM $RUN' TERM",
-        "wait $RUN || wait $RUN",
     ]
