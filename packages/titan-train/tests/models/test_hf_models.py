@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
     folder = hf_folders.make(tmp_path / kind, kind)
     model = materialized(folder)
-    import_hf(folder, model, names=model.hf_key_map())
+    import_hf(folder, model, names=model.own_family.load_hf().key_map)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_fields_of_config_json_are_changed_by_arguments(tmp_path: Path) -> None:
     model = built(folder, num_hidden_layers=2, **{"rope_parameters.factor": 4.0})
     assert len(model.model.layers) == 2
     assert model.config.rope_parameters["factor"] == 4.0
-    assert model.hf_config_dict()["num_hidden_layers"] == 2
+    assert model.args.published["num_hidden_layers"] == 2
     with pytest.raises(ValueError, match=r"num_layers=2.*no such field. Did you mean 'num_hidden_layers'"):
         built(folder, num_layers=2)
     with pytest.raises(ValueError, match=r"hidden_size='x' must be of type int, not str; the folder has 32"):

@@ -172,14 +172,14 @@ def test_peft_reads_the_adapter_and_merging_computes_the_same(folder: str, tmp_p
     from titan_ckpt import import_hf
     from titan_fsdp import materialize
     from titan_train.models import init_for
-    from titan_train.models.hf.lora import merged_state, save_adapter
+    from titan_train.models.hf.lora import merge_adapters, save_adapter
     from transformers import AutoModelForCausalLM
 
     source = hf_runs.publish(folder, "phi3")
     choice = ModelConfig(name=f"hf:{source}", seq_len=32, lora_targets=("qkv_proj", "down_proj"), **ADAPTERS)
     model: Any = build_model(choice, vocab_size=None)
     materialize(model, "cpu", init_for(model), seed=5)
-    import_hf(Path(source), model, names=model.hf_key_map())
+    import_hf(Path(source), model, names=model.own_family.load_hf().key_map)
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     ids = torch.randint(0, 264, (2, 16), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -193,7 +193,7 @@ def test_peft_reads_the_adapter_and_merging_computes_the_same(folder: str, tmp_p
         got = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids).logits
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     merged = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    merged.load_state_dict(merged_state(model))
+    merged.load_state_dict(merge_adapters(model).state_dict())
     # (W + BA) x and W x + B (A x) round differently
     torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=0)
 

@@ -11,6 +11,8 @@ published: ``NAME.weight`` beside ``NAME.weight_scale_inv``, announced by ``quan
 
 import json
 import logging
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
+from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -36,7 +39,14 @@ _logger = logging.getLogger(__name__)
 def write_hf(
     folder: Path, run: LoadedRun, family: Family, step: Path, *, dtype: ExportDtype, max_shard_bytes: int
 ) -> None:
-    """Write the folder; ``step`` is the checkpoint's."""
+    """Write the folder; ``step`` is the checkpoint's. Adapters are merged, and written beside it in ``adapter/``."""
+    if getattr(run.model, "lora", None) is not None:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
+            merged = replace(run, model=merge_adapters(run.model))
+            step = merged_step(run.model, Path(scratch))
+            write_hf(folder, merged, family, step, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        save_adapter(run.model, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
+        return
     names = family.load_hf().key_map
     args: Any = run.model.args
     if args.tied_embeddings if hasattr(args, "tied_embeddings") else _is_tied(run.model):
@@ -62,7 +72,7 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
     config = family.load_hf().config_of(args)
     scaling = config.get("rope_scaling") or {}
     stretched = int(scaling.get("original_max_position_embeddings", 0) * scaling.get("factor", 1))
-    if "n_positions" not in config:
+    if "n_positions" not in config and "max_position_embeddings" not in config:
         config["max_position_embeddings"] = max(run.config.model.seq_len, stretched)
     if dtype == "float8":
         config["quantization_config"] = float8_config(run.model, family)

@@ -71,7 +71,10 @@ def find_model(name: str) -> tuple[Family, Any]:
 
 
 def family_of(model: "nn.Module") -> Family | None:
-    """The family whose module class is exactly the model's; None for any other module."""
+    """The family whose module class is exactly the model's, or the one that a model of transformers makes; else None."""
+    own: Family | None = getattr(model, "own_family", None)
+    if own is not None:
+        return own
     path = class_path(type(model))
     return next((family for family in families().values() if family.model == path), None)
 

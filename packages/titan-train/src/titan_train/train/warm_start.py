@@ -8,7 +8,7 @@ its own parameters and one slice.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
@@ -52,26 +52,16 @@ def check_init(init: str, whole: nn.Module, config: InitChoice) -> tuple[Path, K
     """
     folder = folder_of(init)
     family = family_of(whole)
-    kind = cast("Any", whole)
-    if family is None and not hasattr(whole, "hf_key_map"):
+    if family is None:
         raise ValueError(
             f"model.init={init!r}: {config.name} belongs to no registered family, so its names on Hugging Face are unknown. "
             "Use a family's model, or remove model.init."
         )
     published = read_published(init, key="model.init")
-    key_map: KeyMap
-    if family is None:
-        if published.get("model_type") != kind.published["model_type"]:
-            raise ValueError(
-                f"model.init={init!r} holds a {published.get('model_type')!r}, but {config.name} is a "
-                f"{kind.published['model_type']!r}. Name the same folder in both."
-            )
-        _compare(init, kind.hf_settings(published), kind.hf_settings(kind.published), config.init_changes)
-        key_map = kind.hf_key_map()
-    else:
-        hf = family.load_hf()
-        _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(kind.args), config.init_changes)
-        key_map = hf.key_map
+    hf = family.load_hf()
+    args: Any = whole.args
+    _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(args), config.init_changes)
+    key_map: KeyMap = hf.key_map
     _check_names(folder, key_map, whole)
     return folder, key_map
 

@@ -8,6 +8,7 @@ executed. What parallelism must know about a family is one value in a table, as 
 - `build`: the model from the folder.
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.
 - `attention`: how its attention reaches `titan_train.models.CausalAttention`.
+- `family`: the model as a family of its own, for import and export.
 - `fused`: one linear that is really several, taken apart.
 - `lora`: adapters of the peft library.
 - `names`: its tensors' names in files.

@@ -7,11 +7,9 @@ all others.
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from titan_ckpt import KeyMap
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import document_positions
@@ -19,18 +17,10 @@ from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
+from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
 from titan_train.models.hf.plans import HFPlan, without_dense_region
-
-_NOT_COMPARED = frozenset(
-    {
-        "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-        "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "quantization_config", "id2label", "label2id",
-        "attention_dropout", "output_router_logits", "router_aux_loss_coef", "return_dict", "output_hidden_states",
-        "output_attentions", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
-    }
-)  # fmt: skip
 
 _LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of ``config.json`` by which a family changes logits after the head."""
@@ -58,18 +48,16 @@ class HFModel(nn.Module):
         """Fill what transformers' own methods would fill wrongly; False for what they fill."""
         return self.lora is not None and fill_adapter(fqn, tensor, generator)
 
-    def hf_config_dict(self) -> dict[str, Any]:
-        """The content of ``config.json`` that describes the model."""
-        return copy.deepcopy(self.published)
+    @property
+    def args(self) -> HFModelArgs:
+        """What describes the model."""
+        return HFModelArgs.of(self.published, type(self.config))
 
-    def hf_key_map(self) -> KeyMap:
-        """The tensors' names here and in files."""
-        return key_map_of(self, self.published["model_type"], getattr(self, "plan", None))
-
-    def hf_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What decides the logits in a ``config.json``, with every default filled in."""
-        filled = type(self.config).from_dict(dict(config)).to_dict()
-        return {name: value for name, value in filled.items() if name not in _NOT_COMPARED}
+    @property
+    def own_family(self) -> HFFamily:
+        """Its tensor-parallel styles, and its names and description in files."""
+        key_map = key_map_of(self, self.published["model_type"], getattr(self, "plan", None))
+        return family_of_model(self, key_map, getattr(self, "tensor_styles", {}))
 
 
 class UnplannedDecoder(HFModel):

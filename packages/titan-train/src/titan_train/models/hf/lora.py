@@ -4,6 +4,7 @@ A linear ``W`` becomes ``W + (alpha / rank) B A``. Only A and B are trained; B s
 was. Checkpoints hold the frozen weights as well, so that a run is complete in its folder.
 """
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str])
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as err:
         raise ValueError(f"model.lora_rank={rank} needs the peft library. Install titan-train[hf].") from err
-    from titan_train.models.hf.decoder import HFModel
-
-    inside = cast(HFModel, model).repeated_layers()
+    inside: list[nn.Module] = model.repeated_layers()
     linears = sorted(
         {name.rpartition(".")[2] for layer in inside for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
     )
@@ -64,15 +63,26 @@ def fill_adapter(fqn: str, tensor: Tensor, generator: torch.Generator) -> bool:
     return False
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights with the adapters added, by the names of the model without adapters."""
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """A copy of a whole model, on this process, with every adapter added to its weight and then removed."""
     from peft.tuners.lora import LoraLayer
 
-    adapted: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    merged = copy.deepcopy(model)
+    adapted: dict[str, Any] = {name: m for name, m in merged.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in adapted.items():
-        state[f"{name}{BASE}weight"] = state[f"{name}{BASE}weight"] + layer.get_delta_weight(_NAME)
-    return {name.replace(BASE, "."): value for name, value in state.items()}
+        layer.merge()
+        merged.set_submodule(name, layer.get_base_layer())
+    merged.lora = cast("Any", None)
+    return merged
+
+
+def merged_step(model: nn.Module, root: Path) -> Path:
+    """Write the merged model as a checkpoint in ``root`` and return its folder."""
+    from titan_ckpt import Checkpointer, TrainState
+
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(0, TrainState(model=merge_adapters(model), rng=False))
+    return root / "step-00000000"
 
 
 def save_adapter(model: Any, folder: Path, *, base: str) -> None:

@@ -19,7 +19,7 @@ def table_for(model: nn.Module) -> StyleTable:
     Empty for any other model, which ``parallel.tp_plan`` describes.
     """
     family = family_of(model)
-    return getattr(model, "tensor_styles", {}) if family is None else family.tensor_styles
+    return {} if family is None else family.tensor_styles
 
 
 def style_of(fqn: str, table: StyleTable) -> Style | None:
