@@ -26,6 +26,8 @@ from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
 from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
+from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
+from titan_train.models.registry import family_of
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -42,9 +44,11 @@ def write_hf(
     """Write the folder; ``step`` is the checkpoint's. Adapters are merged, and written beside it in ``adapter/``."""
     if getattr(run.model, "lora", None) is not None:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
-            merged = replace(run, model=merge_adapters(run.model))
-            step = merged_step(run.model, Path(scratch))
-            write_hf(folder, merged, family, step, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            merged = merge_adapters(run.model)
+            step = merged_step(merged, Path(scratch))
+            named = family_of(merged) or family
+            of_merged = replace(run, model=merged)
+            write_hf(folder, of_merged, named, step, dtype=dtype, max_shard_bytes=max_shard_bytes)
         save_adapter(run.model, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
         return
     names = family.load_hf().key_map

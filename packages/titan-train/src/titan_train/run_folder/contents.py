@@ -57,7 +57,7 @@ def keep_model(config: Config, run_dir: Path) -> None:
         file = Path(config.model.name.removeprefix(_HF)).expanduser() / "config.json"
         kept = run_dir / _MODEL / "config.json"
         if file.resolve() != kept.resolve():
-            kept.parent.mkdir(exist_ok=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, file.read_bytes())
 
 

@@ -72,7 +72,12 @@ def family_of_model(model: Any, key_map: KeyMap, styles: StyleTable) -> HFFamily
         settings_of=_settings_of,
     )
     return HFFamily(
-        name=kind.model_type, args=HFModelArgs, configs={}, model=class_path(type(model)), tensor_styles=styles, format=found
+        name=kind.model_type,
+        args=HFModelArgs,
+        configs={},
+        model=class_path(type(model)),
+        tensor_styles=styles,
+        format=found,
     )
 
 

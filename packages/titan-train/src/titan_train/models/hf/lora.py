@@ -76,12 +76,12 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     return merged
 
 
-def merged_step(model: nn.Module, root: Path) -> Path:
-    """Write the merged model as a checkpoint in ``root`` and return its folder."""
+def merged_step(merged: nn.Module, root: Path) -> Path:
+    """Write what `merge_adapters` gives as a checkpoint in ``root``, and return the checkpoint's folder."""
     from titan_ckpt import Checkpointer, TrainState
 
     with Checkpointer(root) as checkpointer:
-        checkpointer.save(0, TrainState(model=merge_adapters(model), rng=False))
+        checkpointer.save(0, TrainState(model=merged, rng=False))
     return root / "step-00000000"
 
 
