@@ -26,7 +26,6 @@ from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
 from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
-from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
 from titan_train.models.registry import family_of
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
