@@ -65,18 +65,21 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         start(rank, 0.0)
     while events:
         now = events[0][0]
+        woken: set[int] = set()
         while events and events[0][0] <= now:
             _, _, rank, action = heapq.heappop(events)
             running[rank] = False
             done.add(action)
+            woken.add(rank)
             for consumer_stage, send, recv in consumers(action, schedule.num_stages):
                 target = place[consumer_stage]
+                woken.add(target)
                 if target != rank:
                     programs[rank].append(Action(send, action.stage, action.microbatch))
                     sources[rank].append(-1)
                     programs[target].append(Action(recv, consumer_stage, action.microbatch))
                     sources[target].append(-1)
-        for rank in range(schedule.num_ranks):
+        for rank in sorted(woken):
             start(rank, now)
     if any(position[r] != len(schedule.ranks[r]) for r in range(schedule.num_ranks)):
         raise ValueError(

@@ -9,6 +9,7 @@
 `whole_model`         cut a whole model, its own forward unchanged
 `transport`           how messages move
 `weight_grad`         split a backward
+`watchdog`            name the rank that hangs
 `optimizer`           exact global clip, optimistic step
 `torch_pipelining`    our schedules in torch's runtime, torch's in ours
 ====================  ==============================================================

@@ -13,7 +13,8 @@ ragged microbatches weigh what they should.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from titan_pipeline.runtime.step import StepBatch, StepRun
 from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
 from titan_pipeline.runtime.transport.threads import ThreadHub
+from titan_pipeline.runtime.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Executor:
         deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
             summed in the order of one process: the result is then bit-equal to it.
         trace: Record when each action ran; see `measured`.
+        hang_timeout_s: If no rank has made progress for so long, all of them raise `PipelineAborted`, which names the rank
+            that hangs and its action. Longer than the longest action, compilation included; None waits for ever.
         synchronize: Called before each time is read while tracing. Give ``torch.cuda.synchronize`` on a GPU, whose work
             is otherwise only queued when an action returns.
 
@@ -78,6 +82,7 @@ class Executor:
         tied: Sequence[TiedWeight] = (),
         deterministic: bool = False,
         trace: bool = False,
+        hang_timeout_s: float | None = 600.0,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
         self.transport: Transport = transport if transport is not None else ThreadHub(1).transport(0)
@@ -93,6 +98,9 @@ class Executor:
         self._began = 0.0
         self._broken = False
         self._forward_program: Program | None = None
+        if hang_timeout_s is not None and not hang_timeout_s > 0:
+            raise ValueError(f"hang_timeout_s={hang_timeout_s}: give seconds above 0, or None to wait for ever.")
+        self._watchdog = None if hang_timeout_s is None else Watchdog(self.transport, hang_timeout_s)
         self.deferred: DeferredWork | None = None
         """How much of the weight gradients waits for W actions, and the bubble that follows; None for a schedule that
         does not split backwards. A forecast, made when the schedule is set; stages report what happened."""
@@ -124,7 +132,8 @@ class Executor:
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
         for stage in self.stages.values():
             stage.configure(stage.index in split)
-        self.deferred = agree(schedule, self.stages, self.transport)
+        with self._meeting():
+            self.deferred = agree(schedule, self.stages, self.transport)
         if self.deferred is not None:
             warn_of_low_shares(schedule, self.deferred, self.stages)
         self.schedule = schedule
@@ -181,7 +190,11 @@ class Executor:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, in rank order. Call on every rank, with as many values."""
-        return self.transport.close_step(None, values)[1]
+        with self._meeting():
+            failure, rows = self.transport.close_step(None, values)
+        if failure is not None:
+            raise PipelineAborted(failure)
+        return rows
 
     def measured(self) -> Measurement:
         """The last training step as all ranks ran it. Needs ``trace=True``; call on every rank.
@@ -209,10 +222,28 @@ class Executor:
         return Measurement(compute, slots)
 
     def reset(self) -> None:
-        """Forget a step that failed. Call on every rank."""
+        """Forget a step that failed. Call on every rank.
+
+        Raises:
+            RuntimeError: A rank hangs, so that the ranks cannot meet any more.
+        """
+        failure = self.transport.failed()
+        if failure is not None and failure.hung:
+            raise RuntimeError(f"{failure}. There is no next step: restart the job.")
         for stage in self.stages.values():
             stage.clear()
         self._broken = False
+
+    @contextmanager
+    def _meeting(self) -> Generator[None, None, None]:
+        """Around what waits for all ranks."""
+        if self._watchdog is not None:
+            self._watchdog.meet()
+        try:
+            yield
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.rest()
 
     def _check_deferred(self) -> None:
         """Warn once if a stage of this rank deferred less than was forecast."""
@@ -241,6 +272,8 @@ class Executor:
         error: BaseException | None = None
         failure: PeerFailure | None = None
         transport.begin(*program.traffic_with(self.tied if training else (), self.rank))
+        if self._watchdog is not None:
+            self._watchdog.step(run, program.where)
         try:
             run.prepare()
             run.execute()
@@ -253,7 +286,8 @@ class Executor:
             error = err
             failure = PeerFailure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
             transport.announce(failure)
-        first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
+        with self._meeting():
+            first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
         self.spans, self._began = run.spans, run.began
         if first is not None:
             self._broken = True

@@ -54,6 +54,8 @@ class StepRun:
         self.stages = stages
         self.transport = transport
         self.position = -1
+        self.waiting = -1
+        """Rank whose message is waited for; -1 otherwise."""
         self.loss_sum = 0.0
         self.aux_sum = 0.0
         self.denominator = 1.0 if batch.denominator is None else batch.denominator
@@ -186,7 +188,9 @@ class StepRun:
         self._aux.append(self.stages[s].finish(self.batch.training))
 
     def _receive(self, source: int, key: Key) -> Any:
+        self.waiting = source
         got = self.transport.receive(source, key)
+        self.waiting = -1
         if isinstance(got, PeerFailure):
             raise PipelineAborted(got)
         return got

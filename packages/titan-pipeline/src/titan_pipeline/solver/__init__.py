@@ -4,6 +4,7 @@
 `search`       `solve` and `pareto`: candidates, search, certificate
 `annealing`    simulated annealing over orders
 `orders`       decode an order of forwards and gradients into a schedule
+`scoring`      makespan, span and memory of a schedule, fast
 `exact`        the constraint solver (extra ``titan-pipeline[solve]``)
 =============  =====================================================================
 """

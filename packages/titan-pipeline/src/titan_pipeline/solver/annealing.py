@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from titan_pipeline.analysis.bounds import Objective
@@ -31,7 +31,7 @@ class Annealing:
 
     def run(
         self,
-        starts: list[list[Order]],
+        starts: Iterable[list[Order]],
         deadline: float,
         max_tries: int | None,
         bound: float,
@@ -40,7 +40,11 @@ class Annealing:
         """Anneal from the better start until time, tries or the bound are reached."""
         began = time.monotonic()
         patience = [0.5] * self.problem.num_ranks
-        scored = [(self._value(o, patience), o) for o in starts]
+        scored: list[tuple[float, list[Order]]] = []
+        for start in starts:
+            scored.append((self._value(start, patience), start))
+            if time.monotonic() >= deadline or (max_tries is not None and self.tries >= max_tries):
+                break
         value, orders = min(scored, key=lambda s: s[0])
         if progress is not None and value < math.inf:
             progress(SolveProgress(0.0, self.tries, value, bound))

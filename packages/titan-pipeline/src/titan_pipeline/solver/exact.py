@@ -17,6 +17,7 @@ Needs the extra ``titan-pipeline[solve]``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from titan_pipeline.analysis.bounds import Objective
@@ -77,13 +78,14 @@ def solve_exactly(
             "method='exact' needs OR-tools. Install it with: pip install \"titan-pipeline[solve]\", or use "
             "method='search'."
         ) from err
+    began = monotonic()
     # no makespan need be longer than the known one; a shorter span of a rank may come with a longer makespan
     horizon = start.makespan if objective == "makespan" else 2 * start.makespan
     program = _Program(cp_model, costs, num_microbatches, placement, limits, objective, horizon)
     program.model.add(program.goal >= int(floor * program.unit * (1 - 1e-9)))
     program.hint(start)
     solver: Any = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(time_limit, 0.01)
+    solver.parameters.max_time_in_seconds = max(time_limit - (monotonic() - began), 0.01)
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
     listener = None if progress is None else _listener(cp_model, program.unit, progress)

@@ -142,43 +142,64 @@ class Problem:
             )
         return orders
 
-    def throttled(self, in_flight: int) -> list[Order]:
+    def throttled(self, in_flight: int, charge: float = 1.0) -> list[Order]:
         """A greedy order with at most ``in_flight`` microbatches between their first forward and last gradient.
 
         It cannot deadlock and needs ``in_flight`` times the activations of one microbatch.
+
+        Args:
+            in_flight: At least 1.
+            charge: Share of a weight gradient that a rank is thought to run right after the input gradient, so that ranks
+                keep a fair pace.
         """
         stages, m = self.num_stages, self.m
         orders: list[Order] = [[] for _ in range(self.num_ranks)]
         end: dict[int, float] = {}
         clock = [0.0] * self.num_ranks
         following = [0] * (2 * stages)  # next microbatch of each stage and direction
-        left = 2 * stages * m
-        while left:
-            best: tuple[float, int, int] | None = None
-            for row in range(2 * stages):
-                k = following[row]
-                node = row * m + k
-                if k == m or (row == 0 and k - following[stages] >= in_flight):
-                    continue
-                if row >= stages and (node - stages * m) not in end:
-                    continue
-                if self.source[node] >= 0 and self.source[node] not in end:
-                    continue
-                ready = end[self.source[node]] + self.hop[node] if self.source[node] >= 0 else 0.0
-                start = max(ready, clock[self.placement[row % stages]])
-                if row == 0 and k >= in_flight:
-                    start = max(start, end[stages * m + k - in_flight])
-                candidate = (start, -row, node)  # gradients before forwards, late stages before early ones
-                if best is None or candidate < best:
-                    best = candidate
-            assert best is not None
-            start, _, node = best
+        rows_of = [
+            [row for row in range(2 * stages) if self.placement[row % stages] == r] for r in range(self.num_ranks)
+        ]
+        never: tuple[float, int] = (float("inf"), 0)
+        candidates = [never] * (2 * stages)
+        changed = list(range(2 * stages))
+        for _ in range(2 * stages * m):
+            for row in changed:
+                start = self._start_of(row, following, end, clock, in_flight)
+                candidates[row] = never if start is None else (start, -row)  # gradients first, late stages first
+            start, row = min(candidates)
+            assert start < float("inf")
+            row = -row
+            node = row * m + following[row]
             rank = self.placement[self.stage[node]]
             orders[rank].append(node)
-            # the weight gradient is charged at once, so that ranks keep a fair pace
-            extra = self.costs.weight_grad[self.stage[node]] if node >= stages * m else 0.0
             end[node] = start + self.time[node]
-            clock[rank] = end[node] + extra
-            following[node // m] += 1
-            left -= 1
+            clock[rank] = end[node] + (charge * self.costs.weight_grad[self.stage[node]] if row >= stages else 0.0)
+            following[row] += 1
+            # who may start earlier or later now: the rank's rows, the next stage's, the gradient of a forward, and the
+            # first forward, which waits for the last gradient
+            near = (row + 1, row - 1, row + stages) if row < stages else (row - 1, row + 1)
+            changed = [*rows_of[rank], *(r for r in (*near, 0) if 0 <= r < 2 * stages)]
         return orders
+
+    def _start_of(
+        self, row: int, following: list[int], end: dict[int, float], clock: list[float], in_flight: int
+    ) -> float | None:
+        """When the next microbatch of a row could start, or None."""
+        stages, m = self.num_stages, self.m
+        k = following[row]
+        node = row * m + k
+        if k == m or (row == 0 and k - following[stages] >= in_flight):
+            return None
+        if row >= stages and (node - stages * m) not in end:
+            return None
+        source = self.source[node]
+        ready = 0.0
+        if source >= 0:
+            if source not in end:
+                return None
+            ready = end[source] + self.hop[node]
+        start = max(ready, clock[self.placement[row % stages]])
+        if row == 0 and k >= in_flight:
+            start = max(start, end[stages * m + k - in_flight])
+        return start

@@ -7,11 +7,25 @@ from typing import Protocol
 from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
 
 
+class StatusBoard(Protocol):
+    """Texts that every rank can read, whatever their main threads do."""
+
+    def get(self, key: str) -> str | None:
+        """The text, or None."""
+        ...
+
+    def set(self, key: str, text: str) -> None:
+        """Write or overwrite a text."""
+        ...
+
+
 class Transport(Protocol):
     """What the executor asks of a transport. Messages of one directed pair arrive in the order they were sent."""
 
     rank: int
     num_ranks: int
+    board: StatusBoard | None
+    """For the watchdog; None does without one."""
 
     def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
         """A step starts: the keys this rank will receive from each source, in order, and how many it sends to each."""
@@ -36,7 +50,13 @@ class Transport(Protocol):
     def close_step(
         self, failure: PeerFailure | None, values: Sequence[float]
     ) -> tuple[PeerFailure | None, list[list[float]]]:
-        """All ranks meet: the first failure of any rank, and every rank's values (all of the same length)."""
+        """All ranks meet: the first failure of any rank, and every rank's values (all of the same length). After
+        `give_up`, at once: what it was given, and no values.
+        """
+        ...
+
+    def give_up(self, failure: PeerFailure) -> None:
+        """A rank hangs: every receive and `close_step`, now or later, ends with this failure. Called in a thread."""
         ...
 
 
@@ -55,9 +75,9 @@ class Receiver:
             self.changed.notify_all()
 
     def fail(self, failure: PeerFailure) -> None:
-        """The first failure stays."""
+        """The first failure stays, unless a rank hangs: then nothing else can be waited for."""
         with self.changed:
-            self.failure = self.failure or failure
+            self.failure = failure if failure.hung else self.failure or failure
             self.changed.notify_all()
 
     def take(self, source: int, key: Key) -> Payload | PeerFailure:
@@ -70,8 +90,29 @@ class Receiver:
                 self.changed.wait()
             return self.arrived.pop(at)
 
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def wait_for(self, done: threading.Event) -> PeerFailure | None:
+        """Wait for an event whose setter calls `wake`, or for the news that a rank hangs."""
+        with self.changed:
+            while not done.is_set():
+                hung = self.hung()
+                if hung is not None:
+                    return hung
+                self.changed.wait()
+        return None
+
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, but for a rank that hangs."""
         with self.changed:
             self.arrived.clear()
-            self.failure = None
+            if self.failure is not None and not self.failure.hung:
+                self.failure = None
+
+    def hung(self) -> PeerFailure | None:
+        """The failure of a rank that hangs."""
+        failure = self.failure
+        return failure if failure is not None and failure.hung else None

@@ -7,7 +7,7 @@ step needs no new group. A rank that died takes its connections down, which its 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +35,35 @@ from titan_pipeline.runtime.transport.messages import (
     with_structure,
 )
 
+_PATIENCE_S = 0.5
+"""Between looks whether a rank hangs, while messages are still on their way."""
+
+
+class StoreBoard:
+    """A `StatusBoard` on the store that the process group was made with.
+
+    Args:
+        ranks: Of the pipeline, in the whole job: pipelines have boards of their own.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        StoreBoard.made += 1
+        inner: Any = dist.distributed_c10d
+        self._store = dist.PrefixStore(
+            f"titan_pipeline/{StoreBoard.made}/{ranks[0]}-{ranks[-1]}", inner._get_default_store()
+        )
+
+    made = 0
+    """How many there are: every rank makes its transports in one order."""
+
+    def get(self, key: str) -> str | None:
+        """See `StatusBoard`."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def set(self, key: str, text: str) -> None:
+        """See `StatusBoard`."""
+        self._store.set(key, text)
+
 
 class GlooTransport:
     """One rank's end of a gloo process group.
@@ -57,6 +86,7 @@ class GlooTransport:
             raise ValueError(f"the group's backend is {backend!r}, which moves no CPU tensors. Make one with gloo.")
         self.rank = dist.get_rank(self._group)
         self.num_ranks = dist.get_world_size(self._group)
+        self.board = StoreBoard(dist.get_process_group_ranks(self._group))
         self._receiver = Receiver()
         self._threads: list[threading.Thread] = []
         self._sent: list[tuple[Any, Tensor]] = []
@@ -110,8 +140,16 @@ class GlooTransport:
         Where a rank has died nobody can meet it any more: each rank returns the failure it knows, and the group is of
         no further use.
         """
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_PATIENCE_S)
+                hung = self._receiver.hung()
+                if hung is not None:
+                    return hung, []
+        self._threads = []
         try:
-            return self._meet(failure, values)
+            self._drain()
+            return self._in_thread(lambda: self._meet(failure, values))
         except RuntimeError as err:
             lost = (
                 failure or self._receiver.failure or PeerFailure(self.rank, -1, "", f"the ranks could not meet: {err}")
@@ -120,13 +158,37 @@ class GlooTransport:
         finally:
             self._sent.clear()
 
+    def give_up(self, failure: PeerFailure) -> None:
+        """See `Transport.give_up`."""
+        self._receiver.fail(failure)
+
+    def _in_thread(
+        self, meet: Callable[[], tuple[PeerFailure | None, list[list[float]]]]
+    ) -> tuple[PeerFailure | None, list[list[float]]]:
+        """Meet in a thread, which nothing can interrupt, so that this one stops when a rank hangs."""
+        done = threading.Event()
+        met: list[tuple[PeerFailure | None, list[list[float]]]] = []
+        errors: list[RuntimeError] = []
+
+        def body() -> None:
+            try:
+                met.append(meet())
+            except RuntimeError as err:
+                errors.append(err)
+            done.set()
+            self._receiver.wake()
+
+        threading.Thread(target=body, name="meeting", daemon=True).start()
+        hung = self._receiver.wait_for(done)
+        if hung is not None:
+            return hung, []
+        if errors:
+            raise errors[0]
+        return met[0]
+
     def _meet(
         self, failure: PeerFailure | None, values: Sequence[float]
     ) -> tuple[PeerFailure | None, list[list[float]]]:
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._drain()
         for work, _ in self._sent:
             work.wait()
         report = torch.tensor([1.0 if failure else 0.0, *values], dtype=torch.float64)

@@ -49,19 +49,26 @@ class PeerFailure:
     """Index of the action in the rank's program; -1 outside of it."""
     action: str
     error: str
+    hung: bool = False
+    """Whether it stands still, rather than failed: see `titan_pipeline.runtime.watchdog`."""
 
     def __str__(self) -> str:
         where = (
             f"at action {self.action} (position {self.position})" if self.position >= 0 else "outside of its actions"
         )
-        return f"rank {self.rank} failed {where}: {self.error}"
+        return f"rank {self.rank} {'hangs' if self.hung else 'failed'} {where}: {self.error}"
 
 
 class PipelineAborted(RuntimeError):
     """Another rank failed, so this step was stopped. ``failure`` says which rank, where and why."""
 
     def __init__(self, failure: PeerFailure) -> None:
-        super().__init__(f"{failure}. This rank stopped too. Call reset() on every rank before the next step.")
+        then = (
+            "The ranks cannot meet any more: restart the job"
+            if failure.hung
+            else "Call reset() on every rank before the next step"
+        )
+        super().__init__(f"{failure}. This rank stopped too. {then}.")
         self.failure = failure
 
 

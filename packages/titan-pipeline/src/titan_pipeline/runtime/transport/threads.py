@@ -11,12 +11,28 @@ from titan_pipeline.runtime.transport.base import Receiver
 from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
 
 
+class MemoryBoard:
+    """A `StatusBoard` for ranks of one process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def get(self, key: str) -> str | None:
+        """See `StatusBoard`."""
+        return self._texts.get(key)
+
+    def set(self, key: str, text: str) -> None:
+        """See `StatusBoard`."""
+        self._texts[key] = text
+
+
 class ThreadHub:
     """The shared medium of ranks that are threads of one process."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.receivers = [Receiver() for _ in range(num_ranks)]
+        self.board = MemoryBoard()
         self._barrier = threading.Barrier(num_ranks)
         self._reports: list[tuple[PeerFailure | None, list[float]]] = [(None, [])] * num_ranks
 
@@ -27,12 +43,20 @@ class ThreadHub:
     def meet(
         self, rank: int, failure: PeerFailure | None, values: Sequence[float]
     ) -> list[tuple[PeerFailure | None, list[float]]]:
-        """Every rank's report, once all have given theirs."""
+        """Every rank's report, once all have given theirs.
+
+        Raises:
+            threading.BrokenBarrierError: Some rank has given up.
+        """
         self._reports[rank] = (failure, list(values))
         self._barrier.wait()
         reports = list(self._reports)
         self._barrier.wait()
         return reports
+
+    def give_up(self) -> None:
+        """Nobody waits for the others any more."""
+        self._barrier.abort()
 
     def run(self, work: Callable[["ThreadTransport"], Any]) -> list[Any]:
         """Run ``work(transport)`` on every rank, one thread each, and return the results in rank order.
@@ -66,6 +90,7 @@ class ThreadTransport:
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.rank = rank
         self.num_ranks = hub.num_ranks
+        self.board = hub.board
         self._hub = hub
         self._receiver = hub.receivers[rank]
 
@@ -93,9 +118,17 @@ class ThreadTransport:
         self, failure: PeerFailure | None, values: Sequence[float]
     ) -> tuple[PeerFailure | None, list[list[float]]]:
         """Meet the others; messages of a failed step are dropped."""
-        reports = self._hub.meet(self.rank, failure, values)
-        first = next((f for f, _ in reports if f is not None), None)
-        if first is not None:
-            self._receiver.clear()
-            self._hub.meet(self.rank, None, ())
+        try:
+            reports = self._hub.meet(self.rank, failure, values)
+            first = next((f for f, _ in reports if f is not None), None)
+            if first is not None:
+                self._receiver.clear()
+                self._hub.meet(self.rank, None, ())
+        except threading.BrokenBarrierError:
+            return self._receiver.failure or failure, []
         return first, [v for _, v in reports]
+
+    def give_up(self, failure: PeerFailure) -> None:
+        """See `Transport.give_up`."""
+        self._receiver.fail(failure)
+        self._hub.give_up()

@@ -1,0 +1,151 @@
+"""A rank that hangs is named on every rank, with its action, within the time-out; slow ranks are left alone."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+testing = pytest.importorskip("titan_testing")
+
+from titan_pipeline import build_schedule  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage  # noqa: E402
+from torch import nn  # noqa: E402
+
+TIMEOUT_S = 1.0
+
+
+class Slow(nn.Linear):
+    """Takes its time in one forward."""
+
+    def __init__(self, wait):
+        super().__init__(3, 3)
+        self.wait, self.calls = wait, 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.wait(self.calls)
+        return super().forward(x)
+
+
+def build_executor(schedule, transport, wait, at=1, **options):
+    def nothing(calls):
+        return None
+
+    stages = [
+        TorchStage(Slow(wait if s == at else nothing), s, loss=nn.functional.mse_loss)
+        for s in schedule.stages_of(transport.rank)
+    ]
+    return Executor(schedule, stages, transport, **options)
+
+
+def step(executor, m):
+    data = [torch.ones(2, 3)] * m
+    return executor.step(data, data)
+
+
+def test_a_rank_that_hangs_in_its_stage_is_named_on_every_rank(caplog):
+    schedule = build_schedule("1f1b", 3, 4)
+    stuck, free = threading.Event(), threading.Event()
+
+    def wait(calls):
+        if calls == 2:
+            stuck.set()
+            free.wait()
+
+    errors = {}
+
+    def work(transport):
+        executor = build_executor(schedule, transport, wait, hang_timeout_s=TIMEOUT_S)
+        try:
+            step(executor, 4)
+        except PipelineAborted as err:
+            errors[transport.rank] = err
+            if len(errors) == 2:  # both that wait for it; its own thread may look a tenth of the time-out later
+                threading.Timer(TIMEOUT_S, free.set).start()
+        with pytest.raises(RuntimeError, match="There is no next step: restart the job"):
+            executor.reset()
+
+    with caplog.at_level(logging.ERROR, "titan_pipeline"):
+        ThreadHub(3).run(work)
+    assert sorted(errors) == [0, 1, 2]
+    for err in errors.values():
+        assert err.failure.hung
+        assert err.failure.rank == 1
+        assert err.failure.action == "1F1"
+        assert "rank 1 hangs at action 1F1" in str(err)
+        assert "no rank has made progress for 1 s, and it computes" in str(err)
+        assert "rank 2 waits at 2F1 for rank 1" in str(err)
+        assert "restart the job" in str(err)
+    assert "free.wait()" in caplog.text  # its own stack
+
+
+def test_a_slow_rank_is_left_alone():
+    schedule = build_schedule("1f1b", 2, 6)
+    work = ThreadHub(2).run(
+        lambda transport: (
+            step(build_executor(schedule, transport, lambda calls: time.sleep(0.4), hang_timeout_s=TIMEOUT_S), 6).loss
+        )
+    )  # longer than the time-out together, though not each
+    assert work[0] == work[1]
+
+
+def test_a_rank_that_does_not_come_to_the_step_is_named():
+    schedule = build_schedule("gpipe", 2, 2)
+    free = threading.Event()
+    errors = {}
+
+    def work(transport):
+        executor = build_executor(schedule, transport, lambda calls: None, hang_timeout_s=TIMEOUT_S)
+        if transport.rank == 0:
+            free.wait()
+        try:
+            step(executor, 2)
+        except PipelineAborted as err:
+            errors[transport.rank] = str(err)
+            free.set()
+
+    ThreadHub(2).run(work)
+    assert len(errors) == 2
+    for text in errors.values():
+        assert "rank 0 hangs outside of its actions: no rank has made progress for 1 s, and it has not begun" in text
+
+
+def test_processes_name_a_rank_that_hangs_and_one_that_is_stopped():
+    for how, words in (("sleep", "rank 1 hangs at action 1F1"), ("stop", "its process does not answer any more")):
+        said = testing.run_ranks(_hang, 3, how, allow_death=how == "stop", timeout_s=60)
+        for rank in (0, 2):
+            text, took = said[rank]
+            assert words in text
+            assert "rank 1 hangs" in text
+            assert took < 10 * TIMEOUT_S
+
+
+def _hang(how):
+    transport = GlooTransport()
+    schedule = build_schedule("1f1b", 3, 4)
+
+    def wait(calls):
+        if calls == 2 and how == "sleep":
+            time.sleep(8 * TIMEOUT_S)
+        if calls == 2 and how == "stop":
+            pid = os.getpid()
+            if os.fork() == 0:  # somebody must end it
+                time.sleep(8 * TIMEOUT_S)
+                os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            os.kill(pid, signal.SIGSTOP)
+
+    executor = build_executor(schedule, transport, wait, hang_timeout_s=TIMEOUT_S)
+    began = time.monotonic()
+    with pytest.raises(PipelineAborted) as caught:
+        step(executor, 4)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_the_time_out_is_checked():
+    with pytest.raises(ValueError, match="give seconds above 0, or None"):
+        Executor(build_schedule("gpipe", 1, 1), [TorchStage(nn.Linear(1, 1), 0)], hang_timeout_s=0)
