@@ -3,6 +3,7 @@
 import itertools
 import random
 import sys
+import time
 
 import pytest
 from titan_pipeline import (
@@ -18,6 +19,7 @@ from titan_pipeline import (
     v_placement,
     verify,
 )
+from titan_pipeline.solver.scoring import score
 
 
 def measured_profile():
@@ -218,3 +220,43 @@ def test_the_search_finds_the_proven_optimum_of_one_chunk():
     exact = solve(costs, 8, mem_limit=4, time_limit=60, method="exact", workers=2)
     assert exact.proven
     assert searched.value == pytest.approx(exact.value, rel=1e-9)
+
+
+def test_a_score_is_what_the_simulation_and_the_proof_say():
+    rng = random.Random(0)
+    for name, p, v in (
+        ("zbv", 4, 2),
+        ("zb_h2", 5, 1),
+        ("interleaved_1f1b", 3, 3),
+        ("gpipe", 4, 1),
+        ("dualpipe_v", 4, 2),
+    ):
+        times = [[rng.uniform(0.5, 1.5) for _ in range(p * v)] for _ in range(5)]
+        costs = Costs(
+            forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), activation=tuple(times[3]),
+            weight_context=tuple(times[4]), link=Link(latency=0.1, bandwidth=3.0),
+        )  # fmt: skip
+        schedule = build_schedule(name, p, 3 * p, num_chunks=v)
+        played, result = score(schedule, costs), simulate(schedule, costs)
+        assert (played.makespan, played.span) == (result.makespan, result.span)
+        assert played.peak == verify(schedule, costs=costs).peak
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "limit"), [(32, 2, 3.0), pytest.param(64, 1, 8.0, marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_a_search_keeps_its_time_limit_and_narrows_the_gap(p, v, limit, monkeypatch):
+    """CPU time stands for the clock: a busy machine stretches the other."""
+    monkeypatch.setattr(time, "monotonic", time.process_time)
+    rng = random.Random(1)
+    scale = [rng.uniform(0.85, 1.15) for _ in range(p * v)]
+    costs = Costs(
+        forward=tuple(scale), input_grad=tuple(0.98 * s for s in scale), weight_grad=tuple(0.66 * s for s in scale),
+        activation=(1 / v,) * (p * v), weight_context=(0.43 / v,) * (p * v), link=Link(latency=0.02),
+    )  # fmt: skip
+    options = {"placement": "v" if v == 2 else "loop", "num_ranks": p, "mem_limit": 0.75 * p}
+    families = solve(costs, 4 * p, time_limit=0, **options)
+    began = time.process_time()
+    found = solve(costs, 4 * p, time_limit=limit, **options)
+    assert time.process_time() - began <= 1.1 * limit
+    assert found.gap < 0.9 * families.gap

@@ -115,8 +115,10 @@ class Watchdog:
         try:
             verdict = board.get(_VERDICT)
             board.set(f"rank{self._transport.rank}", json.dumps(status))
-            if verdict is None and status.phase != "idle" and status.still_s >= self._timeout_s:
-                verdict = self._judge(board, status)
+            if verdict is None and status.phase != "idle" and status.still_s >= 0.5 * self._timeout_s:
+                rows = self._observed(board, status)
+                if status.still_s >= self._timeout_s:
+                    verdict = self._judge(rows, status)
                 if verdict is not None:
                     board.set(_VERDICT, verdict)
         except RuntimeError:  # the board is gone: the job is ending, or its first process has died
@@ -142,22 +144,27 @@ class Watchdog:
         self._beat += 1
         return RankStatus(self._beat, *seen, now - self._since)
 
-    def _judge(self, board: StatusBoard, mine: RankStatus) -> str | None:
-        """Who hangs, as text; None while anybody moves."""
+    def _observed(self, board: StatusBoard, mine: RankStatus) -> dict[int, RankStatus]:
+        """What every rank wrote, and when it last wrote something new."""
         now = time.monotonic()
         rows: dict[int, RankStatus] = {}
-        silent: list[int] = []
         for rank in range(self._transport.num_ranks):
             text = board.get(f"rank{rank}")
             row = RankStatus(0, 0, "idle", -1, "", -1, mine.still_s) if text is None else RankStatus(*json.loads(text))
             rows[rank] = row
-            beat, since = self._others.get(rank, (-1, now))
-            self._others[rank] = (row.beat, since if row.beat == beat else now)
-            if rank != self._transport.rank and row.beat == beat and now - since >= self._timeout_s:
-                silent.append(rank)
-            elif rank != self._transport.rank and row.still_s < self._timeout_s and row.phase != "idle":
-                return None
-        return self._named(rows, silent, mine)
+            if self._others.get(rank, (-1, now))[0] != row.beat:
+                self._others[rank] = (row.beat, now)
+        return rows
+
+    def _judge(self, rows: dict[int, RankStatus], mine: RankStatus) -> str | None:
+        """Who hangs, as text; None while anybody moves."""
+        now = time.monotonic()
+        others = [r for r in rows if r != self._transport.rank]
+        silent = [r for r in others if now - self._others[r][1] >= 0.4 * self._timeout_s]
+        moving = [
+            r for r in others if rows[r].still_s < self._timeout_s and rows[r].phase != "idle" and r not in silent
+        ]
+        return None if moving else self._named(rows, silent, mine)
 
     def _named(self, rows: dict[int, RankStatus], silent: list[int], mine: RankStatus) -> str | None:
         computing = [r for r, row in rows.items() if row.phase == "step" and row.waiting < 0 and r not in silent]

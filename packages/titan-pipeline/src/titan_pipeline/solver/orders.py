@@ -161,7 +161,7 @@ class Problem:
             [row for row in range(2 * stages) if self.placement[row % stages] == r] for r in range(self.num_ranks)
         ]
         never: tuple[float, int] = (float("inf"), 0)
-        candidates = [never] * (2 * stages)
+        candidates: list[tuple[float, int]] = [never] * (2 * stages)
         changed = list(range(2 * stages))
         for _ in range(2 * stages * m):
             for row in changed:

@@ -49,7 +49,7 @@ class StoreBoard:
     def __init__(self, ranks: Sequence[int]) -> None:
         StoreBoard.made += 1
         inner: Any = dist.distributed_c10d
-        self._store = dist.PrefixStore(
+        self._store: Any = inner.PrefixStore(
             f"titan_pipeline/{StoreBoard.made}/{ranks[0]}-{ranks[-1]}", inner._get_default_store()
         )
 
