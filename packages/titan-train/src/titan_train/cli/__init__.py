@@ -18,7 +18,9 @@ _COMMANDS = {
     "data": "show samples of a configuration as the model reads them",
     "download": "load a model, a tokenizer or a data set from the Hugging Face hub",
     "generate": "sample text from a run's last checkpoint",
-    "export": "write a run's model as a Hugging Face folder, compared with the run",
+    "serve": "answer OpenAI's protocol on this machine with a run's model, and a page to chat in",
+    "eval": "perplexity and bits per byte of a model, and tasks of lm-evaluation-harness",
+    "export": "write a run's model for Hugging Face, llama.cpp, ONNX, AOTInductor or DCP, compared with the run",
     "report": "write a run's one-page HTML report",
     "compare": "compare runs on one page: curves, numbers, settings that differ",
     "list": "show the shipped configurations and models",
@@ -26,7 +28,7 @@ _COMMANDS = {
 }
 _FOLDERS = {
     "inputs": ("prepare", "tokenizer", "data", "download"),
-    "trained": ("generate", "export", "report", "compare"),
+    "trained": ("generate", "export", "report", "compare", "serve", "eval"),
 }
 """Where a command's module is; the others are in this folder."""
 _NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "data", "dry-run")

@@ -59,7 +59,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
     if "" in arguments.prompt:
         raise ValueError("--prompt is empty: give at least one character to continue.")
-    if not (arguments.run_dir / "config.toml").is_file():
+    from titan_train.export.load import target_of
+
+    if target_of(arguments.run_dir) is not None:
         return _exported(arguments)
 
     from titan_train.generation import Sampling, encode_chat, encode_prompt, load_run, stream_text

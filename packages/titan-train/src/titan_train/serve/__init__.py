@@ -1,0 +1,8 @@
+"""An endpoint on loopback that speaks OpenAI's protocol, for trying a trained model.
+
+- `app`: the routes and their answers. `requests`: what a request may ask, and what is wrong with it.
+- `worker`: the model, one request at a time in a thread of its own.
+- ``chat.html``: the page to chat in.
+
+Not for production: one process, no batching across requests, no authentication.
+"""

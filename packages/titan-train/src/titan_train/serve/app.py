@@ -1,0 +1,161 @@
+"""The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, and a page to chat in at ``/``.
+
+Only names of this machine are answered to, so that a web page elsewhere cannot reach the model by a name of its own that
+leads here.
+"""
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from titan_train.generation import LoadedRun, TextPiece
+from titan_train.serve.requests import Ask, BadRequestError, read_chat, read_completion
+from titan_train.serve.worker import Worker
+
+_LARGEST_BODY = 4_000_000
+
+
+def build_app(
+    run: LoadedRun, name: str, *, max_new_tokens: int = 512, compiled: bool = False, hosts: tuple[str, ...] = ()
+) -> Starlette:
+    """The application.
+
+    Args:
+        run: A loaded run.
+        name: Of the model, as clients see it.
+        max_new_tokens: Default and limit of one answer.
+        compiled: As in `titan_train.generation.stream`.
+        hosts: Names to answer to beside those of loopback.
+    """
+    server = _Server(run, name, max_new_tokens, compiled)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        server.worker.close()
+
+    routes = [
+        Route("/", server.page),
+        Route("/v1/models", server.models),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+    ]
+    allowed = ["localhost", "127.0.0.1", "[::1]", "testserver", *hosts]
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)],
+        exception_handlers={
+            HTTPException: lambda request, err: _error(str(err.detail), status=err.status_code),  # type: ignore[attr-defined]
+            BadRequestError: lambda request, err: _error(str(err), field=err.field),  # type: ignore[attr-defined]
+        },
+    )
+
+
+class _Server:
+    def __init__(self, run: LoadedRun, name: str, most: int, compiled: bool) -> None:
+        self.worker = Worker(run, compiled=compiled)
+        self._name, self._most = name, most
+        self._since = int(time.time())
+        self._page = files("titan_train.serve").joinpath("chat.html").read_text(encoding="utf-8")
+
+    async def page(self, request: Request) -> Response:
+        settings = {"model": self._name, "chat": self.worker.run.template is not None, "step": self.worker.run.step}
+        text = json.dumps(settings).replace("<", "\\u003c")
+        return HTMLResponse(self._page.replace("{{ settings }}", text))
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": self._since, "owned_by": "titan-train"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(read_completion(await self._body(request), most=self._most), chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(read_chat(await self._body(request), most=self._most), chat=True)
+
+    async def _body(self, request: Request) -> Any:
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > _LARGEST_BODY:
+                raise BadRequestError(f"the body is larger than {_LARGEST_BODY} bytes. Send a shorter prompt.")
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as err:
+            raise BadRequestError(f"the body is not valid JSON ({err}).") from err
+        if isinstance(body, dict) and body.get("model", self._name) != self._name:
+            raise HTTPException(404, f"the model {str(body['model'])[:80]!r} does not exist; this is {self._name!r}.")
+        return body
+
+    async def _answer(self, ask: Ask, *, chat: bool) -> Response:
+        prompts = self.worker.prompts(ask)
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self._name,
+        }
+        pieces = self.worker.pieces(ask, prompts)
+        if ask.stream:
+            first = await anext(pieces)  # a request that cannot be answered must get an error, not a stream
+            events = _events(head, first, pieces, chat=chat)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        texts, finishes, tokens = [""] * len(prompts), ["stop"] * len(prompts), [0] * len(prompts)
+        async for piece in pieces:
+            texts[piece.row] += piece.text
+            finishes[piece.row], tokens[piece.row] = piece.finish, piece.tokens
+        read, new = sum(map(len, prompts)), sum(tokens)
+        choices = [_choice(row, texts[row], finishes[row], chat=chat) for row in range(len(prompts))]
+        usage = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        return JSONResponse({**head, "object": _kind(chat), "choices": choices, "usage": usage})
+
+
+def _kind(chat: bool, *, chunk: bool = False) -> str:
+    return ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+
+
+def _choice(row: int, text: str, finish: str, *, chat: bool) -> dict[str, Any]:
+    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {"index": row, **content, "logprobs": None, "finish_reason": finish}
+
+
+async def _events(
+    head: Mapping[str, Any], first: TextPiece, pieces: AsyncIterator[TextPiece], *, chat: bool
+) -> AsyncIterator[str]:
+    """Server-sent events, ended by ``[DONE]``."""
+    begun: set[int] = set()
+
+    def event(piece: TextPiece) -> str:
+        role = {} if piece.row in begun else {"role": "assistant"}
+        begun.add(piece.row)
+        content = {"delta": {**role, "content": piece.text}} if chat else {"text": piece.text}
+        choice = {"index": piece.row, **content, "logprobs": None, "finish_reason": piece.finish or None}
+        return f"data: {json.dumps({**head, 'object': _kind(chat, chunk=True), 'choices': [choice]})}\n\n"
+
+    yield event(first)
+    try:
+        async for piece in pieces:
+            yield event(piece)
+    except Exception as err:  # the answer has begun: only an event can say it
+        yield f"data: {json.dumps(_error_body(str(err), 'server_error'))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _error(message: str, *, status: int = 400, field: str | None = None) -> Response:
+    return JSONResponse(_error_body(message, "invalid_request_error", field), status_code=status)
+
+
+def _error_body(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
