@@ -1,0 +1,134 @@
+"""A run or an exported folder as something that scores and continues tokens."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_train.export.load import load_exported, target_of
+from titan_train.export.tokenizer_json import folder_ids, folder_text
+from titan_train.generation import LoadedRun, generate, load_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalModel:
+    """What evaluation asks of a model."""
+
+    name: str
+    logits: Callable[[Tensor], Tensor]
+    """``[B, S]`` int64 to ``[B, S, V]`` float32, on the device of the input or the CPU."""
+    encode: Callable[[str], list[int]]
+    """A text's ids, without tokens that begin or end it."""
+    decode: Callable[[Sequence[int]], str]
+    greedy: Callable[[Sequence[int], int], list[int]]
+    """The most likely tokens after a prompt, at most so many, without the token that ends a text."""
+    prefix_id: int
+    """Begins a text that has nothing before it: the beginning-of-text token, else the end-of-text token."""
+    eos_id: int
+    max_length: int
+    """Tokens that the model is asked to read at once."""
+    device: torch.device | None = None
+    """Where tokens go; None is the CPU."""
+
+
+def load_eval_model(
+    folder: Path,
+    *,
+    step: int | None = None,
+    max_length: int | None = None,
+    device: str | None = None,
+    trust_code: bool = False,
+    code: Sequence[str] = (),
+) -> EvalModel:
+    """Load a run's folder or an exported one.
+
+    Args:
+        folder: The folder.
+        step: Which checkpoint of a run; None takes the newest.
+        max_length: Tokens to read at once; None takes the length of the training sequences.
+        device: Where a run's model goes; None takes a GPU if there is one.
+        trust_code: As in `load_run`.
+        code: As in `load_run`.
+
+    Raises:
+        ValueError: It is neither, or cannot be loaded.
+    """
+    if target_of(folder) is not None:
+        return _of_export(folder, max_length)
+    run = load_run(folder, step=step, device=device, trust_code=trust_code, code=code)
+    return eval_model_of(run, folder.resolve().name, max_length=max_length)
+
+
+def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -> EvalModel:
+    """A loaded run.
+
+    Raises:
+        ValueError: ``max_length`` exceeds the positions that the model has learned.
+    """
+    tokenizer, model = run.tokenizer, run.model
+    learned = getattr(model, "max_seq_len", None)
+    length = max_length or run.config.model.seq_len
+    if isinstance(learned, int) and length > learned:
+        raise ValueError(f"max_length={length}, but the model has learned {learned} positions. Use at most {learned}.")
+
+    @torch.no_grad()
+    def logits(tokens: Tensor) -> Tensor:
+        return model(tokens).float()
+
+    def greedy(prompt: Sequence[int], count: int) -> list[int]:
+        return generate(model, [prompt], max_new_tokens=count, stop_ids=[tokenizer.eos_id])[0]
+
+    return EvalModel(
+        name=f"{name}, step {run.step}",
+        logits=logits,
+        encode=lambda text: tokenizer.encode(text).tolist(),
+        decode=tokenizer.decode,
+        greedy=greedy,
+        prefix_id=tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        max_length=length,
+        device=next(model.parameters()).device,
+    )
+
+
+def _of_export(folder: Path, max_length: int | None) -> EvalModel:
+    ids = folder_ids(folder)
+    config_file = folder / "tokenizer_config.json"
+    if ids("a") is None or not config_file.is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json that can be read: install titan-train[hf], or evaluate the run."
+        )
+    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+    exported = load_exported(folder)
+    eos = _token_id(folder, config["eos_token"])
+    bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
+
+    def logits(tokens: Tensor) -> Tensor:
+        found = exported.logits(tokens)
+        assert found is not None
+        return found
+
+    def greedy(prompt: Sequence[int], count: int) -> list[int]:
+        found = exported.greedy(prompt, count)
+        return found[: found.index(eos)] if eos in found else found
+
+    return EvalModel(
+        name=str(folder),
+        logits=logits,
+        encode=lambda text: ids(text) or [],
+        decode=lambda tokens: folder_text(folder, tokens),
+        greedy=greedy,
+        prefix_id=bos,
+        eos_id=eos,
+        max_length=max_length or config["model_max_length"],
+    )
+
+
+def _token_id(folder: Path, name: str | dict[str, Any]) -> int:
+    text = name["content"] if isinstance(name, dict) else name
+    written = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return next(entry["id"] for entry in written["added_tokens"] if entry["content"] == text)

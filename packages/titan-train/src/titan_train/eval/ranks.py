@@ -1,0 +1,62 @@
+"""Evaluation on several ranks: each holds the whole model and takes every n-th text.
+
+The ranks are those of torchrun: ``torchrun --nproc-per-node 4 -m titan_train eval RUN --tasks ...``. Sums are exchanged with
+gloo, a few numbers in all.
+"""
+
+import contextlib
+import os
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who shares the work."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sum over ranks of each value, the same on every rank."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in their order; plain data only."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+
+@contextlib.contextmanager
+def join_ranks() -> Generator[Ranks]:
+    """The ranks of this process's group or torchrun; one rank without either."""
+    if dist.is_initialized():
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+        return
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Ranks()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks(dist.get_rank(), world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device() -> str | None:
+    """The GPU of this rank; None lets one process choose, and the CPU serve where there is none."""
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        return None
+    return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"

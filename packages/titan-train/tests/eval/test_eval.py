@@ -1,0 +1,183 @@
+"""Scores by hand, by ranks, and beside lm-evaluation-harness's own model on the export."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exported_runs import trained
+from titan_train.cli import main
+from titan_train.eval.model import EvalModel, eval_model_of
+from titan_train.eval.perplexity import perplexity, rolling_windows
+from titan_train.eval.ranks import Ranks
+from titan_train.eval.scoring import score
+from titan_train.export.run import export_run
+from titan_train.generation import load_run
+
+TEXTS = ["def f0(x):\n    return x + 3\n", "", "something that was never trained on: ü", "x" * 200]
+
+
+def uniform(max_length: int = 16) -> EvalModel:
+    return EvalModel(
+        name="uniform", logits=lambda tokens: torch.zeros(*tokens.shape, 256), encode=lambda text: list(text.encode()),
+        decode=lambda ids: bytes(ids).decode(), greedy=lambda prompt, count: [0] * count, prefix_id=0, eos_id=0,
+        max_length=max_length,
+    )  # fmt: skip
+
+
+def test_a_uniform_model_needs_eight_bits_for_a_byte() -> None:
+    found = perplexity(uniform(), TEXTS, batch_size=3, ranks=Ranks())
+    assert found.bits_per_byte == pytest.approx(8.0, rel=1e-6)
+    assert found.per_token == pytest.approx(256.0, rel=1e-5)
+    assert found.tokens == found.bytes == sum(len(text.encode()) for text in TEXTS)
+    with pytest.raises(ValueError, match="there is no text to evaluate"):
+        perplexity(uniform(), [""], batch_size=3, ranks=Ranks())
+
+
+def test_windows_score_each_token_once_and_see_one_token_before() -> None:
+    ids = list(range(1, 36))
+    windows = list(rolling_windows(ids, 99, 16))
+    assert [token for _, part in windows for token in part] == ids
+    assert [context for context, _ in windows] == [[99], [16], [32]]
+
+
+def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) -> None:
+    run = load_run(trained(folder, "qwen3_debug", rope_theta=5000.0), device="cpu")
+    model = eval_model_of(run, "tiny")
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randint(259, (c,), generator=generator).tolist(), torch.randint(259, (n,), generator=generator).tolist())
+        for c, n in ((5, 3), (1, 1), (20, 7), (60, 10), (80, 2), (1, 64))
+    ]
+    want = []
+    for context, continuation in pairs:
+        row = [*context, *continuation][-65:]  # the model reads 64 and predicts the 65th
+        with torch.no_grad():
+            likely = run.model(torch.tensor([row[:-1]]))[0].double().log_softmax(-1)
+        want.append(sum(float(likely[len(row) - 1 - len(continuation) + i, t]) for i, t in enumerate(continuation)))
+    for batch_size in (1, 4):
+        got = [likely for likely, _ in score(model, pairs, batch_size=batch_size)]
+        assert got == pytest.approx(want, rel=1e-5)  # float32 logits of order one
+    with pytest.raises(ValueError, match="a context of 0 and a continuation of 1"):
+        score(model, [([], [1])], batch_size=1)
+
+
+TASK = """
+task: tiny_words
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: OUTPUT
+doc_to_text: "{{question}}"
+REST
+metadata: {version: 1}
+"""
+CHOICES = 'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]'
+TEXT = 'doc_to_target: "{{question}}"\nmetric_list: [{metric: bits_per_byte}]'
+UNTIL = (
+    'doc_to_target: "{{choices[0]}}"\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 12}\n'
+    "metric_list: [{metric: exact_match}]"
+)
+
+
+def task_files(folder: Path) -> Path:
+    docs = [
+        {"question": f"def f{i}(x):", "choices": ["\n    return x", " + 3", " ü"], "answer": i % 3} for i in range(9)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    for name, output, rest in (
+        ("tiny_choices", "multiple_choice", CHOICES),
+        ("tiny_rolling", "loglikelihood_rolling", TEXT),
+        ("tiny_until", "generate_until", UNTIL),
+    ):
+        text = TASK.replace("DATA", str(data)).replace("OUTPUT", output).replace("REST", rest)
+        if output == "loglikelihood_rolling":
+            text = text.replace('doc_to_text: "{{question}}"', 'doc_to_text: ""')
+        (folder / f"{name}.yaml").write_text(text.replace("tiny_words", name))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_score_each_request_as_the_harness_scores_the_export(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from titan_train.eval.harness import run_tasks
+
+    run_dir = trained(folder, "qwen3_debug", rope_theta=5000.0)
+    export_run(run_dir, tmp_path / "hf", dtype="fp32", gate=False)
+    (tmp_path / "tasks").mkdir()
+    include = task_files(tmp_path / "tasks")
+    tasks = ["tiny_choices", "tiny_rolling", "tiny_until"]
+    model = eval_model_of(load_run(run_dir, device="cpu"), "tiny")
+    ours = run_tasks(model, tasks, batch_size=4, ranks=Ranks(), include=include)
+    theirs = simple_evaluate(
+        model="hf", model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32", "max_length": 64}, tasks=tasks,
+        task_manager=TaskManager(include_path=str(include)), device="cpu", bootstrap_iters=0, batch_size=1,
+    )  # fmt: skip
+    assert ours is not None
+    assert theirs is not None
+    for task in tasks:
+        assert len(ours["samples"][task]) == 9
+        for a, b in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            assert a["doc_id"] == b["doc_id"]
+            mine, his = (numbers(sample["resps"]) for sample in (a, b))
+            assert len(mine) > 0
+            if task == "tiny_until":
+                assert mine == his
+            else:
+                assert mine == pytest.approx(his, abs=1e-4)
+
+
+def numbers(value: object) -> list[object]:
+    """The leaves of nested lists; booleans as they are."""
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in numbers(item)]
+    return [float(value)] if isinstance(value, str) and value[:1] in "-0123456789" else [value]
+
+
+def test_the_command_gives_the_same_for_a_run_its_export_and_two_ranks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    run_dir = trained(folder, "qwen3_debug", rope_theta=5000.0)
+    export_run(run_dir, tmp_path / "hf", dtype="fp32", gate=False)
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    found = []
+    for name, target in (("run", run_dir), ("export", tmp_path / "hf")):
+        assert main(["eval", str(target), "--text", str(lines), "--json", str(tmp_path / f"{name}.json")]) == 0
+        found.append(json.loads((tmp_path / f"{name}.json").read_text())["text"])
+    assert "bits per byte" in capsys.readouterr().out
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "-m",
+        "titan_train",
+    ]
+    command += ["eval", str(run_dir), "--text", str(lines), "--batch-size", "1", "--json", str(tmp_path / "ranks.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found.append(json.loads((tmp_path / "ranks.json").read_text())["text"])
+    assert done.stdout.count("bits per byte") == 1
+    for other in found[1:]:
+        assert other["tokens"] == found[0]["tokens"]
+        assert other["nats"] == pytest.approx(found[0]["nats"], rel=1e-5)  # float32, other batches
+    assert math.isclose(found[0]["perplexity"], math.exp(found[0]["nats"] / found[0]["tokens"]))
+    assert main(["eval", str(run_dir)]) == 2
+    assert "there is nothing to evaluate" in capsys.readouterr().err
