@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exported_runs import trained
+from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.eval.model import EvalModel, eval_model_of
 from titan_train.eval.perplexity import perplexity, rolling_windows
@@ -161,20 +160,9 @@ def test_the_command_gives_the_same_for_a_run_its_export_and_two_ranks(
         assert main(["eval", str(target), "--text", str(lines), "--json", str(tmp_path / f"{name}.json")]) == 0
         found.append(json.loads((tmp_path / f"{name}.json").read_text())["text"])
     assert "bits per byte" in capsys.readouterr().out
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=0",
-        "-m",
-        "titan_train",
-    ]
-    command += ["eval", str(run_dir), "--text", str(lines), "--batch-size", "1", "--json", str(tmp_path / "ranks.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
+    words = ["eval", str(run_dir), "--text", str(lines), "--batch-size", "1", "--json", str(tmp_path / "ranks.json")]
+    assert run_ranks(main, 2, words) == [0, 0]
     found.append(json.loads((tmp_path / "ranks.json").read_text())["text"])
-    assert done.stdout.count("bits per byte") == 1
     for other in found[1:]:
         assert other["tokens"] == found[0]["tokens"]
         assert other["nats"] == pytest.approx(found[0]["nats"], rel=1e-5)  # float32, other batches
