@@ -46,9 +46,17 @@ class Cluster:
         return self.namespace.command(job.command(name, *ray, *words), job.folder)
 
     def open(self, job, name, *words, nodes=2):
-        told = (job.folder / f"{name}.told").open("w")
         command = self.command(job, name, "--launch.nproc", "1", *words, nodes=nodes)
-        return subprocess.Popen(command, stdout=told, stderr=told, env=self.environ)
+        with (job.folder / f"{name}.told").open("a") as told:
+            return subprocess.Popen(command, stdout=told, stderr=told, env=self.environ)
+
+    def lose_a_node(self):
+        """SIGKILL to the raylet of a node that holds ranks; everything of Ray there ends with it."""
+        agent = self.namespace.pids("ray::NodeAgent")[-1]
+        environ = Path(f"/proc/{agent}/environ").read_bytes().split(b"\0")
+        inside = next(word.partition(b"=")[2] for word in environ if word.startswith(b"RAY_RAYLET_PID="))
+        (raylet,) = [pid for pid in self.raylets() if number_inside(pid) == int(inside)]
+        os.kill(raylet, signal.SIGKILL)
 
 
 def told(job, name):
@@ -116,7 +124,7 @@ def test_the_command_and_the_driver_s_actor_may_be_killed_and_the_run_goes_on(jo
 @pytest.mark.timeout(600)
 def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(job, undisturbed, cluster):
     name, run = "nodes", job.folder / "runs" / "nodes"
-    slow = ("--launch.faults", "kill rank=1 step=3; slow rank=0 factor=25", "--launch.straggler-factor", "0")
+    slow = ("--launch.faults", "kill rank=1 step=3; slow rank=0 factor=60", "--launch.straggler-factor", "0")
     command = cluster.open(job, name, *slow, "--ray.topology", "rack")
     wait_for(lambda: "step=5/" in told(job, name))
     assert "(r2)" not in told(job, name)
@@ -125,10 +133,7 @@ def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(jo
     os.kill(rank, signal.SIGTERM)
     wait_for(lambda: "a rank received SIGTERM from outside" in told(job, name))
     wait_for(lambda: told(job, name).count("resumed  step") == 2)
-    # lost: everything of Ray on a node that holds a rank
-    agent = cluster.namespace.pids("ray::NodeAgent")[-1]
-    raylet = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(raylet, signal.SIGKILL)
+    cluster.lose_a_node()
     assert command.wait(timeout=400) == 0, told(job, name)
     assert " was lost: " in told(job, name)
     assert job.losses(name) == undisturbed
@@ -143,8 +148,7 @@ def test_a_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
         cluster.add_node()
     command = cluster.open(job, name, "--launch.elastic", "--train.steps", "5000", nodes=3)
     wait_for(lambda: "step=5/" in told(job, name))
-    agent = cluster.namespace.pids("ray::NodeAgent")[-1]
-    os.kill(int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    cluster.lose_a_node()
     wait_for(lambda: "resumed  step" in told(job, name))
     cluster.add_node()
     wait_for(lambda: "elastic  ranks came back" in told(job, name))
@@ -181,6 +185,12 @@ def test_the_quick_start_has_the_losses_of_local_ranks(job, cluster):
     done = cluster.namespace.run(command, folder, env=cluster.environ, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert job.losses("start-ray") == job.losses("start-local")
+
+
+def number_inside(pid):
+    """A process's number in its own namespace."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("NSpid:")).split()[-1])
 
 
 def ranks_of(cluster, run):

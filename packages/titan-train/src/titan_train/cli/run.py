@@ -159,8 +159,7 @@ def _follow(config: Config, run_dir: Path, per_node: int) -> int:
 
     prepare_inputs(config, quiet=True)
     device = device_type(config.launch)
-    world_size = per_node * config.launch.nnodes
-    return follow(config, run_dir, world_size, lambda attempt: TorchrunJob(attempt, per_node, device))
+    return follow(config, run_dir, per_node, lambda attempt, place: TorchrunJob(attempt, per_node, device, place))
 
 
 def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:

@@ -32,6 +32,8 @@ from titan_train.launch.validate import validate
 _POLL_S = 0.05
 _REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
 _TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} .*torch/distributed/|\*{20,}|Setting OMP_NUM_THREADS|$")
+_FIRST_CALL_S = 120.0  # machines of a job start at different times
+_CALL_S = 15.0  # they are there already; one that is not is done without
 _PEERS_S = 2.0  # how long the peers of a lost rank may take to fail by themselves
 
 
@@ -50,11 +52,20 @@ class TorchrunLauncher:
         self.device: DeviceType = device
         self._launch = launch
         self._per_node = per_node
-        self._leader = Leader(run_dir) if launch.nnodes > 1 else None
+        self._leader = Leader(run_dir, launch.nnodes) if launch.nnodes > 1 else None
+        self._machines = tuple(range(launch.nnodes))
+        self._job: TorchrunJob | None = None
+        self._met = False
 
     def capacity(self) -> int:
-        """Torchrun is not asked: every machine of the job is taken to be there."""
-        return self._per_node * self._launch.nnodes
+        """Ranks of the machines that are there: between attempts they are called, during one they show it themselves."""
+        if self._leader is None or not self._launch.elastic:
+            return self._per_node * self._launch.nnodes
+        if self._job is not None and self._job.running():
+            return self._per_node * len({*self._machines, *self._leader.present()})
+        self._machines = self._leader.call(_CALL_S if self._met else _FIRST_CALL_S)
+        self._met = True
+        return self._per_node * len(self._machines)
 
     def validate(self, config: Config, world_size: int) -> None:
         """See `titan_train.launch.job.Launcher`. In this process, which then imports torch."""
@@ -66,11 +77,14 @@ class TorchrunLauncher:
         Raises:
             ValueError: Something else listens where the machines would meet.
         """
+        machines = self._machines[: attempt.world_size // self._per_node] or (0,)
         if self._leader is not None:
             if attempt.number == 0:
                 check_endpoint(self._launch.endpoint)
-            self._leader.attempt(attempt.number)
-        return TorchrunJob(attempt, min(self._per_node, attempt.world_size), self.device, self._leader)
+            self._leader.attempt(attempt.number, machines)
+        per_node = min(self._per_node, attempt.world_size)
+        self._job = TorchrunJob(attempt, per_node, self.device, leader=self._leader)
+        return self._job
 
     def adopt(self, run_dir: Path) -> None:
         """None: the ranks end with the process that started them."""
@@ -84,15 +98,27 @@ class TorchrunLauncher:
 class TorchrunJob:
     """The ranks of this machine in one attempt."""
 
-    def __init__(self, attempt: Attempt, per_node: int, device: DeviceType, leader: Leader | None = None) -> None:
+    def __init__(
+        self, attempt: Attempt, per_node: int, device: DeviceType, place: int = 0, leader: Leader | None = None
+    ) -> None:
+        """Start them.
+
+        Args:
+            attempt: What to run.
+            per_node: Ranks on each machine.
+            device: What each rank computes on.
+            place: This machine's number among those that take part.
+            leader: Machine 0's voice, there.
+        """
         self._leader = leader
         launch = attempt.config.launch
+        nodes = attempt.world_size // per_node
         self._run_dir = attempt.run_dir
         self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
-        first = launch.node_rank * per_node
+        first = place * per_node
         self._ranks = range(first, first + per_node)
         self._board = Board(self._folder, self._ranks)
-        alone = launch.nnodes == 1
+        alone = nodes == 1
         job = RankJob(
             config_toml=dump_config(attempt.config),
             run_dir=str(attempt.run_dir.resolve()),
@@ -105,9 +131,9 @@ class TorchrunJob:
         self._log = self._folder / "torchrun.log"
         command = [
             sys.executable, "-m", "torch.distributed.run",
-            "--nnodes", str(launch.nnodes), "--nproc-per-node", str(per_node), "--node-rank", str(launch.node_rank),
+            "--nnodes", str(nodes), "--nproc-per-node", str(per_node), "--node-rank", str(place),
             "--max-restarts", "0", "--monitor-interval", "0.1", "--rdzv-id", f"{attempt.run_dir.name}-{attempt.number}",
-            *self._rendezvous(launch),
+            *self._rendezvous(nodes, launch.endpoint),
             "-m", "titan_train.launch.rank.worker", str(job_file),
         ]  # fmt: skip
         # PYTHONSAFEPATH: the working directory does not shadow modules
@@ -122,13 +148,17 @@ class TorchrunJob:
         self._reporting = False  # torchrun has begun to report a failure, which takes all the rest
         self._lost_at: float | None = None
 
-    def _rendezvous(self, launch: LaunchConfig) -> tuple[str, ...]:
-        if launch.nnodes == 1:
+    def _rendezvous(self, nodes: int, endpoint: str) -> tuple[str, ...]:
+        if nodes == 1:
             file = str(self._folder / "rendezvous")
             return ("--rdzv-backend", "c10d", "--rdzv-endpoint", file, "--rdzv-conf", "store_type=file",
                     "--local-addr", "127.0.0.1")  # fmt: skip
         # static: machine i holds the i-th ranks, which a dynamic rendezvous does not promise
-        return ("--rdzv-backend", "static", "--rdzv-endpoint", launch.endpoint)
+        return ("--rdzv-backend", "static", "--rdzv-endpoint", endpoint)
+
+    def running(self) -> bool:
+        """Whether torchrun is still there."""
+        return self._process.poll() is None
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.RunningJob`."""
