@@ -57,13 +57,42 @@ def test_only_a_value_error_before_the_first_step_is_the_users_mistake(tmp_path,
     assert write_failure(tmp_path, 0, error, trained=trained).users_mistake is mistake
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"rank": 1}', "\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"rank": 1}',
+        "\x00",
+        "[" * 9999,
+        '{"rank": 0, "time_s": "x", "kind": 1, "message": 2, "traceback": 3, "users_mistake": true}',
+        '{"rank": 0, "time_s": null, "kind": "a", "message": "b", "traceback": "c", "users_mistake": false}',
+    ],
+)
 def test_a_damaged_failure_file_says_nothing(tmp_path, content):
     write_failure(tmp_path, 1, ValueError("real"))
     (tmp_path / "failures" / "rank-0.json").write_text(content)
     found = first_failure(tmp_path)
     assert found is not None
     assert found.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "world"),
+    [
+        (OSError(5, "Input/output error"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connect"), False),
+    ],
+)
+def test_errors_of_the_disk_and_the_network_are_told_apart(tmp_path, error, world):
+    write_failure(tmp_path, 0, error, trained=True)
+    found = first_failure(tmp_path)
+    assert found is not None
+    assert (found.from_world, found.in_step) == (world, True)
 
 
 def test_a_failure_that_cannot_be_written_is_still_returned(tmp_path):

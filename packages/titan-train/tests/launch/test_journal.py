@@ -41,7 +41,7 @@ class NoRanks:
         self.code = exit_code
 
     def start(self, attempt):
-        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_the_supervisor_waits_for_room_says_so_once_and_goes_on(tmp_path, monkeypatch):

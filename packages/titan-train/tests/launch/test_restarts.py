@@ -29,7 +29,7 @@ def test_restarts_are_counted_within_a_window_only():
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
-        (lost(error="ValueError: x", users_mistake=True), "would fail again"),
+        (lost(error="ValueError: x", users_mistake=True, progressed=False), "would fail again"),
         (lost(error="ImportError: x", progressed=False), "before its first step"),
     ],
 )
@@ -44,6 +44,19 @@ def test_the_same_error_at_the_same_step_ends_the_run_and_another_does_not():
     assert budget.decide(lost(5, error="RuntimeError: x")).again
     assert budget.decide(lost(6, error="RuntimeError: x")).again
     assert not budget.decide(lost(6, error="RuntimeError: x")).again
+
+
+def test_once_a_step_was_made_the_network_may_fail_again_and_again_before_the_next():
+    budget = RestartBudget(LaunchConfig(max_restarts=3))
+    assert budget.decide(lost(5)).again
+    away = {"error": "RuntimeError: gloo: Network is unreachable", "progressed": False, "from_world": True}
+    assert budget.decide(lost(5, **away)).again
+    assert budget.decide(lost(5, **away)).again
+    assert not budget.decide(lost(5, **away)).again  # the budget
+    torn = RestartBudget(LaunchConfig(max_restarts=3))
+    assert torn.decide(lost(5)).again
+    assert torn.decide(lost(5, error="ValueError: torn", progressed=False, users_mistake=True)).again
+    assert not torn.decide(lost(5, error="ValueError: torn", progressed=False, users_mistake=True)).again
 
 
 def test_a_preempted_rank_does_not_count():

@@ -139,7 +139,10 @@ def _supervise(
         for info in infos[-1:]:
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
-    _finish(config, run_dir, infos[-1], code, attempts_before)
+    try:
+        _finish(config, run_dir, infos[-1], code, attempts_before)
+    except OSError as err:  # the run is over, and what it saved is there
+        print(f"note     {err.filename or run_dir}: {err.strerror}; the report and run.json are not up to date")
     return code
 
 

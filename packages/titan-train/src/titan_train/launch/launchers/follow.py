@@ -118,7 +118,8 @@ class Leader:
     def _write(self, told: Announcement) -> None:
         self._told = told
         self._touched = time.monotonic()
-        write_atomic(self._file, json.dumps(asdict(told) | {"time": time.time()}))
+        with contextlib.suppress(OSError):  # a full disk: what is told is kept here, and written again by `touch`
+            write_atomic(self._file, json.dumps(asdict(told) | {"time": time.time()}))
 
 
 def follow(config: Config, run_dir: Path, per_node: int, start: Callable[[Attempt, int], RunningJob]) -> int:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,9 @@ from titan_train.launch.job import Board, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.validate import validate_in_child
+
+_SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
+_KILL_S = 10.0
 
 
 class ForkServer:
@@ -107,7 +111,11 @@ class ForkedRanks:
         for sentinel in multiprocessing.connection.wait(list(self._waiting), timeout=timeout_s):
             rank = self._waiting.pop(cast("int", sentinel))
             self._processes[rank].join()
-            found.append(RankExit(rank, self._code(rank)))
+            code = self._code(rank)
+            if code == _SERVER_GONE:
+                found.append(RankExit(rank, None, "the server that ranks are forked from was killed"))
+            else:
+                found.append(RankExit(rank, code))
         return found
 
     def beats(self) -> dict[int, Beat]:
@@ -125,6 +133,9 @@ class ForkedRanks:
         for rank in self._waiting.values():
             self._processes[rank].join()
         self._waiting = {}
+        for rank, process in self._processes.items():
+            if process.exitcode == _SERVER_GONE:  # nobody reaps it, and it may still run
+                _kill_and_wait(self._folder / f"rank-{rank}.orders", process.pid)
         self._board.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -134,6 +145,21 @@ class ForkedRanks:
         done = beat is not None and beat.phase in (Phase.STOPPED, Phase.FINISHED)
         # gloo's and NCCL's threads abort a rank now and then after all its work is done
         return 0 if done and code == -signal.SIGABRT else code
+
+
+def _kill_and_wait(orders: Path, pid: int) -> None:
+    """Kill a rank whose parent is gone; its number is still its own if it has its pipe of orders open."""
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        try:
+            files = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:
+            return
+        if str(orders) not in files:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

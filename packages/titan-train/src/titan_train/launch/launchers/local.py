@@ -104,7 +104,7 @@ class _Places:
         self._last: int | None = None
 
     def usable(self) -> list[int]:
-        now = time.time()
+        now = time.monotonic()
         return [place for place, until in enumerate(self._out_until) if until <= now]
 
     def lost(self, place: int, attempt: Attempt, rank: int) -> None:
@@ -114,7 +114,7 @@ class _Places:
         seconds = _asked_for(attempt, rank)
         if self._last == place:
             seconds = max(seconds, launch.rejoin_s)
-        self._out_until[place] = time.time() + seconds if seconds else 0.0
+        self._out_until[place] = time.monotonic() + seconds if seconds else 0.0
         self._last = place
 
 

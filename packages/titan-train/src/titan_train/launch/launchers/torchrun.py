@@ -198,8 +198,9 @@ class TorchrunJob:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         logs = self._run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self._log, logs / f"torchrun-{self._ranks[0]}.log")
+        with contextlib.suppress(OSError):  # a full disk does not keep the rest from being freed
+            logs.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._log, logs / f"torchrun-{self._ranks[0]}.log")
         self._board.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -7,16 +7,20 @@ message; anything else with its traceback.
 
 import contextlib
 import json
+import re
 import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_train.files import write_atomic
 
 # ValueErrors that a damaged file causes, not a setting
 _DAMAGE = (UnicodeError, json.JSONDecodeError)
+# torch's and gloo's errors about peers, stores and networks: RuntimeErrors, told apart by class name or text
+_NETWORK = re.compile(r"gloo|nccl|store|connect|socket|network|timed out|closed by peer", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,10 @@ class Failure:
     traceback: str
     users_mistake: bool
     """A ValueError: the message says what to change, a traceback would hide it."""
+    in_step: bool = False
+    """A step had begun: the ranks had met, built the model and restored."""
+    from_world: bool = False
+    """The disk or the network failed, which may pass: the same error again does not mean that the program is wrong."""
 
 
 def clear_failures(run_dir: Path) -> None:
@@ -57,6 +65,8 @@ def write_failure(run_dir: Path, rank: int, error: BaseException, *, trained: bo
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
         users_mistake=not trained and isinstance(error, ValueError) and not isinstance(error, _DAMAGE),
+        in_step=trained,
+        from_world=_from_world(error),
     )
     with contextlib.suppress(OSError):
         write_atomic(_folder(run_dir) / f"rank-{rank}.json", json.dumps(asdict(failure)))
@@ -66,9 +76,10 @@ def write_failure(run_dir: Path, rank: int, error: BaseException, *, trained: bo
 def first_failure(run_dir: Path) -> Failure | None:
     """The earliest recorded failure, which is the cause of the others."""
     found: list[Failure] = []
-    for file in _folder(run_dir).glob("rank-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # a damaged file says nothing
-            found.append(Failure(**json.loads(file.read_text(encoding="utf-8"))))
+    with contextlib.suppress(OSError):  # the disk fails: the exit codes are known still
+        for file in sorted(_folder(run_dir).glob("rank-*.json")):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged: says nothing
+                found.append(_read(json.loads(file.read_text(encoding="utf-8"))))
     return min(found, key=lambda f: f.time_s) if found else None
 
 
@@ -87,6 +98,27 @@ def describe_exit(rank: int, world_size: int, code: int | None) -> str:
         hint = " (often the kernel, out of memory: see `dmesg`)" if name == "SIGKILL" else ""
         return f"rank {rank} of {world_size} was ended by {name}{hint}"
     return f"rank {rank} of {world_size} exited with code {code} without an error message"
+
+
+def _read(values: Any) -> Failure:
+    """A failure from JSON; raises KeyError, TypeError or ValueError if it is not one."""
+    return Failure(
+        rank=int(values["rank"]),
+        time_s=float(values["time_s"]),
+        kind=str(values["kind"]),
+        message=str(values["message"]),
+        traceback=str(values["traceback"]),
+        users_mistake=values["users_mistake"] is True,
+        in_step=values.get("in_step") is True,
+        from_world=values.get("from_world") is True,
+    )
+
+
+def _from_world(error: BaseException) -> bool:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, OSError) or names & {"DistError", "CheckpointError"}:
+        return "DamageError" not in names  # damage does not pass
+    return isinstance(error, RuntimeError) and _NETWORK.search(str(error)) is not None
 
 
 def _folder(run_dir: Path) -> Path:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_train.launch.job import Attempt, RankExit, RunningJob
 from titan_train.launch.rank.failure import describe_exit, describe_failure, first_failure
@@ -20,6 +21,7 @@ from titan_train.run_folder import newest_checkpoint
 
 _TICK_S = 0.1
 _LOOK_S = 1.0  # between looks at heartbeats when nothing is expected
+_SOON_S = 0.25  # until the first step after a loss
 _GRACE_S = 3.0  # how long the peers of a failed rank may take to report their own error before they are ended
 _DUMP_S = 3.0
 _GROW_S = 2.0  # between looks at whether ranks came back
@@ -75,7 +77,7 @@ class WatchedAttempt:
         self._journal = journal
         self._lost_at = lost_at
         self._can_grow = can_grow
-        saved = newest_checkpoint(attempt.run_dir) or 0
+        saved = saved_step(attempt.run_dir) or 0
         self._outcome = Outcome(from_step=saved, to_step=saved)
         self._left = set(range(attempt.world_size))
         self._failures: list[RankExit] = []
@@ -121,9 +123,10 @@ class WatchedAttempt:
         self._stops_sent = self._requests.stops
 
     def _look_is_due(self, now: float) -> bool:
-        if now < self._next_look and (self._lost_at is None or self._outcome.recovered_s is not None):
+        if now < self._next_look:
             return False
-        self._next_look = now + _LOOK_S
+        recovering = self._lost_at is not None and self._outcome.recovered_s is None
+        self._next_look = now + (_SOON_S if recovering else _LOOK_S)
         return True
 
     def _look_at_heartbeats(self) -> bool:
@@ -151,7 +154,8 @@ class WatchedAttempt:
         """Collect the ranks' dumps and name the rank that the others wait for."""
         folder = self._attempt.run_dir / "hangs" / f"attempt-{self._attempt.number}"
         self._job.order(Order.DUMP)
-        wait_for_dumps(folder, self._attempt.world_size, _DUMP_S)
+        with contextlib.suppress(OSError):  # the disk fails: no dumps, and the hang is known still
+            wait_for_dumps(folder, self._attempt.world_size, _DUMP_S)
         reading = read_dumps(folder, self._attempt.world_size)
         where = "".join(f" ({self._job.node_of(rank)})" for rank in reading.missing[:1])
         self._outcome.lost_at = time.monotonic() - hang.age_s
@@ -192,12 +196,16 @@ class WatchedAttempt:
 
     def _cause(self, *, progressed: bool) -> Ended:
         """The first thing that went wrong; the other failures are its consequences."""
-        killed = [exit for exit in self._failures if _is_cause(exit)]
+        killed = sorted((exit for exit in self._failures if _is_cause(exit)), key=lambda exit: exit.rank)
         reported = first_failure(self._attempt.run_dir)
         size, step = self._attempt.world_size, self._outcome.to_step
         if killed or reported is None:
             first = (killed or self._failures)[0]
             text = first.note or describe_exit(first.rank, size, first.code)
+            with_it = (
+                len({exit.rank for exit in killed if self._job.node_of(exit.rank) == self._job.node_of(first.rank)}) - 1
+            )
+            text += f", with {with_it} more of its node" if with_it > 0 and not first.note else ""
             return Ended(f"{text} ({self._job.node_of(first.rank)})", step, progressed=progressed)
         return Ended(
             describe_failure(reported, size),
@@ -205,7 +213,17 @@ class WatchedAttempt:
             progressed=progressed,
             error=f"{reported.kind}: {reported.message}",
             users_mistake=reported.users_mistake,
+            in_step=reported.in_step,
+            from_world=reported.from_world,
         )
+
+
+def saved_step(run_dir: Path, known: int | None = None) -> int | None:
+    """The step of the newest finished checkpoint; ``known`` where the disk does not answer."""
+    try:
+        return newest_checkpoint(run_dir)
+    except OSError:
+        return known
 
 
 def record_of(attempt: Attempt, outcome: Outcome) -> dict[str, object]:

@@ -23,6 +23,10 @@ class Ended:
     """The exception's class and message, if a rank raised one by itself."""
     users_mistake: bool = False
     """The exception says what the user should change."""
+    in_step: bool = False
+    """The exception was raised after a step had begun."""
+    from_world: bool = False
+    """The exception came from the disk or the network."""
     planned: bool = False
     """A rank was asked from outside to stop and everything was saved: nothing broke."""
 
@@ -48,23 +52,27 @@ class RestartBudget:
         self._times: list[float] = []
         self._last: Ended | None = None
         self._fruitless = 0
+        self._has_trained = False
 
     def decide(self, ended: Ended) -> Decision:
         """Take note of how an attempt ended and say what follows.
 
-        A program that is wrong fails again in the same way: a mistake of the user's, an exception before the first
-        step, and the same exception at the same step twice end the run at once. A rank that was killed or hangs does
-        not, and a preempted one does not count.
+        A program that is wrong fails again in the same way: a mistake of the user's or an exception before the first step
+        of all, and the same exception at the same step twice, end the run at once. A rank that was killed or hangs does
+        not, and a preempted one does not count. Once a step was made, the configuration is known to work: what fails
+        then before a step may be a file that is being replaced, or a network that comes back.
         """
+        self._has_trained = self._has_trained or ended.progressed
         last, self._last = self._last, ended
         self._fruitless = 0 if ended.progressed else self._fruitless + 1
         if self._most == 0:
             return Decision(False, "launch.max_restarts is 0")
-        if ended.users_mistake:
+        if ended.users_mistake and not self._has_trained:
             return Decision(False, "the same configuration would fail again")
-        if ended.error and not ended.progressed:
+        if ended.error and not self._has_trained:
             return Decision(False, "it failed before its first step and would fail again")
-        if ended.error and last is not None and (last.error, last.step) == (ended.error, ended.step):
+        passing = ended.from_world and not ended.in_step
+        if ended.error and not passing and last is not None and (last.error, last.step) == (ended.error, ended.step):
             return Decision(False, f"the same error at the same step, {ended.step}, twice in a row")
         if ended.planned and ended.progressed:
             return Decision(True, "a requested stop is not a failure")

@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from titan_train.config import Config
 from titan_train.config.faults import check_faults, forget_struck, parse_faults
 from titan_train.launch.job import Attempt, Launcher, RunningJob
 from titan_train.launch.rank.failure import clear_failures
-from titan_train.launch.supervise.attempt import Outcome, WatchedAttempt, free, record_of
+from titan_train.launch.supervise.attempt import Outcome, WatchedAttempt, free, record_of, saved_step
 from titan_train.launch.supervise.elastic import fit_layout
 from titan_train.launch.supervise.journal import Journal
 from titan_train.launch.supervise.requests import Requests
 from titan_train.launch.supervise.restarts import Ended, RestartBudget
-from titan_train.run_folder import newest_checkpoint
 
+Made = TypeVar("Made")
 _TICK_S = 0.1
 _ROOM_S = 600.0  # how long a full disk is waited for before an attempt
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
@@ -85,6 +85,7 @@ class Supervisor:
         self._requests = Requests()
         self._lost_at: float | None = None
         self._before = before or Before()
+        self._saved_step: int | None = None
         check_faults(parse_faults(config.launch.faults), ranks)
 
     def run(self) -> int:
@@ -139,7 +140,7 @@ class Supervisor:
             self._journal.say(f"\nerror: {ended.text}\n{self._afterwards()}\nNot restarted: {decision.reason}.")
             return 1
         self._lost_at = outcome.lost_at
-        saved = newest_checkpoint(self._run_dir)
+        saved = self._saved()
         place = f"from step {saved}" if saved else "from the beginning: there is no checkpoint yet"
         self._journal.say(f"lost     {ended.text}\nrestart  {place} ({decision.reason})")
         self._sleep(decision.wait_s)
@@ -155,10 +156,10 @@ class Supervisor:
         return config, size
 
     def _one(self, attempt: Attempt) -> Outcome:
-        saved = newest_checkpoint(self._run_dir) or 0
+        saved = self._saved() or 0
         try:
             self._when_there_is_room(lambda: self._prepare(attempt))
-            job = self._launcher.start(attempt)
+            job = self._when_there_is_room(lambda: self._launcher.start(attempt))
         except ValueError as err:
             if attempt.number == 0:
                 raise
@@ -192,7 +193,11 @@ class Supervisor:
         clear_failures(self._run_dir)
         self._on_attempt(attempt)
 
-    def _when_there_is_room(self, action: Callable[[], None]) -> None:
+    def _saved(self) -> int | None:
+        self._saved_step = saved_step(self._run_dir, self._saved_step)
+        return self._saved_step
+
+    def _when_there_is_room(self, action: Callable[[], Made]) -> Made:
         """Do it; while the disk is full or fails, say so once and try again."""
         deadline = time.monotonic() + _ROOM_S
         waiting = False
@@ -216,7 +221,7 @@ class Supervisor:
         return False
 
     def _afterwards(self) -> str:
-        saved = newest_checkpoint(self._run_dir)
+        saved = self._saved()
         resume = (
             f"\nThe last finished checkpoint is step {saved}: run the same command to continue from it."
             if saved
