@@ -7,24 +7,32 @@ from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
 
 
-def trained(folder: Path, name: str, **args: object) -> Path:
+def trained(
+    folder: Path,
+    name: str,
+    *,
+    run: str = "",
+    steps: int = 6,
+    tokenizer: dict[str, object] | None = None,
+    **args: object,
+) -> Path:
     """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
     tree = {
-        "run": {"dir": str(folder / "runs"), "name": name},
+        "run": {"dir": str(folder / "runs"), "name": run or name},
         "model": {"name": name, "seq_len": 64, "args": args},
-        "tokenizer": {"kind": "bytes"},
+        "tokenizer": tokenizer or {"kind": "bytes"},
         "data": {
             "cache_dir": str(folder / "cache"),
             "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
         },
-        "train": {"steps": 6, "global_batch": 4},
+        "train": {"steps": steps, "global_batch": 4},
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 0},
         "launch": {"device": "cpu"},
         "metrics": {"progress": "off", "report": False},
     }
     config = parse_config(tree)
-    run_dir = folder / "runs" / name
+    run_dir = folder / "runs" / (run or name)
     if not run_dir.exists():
         prepare_inputs(config, quiet=True)
         with Trainer(config) as trainer:

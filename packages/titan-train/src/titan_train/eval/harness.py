@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from torch import Tensor
@@ -126,7 +126,8 @@ def run_tasks(
             f"lm-evaluation-harness has no tasks {unknown}. Name some of its tasks, or give a folder of task files with "
             "--include-path."
         )
-    return simple_evaluate(
+    run: Any = evaluator.simple_evaluate
+    return run(
         model=HarnessModel(model, batch_size=batch_size, ranks=ranks),
         tasks=tasks,
         task_manager=manager,

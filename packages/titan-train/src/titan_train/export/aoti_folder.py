@@ -35,7 +35,7 @@ def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
             f"--to aoti compiles the model with a C++ compiler, and {compiler} was not found. Install g++, or name a "
             "compiler in CXX."
         )
-    from torch._inductor.package import package_aoti
+    from torch._inductor.package.package import package_aoti
 
     limit = getattr(model, "max_seq_len", None)
     stepped = StepModel(model).eval()
@@ -62,7 +62,7 @@ class AotiModel(SteppedModel):
     def __init__(self, folder: Path) -> None:
         """Load both entries. Loading runs the package's machine code: load only what you trust."""
         super().__init__(folder)
-        from torch._inductor.package import load_package
+        from torch._inductor.package.package import load_package
 
         self._prefill, self._decode = (load_package(str(folder / _FILE), name) for name in ("prefill", "decode"))
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -42,7 +42,7 @@ def build_app(
     server = _Server(run, name, max_new_tokens, compiled)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         yield
         server.worker.close()
 

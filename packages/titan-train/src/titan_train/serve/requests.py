@@ -94,15 +94,17 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise BadRequestError(f"{where} must be an object with a role and a content.", where)
     content = message.get("content")
     if isinstance(content, list):  # the form with parts, of which only text can be read
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) < len(content):
             raise BadRequestError(f"{where}.content holds a part that is not text. Send text only.", where)
-        content = "".join(parts)
+        content = "".join(texts)
     if not isinstance(content, str):
         raise BadRequestError(f"{where}.content must be a text.", where)
     return {"role": message["role"], "content": content}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _ask(
