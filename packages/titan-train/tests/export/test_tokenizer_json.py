@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 from titan_train.export.gate import HARD_TEXTS
+from titan_train.export.hf_folder import write_tokenizer_files
 from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
-from titan_train.tokenizers import ByteTokenizer, TiktokenTokenizer, Tokenizer, train_sentencepiece
+from titan_train.tokenizers import (
+    ByteTokenizer,
+    ChatTemplate,
+    HfTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    train_sentencepiece,
+)
+from titan_train.tokenizers.chat_template import BUILT_IN
 
 hf = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 SOURCES = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
@@ -64,6 +73,44 @@ def test_ids_are_equal_on_hard_texts_and_on_source_code(tokenizer: Tokenizer) ->
     assert written.get_vocab_size() == tokenizer.vocab_size
     for key, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         assert token_id is None or written.token_to_id(special_tokens(tokenizer)[key]) == token_id
+
+
+HARDER = [
+    "", "\r", "a\r\nb\rc\n\r", "\t\t \n \t", " " * 500, "\n" * 70, "1234567890" * 7, "3.14e-10 0x1F ١٢٣ ½",
+    "\x01\x07\x1b[0m\x7f\x85\u2028",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f1e9\U0001f1ea",
+    "e\u0301a\u0308\u0323", "\u0915\u094d\u0937\u093f \u0ba8\u0bbf \ud55c\uad6d\uc5b4 \u1112\u1161\u11ab",
+    "\ufeffx\u200b\u00ad\u2066", "\U0010ffff\ufffd\ue000", "if (a&&b){c+=\"\\n\";}//--->>>===",
+    "www.a-b.co/x?y=1&z=%20", "I'M we'LL 'S\u017f 's", "A" * 300, "aA1_b-C" * 40,
+]  # fmt: skip
+
+
+def test_ids_are_equal_on_harder_texts(tokenizer: Tokenizer) -> None:
+    written = hf.Tokenizer.from_str(tokenizer_json(tokenizer))
+    for case in HARDER:
+        assert written.encode(case, add_special_tokens=False).ids == tokenizer.encode(case).tolist(), repr(case[:60])
+
+
+def test_a_lone_surrogate_is_refused_by_every_tokenizer(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode("a\ud800b")
+
+
+def test_the_written_folder_keeps_the_chat_template_and_loads_as_the_same_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    template = ChatTemplate.of(tokenizer, BUILT_IN["chatml"])
+    write_tokenizer_files(tmp_path / "a", tokenizer, 64, template)
+    read = HfTokenizer.from_folder(tmp_path / "a")
+    assert read.chat_template == BUILT_IN["chatml"]
+    assert (read.eos_id, read.bos_id, read.pad_id) == (tokenizer.eos_id, tokenizer.bos_id, tokenizer.pad_id)
+    assert read.special_ids.items() >= tokenizer.special_ids.items()
+    for case in (*HARDER, "<eos></s><|end_of_text|>"):
+        assert read.encode(case).tolist() == tokenizer.encode(case).tolist(), repr(case[:60])
+    write_tokenizer_files(tmp_path / "b", read, 64, template)  # and a tokenizer of the library's own kind
+    again = HfTokenizer.from_folder(tmp_path / "b")
+    assert again.fingerprint == read.fingerprint
+    assert again.chat_template == BUILT_IN["chatml"]
 
 
 def test_a_unigram_model_is_not_written() -> None:
