@@ -84,9 +84,9 @@ class Gradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor``, in place."""
-        for parameter in self._named.values():
-            if parameter.grad is not None:
-                _local_gradient(parameter).mul_(factor)
+        gradients = [_local_gradient(p) for p in self._named.values() if p.grad is not None]
+        for device in {g.device for g in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         """How many ranks hold the same elements of this parameter."""

@@ -2,8 +2,9 @@
 
 The loss of a step is the mean over all valid labels of all ranks and micro-batches. The divisor must be known before
 the first backward, so the ranks first sum their label counts; that same collective carries the requests to stop or
-to save, so that all ranks act on them at the same step, and costs nothing extra. After the last backward one more sums
-the loss and the squared gradient norm, so that every rank has the same bits of both and takes the same decision.
+to save, so that all ranks act on them at the same step, and costs nothing extra. The sum stays on the device. After the
+last backward one more sums the loss and the squared gradient norm, so that every rank has the same bits of both and takes
+the same decision. Then the host reads all of it at once: the only time in a step that it waits for the device.
 
 A step whose loss or gradient is not finite changes nothing: its gradients are dropped and it is counted.
 """
@@ -85,11 +86,10 @@ class OptimizerStep:
         if self._scope.counts_labels:
             for batch in batches:
                 counts[0] += count_valid(batch.labels)
-        agreed = self._scope.sum(counts).tolist()
-        num_labels = max(1, agreed[0])
+        counts = self._scope.sum(counts)
 
         with self._constant_weights:
-            total = self._forward_backward(batches, num_labels)
+            total = self._forward_backward(batches, counts[0].clamp(min=1))
         gradients = self._model.gradients
         gradients.finish()
         sums = torch.stack([total, gradients.square_norm().to(self._device)])
@@ -99,7 +99,10 @@ class OptimizerStep:
         grad_norm = sums[1].sqrt()
         gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
 
-        loss_value, norm_value = torch.stack([sums[0], grad_norm]).tolist()  # the one host sync
+        # the one host sync: until here the host only queued work (a pipeline's executor needs its denominator earlier)
+        read = torch.cat([torch.stack([sums[0], grad_norm]).double(), counts.double()]).tolist()
+        loss_value, norm_value = read[:2]
+        num_labels, *agreed = (int(count) for count in read[2:])
         skipped = not (_finite(loss_value) and _finite(norm_value))
         routing: dict[str, LayerRouting] = {}
         for part in self._model.parts:
@@ -108,15 +111,20 @@ class OptimizerStep:
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        flags = tuple(flag > 0 for flag in agreed[1:])
-        return StepResult(loss_value, norm_value, agreed[0], skipped, flags, routing_statistics(routing))
+        flags = tuple(flag > 0 for flag in agreed)
+        return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing))
 
-    def _forward_backward(self, batches: Sequence[Batch], num_labels: int) -> Tensor:
-        """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar."""
+    def _forward_backward(self, batches: Sequence[Batch], num_labels: Tensor) -> Tensor:
+        """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar.
+
+        Args:
+            batches: This rank's micro-batches.
+            num_labels: Of the step over all ranks, at least 1: a scalar on the device.
+        """
         model = self._model
         cut = batches if model.context is None else [model.context.cut(batch) for batch in batches]
         if model.pipeline is not None:
-            return torch.tensor(model.pipeline.step(cut, num_labels), device=self._device)
+            return torch.tensor(model.pipeline.step(cut, int(num_labels)), device=self._device)
         total = torch.zeros((), device=self._device)
         (module,) = model.parts
         for index, batch in enumerate(cut):
