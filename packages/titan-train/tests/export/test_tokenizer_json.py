@@ -1,11 +1,13 @@
 """``tokenizer.json`` gives the ids of the tokenizer it was written from."""
 
 import base64
+import io
 import itertools
 import sysconfig
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from titan_train.export.gate import HARD_TEXTS
 from titan_train.export.hf_folder import write_tokenizer_files
 from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
@@ -13,6 +15,7 @@ from titan_train.tokenizers import (
     ByteTokenizer,
     ChatTemplate,
     HfTokenizer,
+    SentencePieceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
     train_sentencepiece,
@@ -111,6 +114,34 @@ def test_the_written_folder_keeps_the_chat_template_and_loads_as_the_same_tokeni
     again = HfTokenizer.from_folder(tmp_path / "b")
     assert again.fingerprint == read.fingerprint
     assert again.chat_template == BUILT_IN["chatml"]
+
+
+def published(texts: list[str], **options: object) -> SentencePieceTokenizer:
+    """A model as others train theirs: a space before every text, as Llama 2's has."""
+    model = io.BytesIO()
+    given = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": True,
+    } | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.splitlines()),
+        model_writer=model, vocab_size=1200, model_type="bpe", byte_fallback=True, allow_whitespace_only_pieces=True,
+        split_digits=True, minloglevel=2, **given,
+    )  # fmt: skip
+    return SentencePieceTokenizer(model.getvalue())
+
+
+def test_a_sentencepiece_model_that_adds_a_space_is_written_and_one_that_normalises_is_not() -> None:
+    tokenizer = published(TEXTS[:10])
+    assert tokenizer.adds_space
+    written = hf.Tokenizer.from_str(tokenizer_json(tokenizer))
+    for case in (*HARD_TEXTS, *HARDER, *TEXTS[:12]):
+        ids = tokenizer.encode(case).tolist()
+        assert written.encode(case, add_special_tokens=False).ids == ids, repr(case[:60])
+        assert written.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
+    assert tokenizer_json(published(TEXTS[:10], normalization_rule_name="nmt_nfkc")) is None
+    assert tokenizer_json(published(TEXTS[:10], remove_extra_whitespaces=True)) is None
 
 
 def test_a_unigram_model_is_not_written() -> None:

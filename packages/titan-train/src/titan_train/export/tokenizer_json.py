@@ -34,7 +34,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
         return _file(model, vocabulary.special, pre_tokenizer=_byte_level(), decoder=_byte_level())
     if isinstance(tokenizer, TiktokenTokenizer):
         return _tiktoken(tokenizer)
-    if isinstance(tokenizer, SentencePieceTokenizer) and not tokenizer.adds_space:
+    if isinstance(tokenizer, SentencePieceTokenizer):
         return _sentencepiece(tokenizer)
     return None
 
@@ -126,15 +126,19 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> str | None:
     read = read_pieces(tokenizer.model)
     pieces = read.pieces
     unknown = next(number for number, piece in enumerate(pieces) if piece.kind == UNKNOWN)
-    if read.kind != "bpe":
+    if read.kind != "bpe" or read.normalizes:
         return None  # the library of Hugging Face breaks ties of unigram scores in another way
     fallback = {"unk_token": pieces[unknown].text, "byte_fallback": True, "fuse_unk": True}
     model = _bpe({piece.text: number for number, piece in enumerate(pieces)}, _merges(pieces)) | fallback
     special = {piece.text: number for number, piece in enumerate(pieces) if piece.kind in (UNKNOWN, CONTROL)}
     plain = {piece.text: number for number, piece in enumerate(pieces) if piece.kind == USER_DEFINED}
-    space_in = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    space_in: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     space_out = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    decoder = {"type": "Sequence", "decoders": [space_out, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    decoders: list[dict[str, Any]] = [space_out, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if tokenizer.adds_space:  # before every text, and taken away again
+        space_in = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, space_in]}
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    decoder = {"type": "Sequence", "decoders": decoders}
     return _file(model, special, plain, normalizer=space_in, decoder=decoder)
 
 

@@ -1,7 +1,8 @@
 """Read the pieces of a SentencePiece ``.model`` file: the few fields of its protocol buffer that an export needs.
 
 The file is a ``ModelProto``: field 1 holds the pieces (1 text, 2 score, 3 type), field 2 the trainer's settings (3 the kind
-of model). The library reads these files but does not say which pieces a user defined.
+of model), field 3 the normalizer's (2 a map of characters, 4 whether white space is squeezed). The library reads these files
+but does not say which pieces a user defined.
 """
 
 import struct
@@ -29,12 +30,15 @@ class Pieces:
     pieces: tuple[VocabPiece, ...]
     kind: str
     """unigram, bpe, or other."""
+    normalizes: bool
+    """Whether the model changes a text before it cuts it: maps characters, or squeezes white space."""
 
 
 def read_pieces(model: bytes) -> Pieces:
     """The vocabulary of a model that the library has loaded."""
     pieces: list[VocabPiece] = []
     kind = _UNIGRAM
+    normalizes = True
     for field, value in _fields(model):
         if field == 1 and isinstance(value, bytes):
             parts = dict(_fields(value))
@@ -42,7 +46,10 @@ def read_pieces(model: bytes) -> Pieces:
             pieces.append(VocabPiece(bytes(parts[1]).decode(), score, int(parts.get(3, NORMAL))))  # type: ignore[arg-type]
         elif field == 2 and isinstance(value, bytes):
             kind = int(dict(_fields(value)).get(3, _UNIGRAM))  # type: ignore[arg-type]
-    return Pieces(tuple(pieces), {_UNIGRAM: "unigram", _BPE: "bpe"}.get(kind, "other"))
+        elif field == 3 and isinstance(value, bytes):
+            settings = dict(_fields(value))
+            normalizes = bool(settings.get(2)) or bool(settings.get(4, 1))
+    return Pieces(tuple(pieces), {_UNIGRAM: "unigram", _BPE: "bpe"}.get(kind, "other"), normalizes)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
