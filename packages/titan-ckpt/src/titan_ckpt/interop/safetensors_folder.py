@@ -1,6 +1,7 @@
 """Folders of safetensors files written by anyone: what is where in them, checked, as views."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -209,7 +210,21 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     missing = [name for name in files if not (folder / name).is_file() or "/" in name]
     if missing or not files:
         raise ValueError(f"{folder} is missing {missing or 'all safetensors files'}. Fetch the whole checkpoint.")
+    _refuse_links_out(folder, files)
     return files
+
+
+def _refuse_links_out(folder: Path, files: list[str]) -> None:
+    """A file may be a link inside the folder. In a cache of the Hugging Face hub it may lead to the cache's blobs."""
+    allowed = [os.path.realpath(folder)]
+    if folder.absolute().parent.name == "snapshots":
+        allowed.append(os.path.realpath(folder.absolute().parent.parent / "blobs"))
+    for name in files:
+        found = os.path.realpath(folder / name)
+        if all(os.path.commonpath([found, place]) != place for place in allowed):
+            raise ValueError(
+                f"{folder / name} is a link to {found}, out of the folder. Copy the file it links to, if you trust it."
+            )
 
 
 def _check_places(folder: Path, weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:

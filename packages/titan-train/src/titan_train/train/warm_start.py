@@ -6,12 +6,15 @@ its own parameters and one slice.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
+from titan_ckpt.interop.translate import from_hf
+from titan_ckpt.interop.views import View, whole_box
+from titan_ckpt.state.dtypes import DTYPES
 from torch import nn
 
 from titan_train.models import named_parameters
@@ -62,7 +65,9 @@ def check_init(init: str, whole: nn.Module, config: InitChoice) -> tuple[Path, K
     args: Any = whole.args
     _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(args), config.init_changes)
     key_map: KeyMap = hf.key_map
-    _check_names(folder, key_map, whole)
+    views = SafetensorsReader(folder).views()
+    _check_names(folder, views, key_map, whole)
+    _check_tensors(folder, views, key_map, whole, grow=_vocabulary(config, whole))
     return folder, key_map
 
 
@@ -130,14 +135,14 @@ def _vocabulary(config: InitChoice, whole: nn.Module) -> frozenset[str]:
     return frozenset(holders | {first_of.get(name, name) for name in holders})
 
 
-def _check_names(folder: Path, key_map: KeyMap, whole: nn.Module) -> None:
+def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole: nn.Module) -> None:
     """Every parameter must be in the files, and every tensor of the files must be a parameter or buffer."""
     first_of = tied_to_first(whole)
     wanted = {name for name, _ in whole.named_parameters() if not key_map.leaves_out(name)}
     known = wanted | first_of.keys() | {name for name, _ in whole.named_buffers()}
     found: set[str] = set()
     unexpected: list[str] = []
-    for name in SafetensorsReader(folder).views():
+    for name in views:
         matches = key_map.match_hf(name) if key_map.maps(name) else []
         native = {pair.native.format(**letters) for pair, letters in matches} & known
         found |= native
@@ -148,6 +153,33 @@ def _check_names(folder: Path, key_map: KeyMap, whole: nn.Module) -> None:
         raise ValueError(
             f"{folder} does not hold this model: {len(missing)} parameters are missing {missing[:4]}, {len(unexpected)} "
             f"tensors are unexpected {sorted(unexpected)[:4]}. Fetch the complete folder, or check [model.args]."
+        )
+
+
+def _check_tensors(
+    folder: Path, views: Mapping[str, View], key_map: KeyMap, whole: nn.Module, *, grow: Collection[str]
+) -> None:
+    """Every tensor must have its parameter's shape and kind of dtype; those in ``grow`` may have fewer rows."""
+    first_of = tied_to_first(whole)
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    known = tensors.keys() | first_of.keys()
+    mapped = {name: view for name, view in views.items() if key_map.maps(name) or key_map.ignores(name)}
+    problems: list[str] = []
+    for name, view in from_hf(mapped, key_map, known).items():
+        tensor = tensors.get(first_of.get(name, name))
+        if tensor is None:
+            continue
+        view.check(whole_box(view.shape))  # raises for what cannot be read at all
+        want, have = tuple(tensor.shape), tuple(view.shape)
+        fewer_rows = name in grow and have[1:] == want[1:] and have[0] <= want[0]
+        if want != have and not fewer_rows:
+            problems.append(f"{name} has shape {list(have)} there and {list(want)} here")
+        elif DTYPES[view.dtype].is_floating_point != tensor.dtype.is_floating_point:
+            problems.append(f"{name} is {view.dtype} there, which is not converted to {tensor.dtype}")
+    if problems:
+        raise ValueError(
+            f"{folder} does not hold this model: {'; '.join(problems[:4])}{'; ...' if len(problems) > 4 else ''}. Fetch the "
+            "complete folder, or check [model.args]."
         )
 
 
