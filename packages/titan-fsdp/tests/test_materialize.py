@@ -56,6 +56,21 @@ def test_weights_are_bitwise_the_same_for_any_ranks_mode_and_order(use_init: boo
                     assert torch.equal(state[name], tensor), f"{ranks} ranks: {name}"
 
 
+def test_a_skipped_parameter_is_allocated_and_not_filled() -> None:
+    with torch.device("meta"):
+        model = TinyLM()
+    names = [name for name, _ in named_parameters(model)]
+    filled: list[str] = []
+
+    def note(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        filled.append(name)
+        tensor.zero_()
+
+    materialize(model, "cpu", note, skip=lambda name: name == names[0])
+    assert filled == names[1:]
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
 def test_the_seed_and_the_name_decide() -> None:
     a, b = (dict(named_parameters(materialize(TinyLM(), "cpu", None, seed=s))) for s in (0, 1))
     assert not torch.equal(a["layers.0.up.weight"], b["layers.0.up.weight"])

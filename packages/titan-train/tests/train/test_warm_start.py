@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe_debug", {"num_layers": 4}),
     "deepseek": ("deepseek_debug", {"num_layers": 4}),
 }
+LARGE = {"large": ("llama3_debug", {"num_layers": 1, "dim": 64, "vocab_size": 262_144})}
 PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
 TP = {"parallel": {"tp": 2}}
 CASES = [
@@ -45,7 +46,7 @@ CASES = [
 
 
 def config(folder: Path, name: str, layout: dict[str, Any], init: str) -> Any:
-    model, args = MODELS[name]
+    model, args = (MODELS | LARGE)[name]
     sys.path.insert(0, str(PARALLEL))
     import composition
 
@@ -55,7 +56,7 @@ def config(folder: Path, name: str, layout: dict[str, Any], init: str) -> Any:
 
 def publish(folder: Path, name: str) -> Path:
     """A folder as Hugging Face would have it, written without our exporter."""
-    model_name, args = MODELS[name]
+    model_name, args = (MODELS | LARGE)[name]
     model: Any = build_model(ModelConfig(name=model_name, args=args), vocab_size=259, device="cpu")
     family = family_of(model)
     assert family is not None
@@ -158,3 +159,44 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     refused(f"hf:{tmp_path / 'empty'}", "model.safetensors")
     with pytest.raises(ValueError, match="Write 'hf:DIR'"):
         ModelConfig(init="DIR")
+
+
+def memory_of_a_start(folder: Path, init: str) -> tuple[float, float]:
+    """MiB of this rank's own memory: its parameters, and the most above what it held before the model was built."""
+    import threading
+
+    from titan_train.train import Trainer
+
+    def own() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+    # the first Trainer brings in all code and buffers that any run needs
+    with Trainer(config(folder, "llama", {}, ""), run_dir=folder / "small") as trainer:
+        trainer.fit(until=0)
+    large = config(folder, "large", {}, init)
+    before, most, over = own(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.0005):
+            most[0] = max(most[0], own())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with Trainer(large, run_dir=folder / "large") as trainer:
+        over.set()
+        watcher.join()
+        part = trainer.model.parts[0]
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in part.parameters()]
+        return sum(p.numel() * p.element_size() for p in local) / 2**20, most[0] - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads this process's memory from /proc")
+def test_a_warm_start_needs_the_shards_and_one_slice(tmp_path: Path) -> None:
+    run_ranks(prepare, 1, tmp_path, init=False)
+    source = publish(tmp_path, "large")
+    for shards, peak in run_ranks(memory_of_a_start, 4, tmp_path, f"hf:{source}", timeout_s=200):
+        assert 20 < shards < 40  # a quarter of two matrices of 64 MiB
+        # a slice of 8 MiB on its way, a quarter of a matrix that is transposed, and 8 MiB for everything that is not weights;
+        # one whole matrix more would be 64
+        assert peak < shards + 32

@@ -9,6 +9,7 @@ Limits: the CPU and CUDA generators draw different numbers, so weights are the s
 """
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,14 @@ from titan_fsdp.weights.conventions import Init, conventional_init
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device | str, init: Init | None, seed: int = 0) -> nn.Module:
+def materialize(
+    model: nn.Module,
+    device: torch.device | str,
+    init: Init | None,
+    seed: int = 0,
+    *,
+    skip: Callable[[str], bool] | None = None,
+) -> nn.Module:
     """Allocate ``model`` on ``device``, initialise every parameter, and compute every buffer that was on meta.
 
     Works before or after wrapping, in every mode, and without a process group. A buffer on meta gets the value that
@@ -34,6 +42,8 @@ def materialize(model: nn.Module, device: torch.device | str, init: Init | None,
             parameters are filled once, under their first name. It is never given a buffer. None: the model's own
             methods, see `conventional_init`.
         seed: Seed of all weights.
+        skip: Whether the parameter of that FQN gets its value from elsewhere, such as a checkpoint: it is allocated and
+            not filled, so that no full tensor of it is made.
 
     Returns:
         ``model``.
@@ -53,6 +63,8 @@ def materialize(model: nn.Module, device: torch.device | str, init: Init | None,
     _allocate(inner, device)
     _retie(inner, tied)
     for name, parameter in named_parameters(inner):
+        if skip is not None and skip(name):
+            continue
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         init(name, full, generator_for(name, device, seed))
         copy_full(parameter, full)

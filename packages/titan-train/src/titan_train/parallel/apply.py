@@ -211,7 +211,9 @@ class _Application:
         if config.compile.enabled:
             self._compile(part)
         init = _init_of_shards(self.init, self.cuts, self.tied, config.run.seed)
-        return apply_data_parallel(part, config, self.layout, self.mode, self.mesh, self.device, init)
+        # weights that are read from a folder are not drawn first; adapters are in no folder
+        skip = (lambda name: ".lora_" not in name) if config.model.init else None
+        return apply_data_parallel(part, config, self.layout, self.mode, self.mesh, self.device, init, skip)
 
     def _float8(self, part: nn.Module) -> None:
         config = self.config

@@ -53,6 +53,7 @@ def apply_data_parallel(
     mesh: Mesh | None,
     device: torch.device,
     init: Callable[[str, Tensor, torch.Generator], None],
+    skip: Callable[[str], bool] | None = None,
 ) -> tuple[nn.Module, fsdp.WrapPlan | None]:
     """Wrap one part, put it on its device and fill its weights.
 
@@ -64,18 +65,19 @@ def apply_data_parallel(
         mesh: The ranks; None only in mode "none".
         device: Where the weights live.
         init: Fills one parameter of this rank.
+        skip: Parameters that are left as they are allocated: their values are read from files.
 
     Returns:
         The wrapped part, and how it was wrapped; None in mode "none".
     """
     if mode == "none":
-        fsdp.materialize(part, device, init, seed=config.run.seed)
+        fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return part, None
     assert mesh is not None
     if mode == "ddp":  # DistributedDataParallel wraps real parameters
         ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
         plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
-        fsdp.materialize(part, device, init, seed=config.run.seed)
+        fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
@@ -83,5 +85,5 @@ def apply_data_parallel(
         titan_fp8.apply_float8_all_gather(part)
     plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts), meshes=meshes)
     wrapped = plan.apply(part)
-    fsdp.materialize(wrapped, device, init, seed=config.run.seed)
+    fsdp.materialize(wrapped, device, init, seed=config.run.seed, skip=skip)
     return wrapped, plan
