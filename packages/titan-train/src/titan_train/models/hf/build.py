@@ -102,7 +102,7 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         raise ValueError(
             f"model.name={name!r} needs the transformers library. Install titan-train[hf], or use a shipped model."
         ) from err
-    kind = published.get("model_type")
+    kind = str(published.get("model_type"))
     if kind not in CONFIG_MAPPING:
         own = (
             " Its code is in the folder (auto_map), and code of a folder is never executed."
@@ -111,7 +111,7 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         )
         raise ValueError(
             f"model.name={name!r}: the installed transformers has no model_type {kind!r}.{own} "
-            f"{did_you_mean(str(kind), list(HF_PLANS))}Use a folder whose architecture is part of transformers."
+            f"{did_you_mean(kind, list(HF_PLANS))}Use a folder whose architecture is part of transformers."
         )
     published.pop("quantization_config", None)  # weights are read into full precision
     cls: Any = CONFIG_MAPPING[kind]
@@ -120,7 +120,7 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    return str(kind), config, changed
+    return kind, config, changed
 
 
 def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None:

@@ -159,7 +159,7 @@ class HFDecoder(HFModel):
         stage = copy.deepcopy(self, {id(module): nn.Identity() for module in gone})
         kept = stage.get_submodule(plan.layers)
         kept._modules = {str(number): kept._modules[str(number)] for number in layers}
-        changed = {"num_hidden_layers": len(layers)}
+        changed: dict[str, Any] = {"num_hidden_layers": len(layers)}
         if getattr(self.config, "layer_types", None) is not None:
             changed["layer_types"] = [self.config.layer_types[number] for number in layers]
         vars(stage.config).update(changed)  # not by its setters: they compare both with each other

@@ -30,7 +30,7 @@ class SplitLinear(nn.Module):
         self.head_counts: list[tuple[Any, str]] = []
         """(object, attribute): what else counts heads, and is to count a rank's own under tensor parallelism."""
         for name, width in widths.items():
-            self.add_module(name, nn.Linear(whole.in_features, width, bias=whole.bias is not None))
+            self.add_module(name, nn.Linear(whole.in_features, width, bias=getattr(whole, "bias", None) is not None))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., sum of widths]``."""

@@ -64,7 +64,7 @@ def _parts(owner: str, module: SplitLinear) -> list[Pair]:
     found: list[Pair] = []
     start = 0
     for index, (name, part) in enumerate(linears.items()):
-        for leaf in ("weight", "bias") if part.bias is not None else ("weight",):
+        for leaf in ("weight", "bias") if getattr(part, "bias", None) is not None else ("weight",):
             native, hf = _template(f"{owner}.{name}.{leaf}"), _template(f"{owner}.{leaf}")
             found.append(Pair(native, hf, part=(index, len(linears), 0), rows=(start, part.out_features)))
         start += part.out_features
