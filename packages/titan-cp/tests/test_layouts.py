@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 from titan_cp import attention_mask, plan
@@ -129,3 +130,34 @@ def test_zigzag_is_perfect_for_one_causal_document_and_not_for_packed_ones():
 
 def test_split_ranges_cuts_a_token_list_into_equal_consecutive_pieces():
     assert split_ranges(((0, 3), (10, 15)), 4) == (((0, 2),), ((2, 3), (10, 11)), ((11, 13),), ((13, 15),))
+
+
+@pytest.mark.parametrize("lengths", ["1000", "short", "one or two", "mixed"])
+@pytest.mark.parametrize("size", [4, 7, 64])
+def test_many_documents_are_dealt_in_turn_as_evenly_as_one_by_one(lengths, size):
+    rng = np.random.default_rng(size)
+    drawn = {
+        "1000": rng.integers(500, 1500, 400),
+        "short": rng.integers(1, 40, 3000),
+        "one or two": rng.integers(1, 3, 3000),
+        "mixed": np.concatenate([rng.integers(1, 5, 500), rng.integers(1000, 9000, 60), [200_000]]),
+    }[lengths]
+    bounds = np.cumsum([0, *rng.permutation(drawn)])
+    bounds[-1] += -bounds[-1] % size
+    bounds = tuple(bounds.tolist())
+    for causal, window in ((True, None), (False, None), (True, 300)):
+        ranges = plan_ranges("per_document", bounds, size, causal=causal, window=window, block_size=128)
+        pieces = sorted(piece for held in ranges for piece in held)
+        assert [a for a, _ in pieces[1:]] == [b for _, b in pieces[:-1]]  # every token once
+        assert (pieces[0][0], pieces[-1][1]) == (0, bounds[-1])
+        assert {sum(b - a for a, b in held) for held in ranges} == {bounds[-1] // size}
+        work = [
+            sum(attended_pairs(a, b, n, causal=causal, window=window) for _, a, b, n in document_pieces(held, bounds))
+            for held in ranges
+        ]
+        if (lengths, size) != ("one or two", 64):  # 70 tokens a rank, of documents that nobody can cut
+            assert max(work) * size <= 1.05 * sum(work)
+        assert [len(held) for held in ranges[1:]] == [len(ranges[r]) for r in range(1, size)]
+        assert ranges[-1] == ranges[size - 1]
+        with pytest.raises(IndexError):
+            ranges[size]

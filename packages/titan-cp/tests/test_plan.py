@@ -136,3 +136,22 @@ def test_cu_seqlens_may_be_a_tensor():
 def test_what_cannot_work_is_refused_with_the_nearest_legal_choice(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_auto_counts_what_a_ring_of_packed_documents_sends():
+    options = {"size": 8, "rank": 0, "num_heads": 32, "num_kv_heads": 8}
+    even = plan(cu_seqlens=[0, *range(1000, 64001, 1000)], **options)
+    assert even.method == "ring"
+    assert "nothing is sent" in even.explain()
+    short = [0, *range(900, 64000, 900), 64000]
+    packed = plan(cu_seqlens=short, **options)
+    assert (packed.method, packed.layout) == ("ring", "documents")
+    assert "as packed documents need" in packed.explain()
+    assert plan(64000, **options).method == "ulysses"  # one document: the whole ring would travel
+    assert plan(cu_seqlens=[0, 40000, 64000], **options).method == "ulysses"  # long ones too
+    assert plan(cu_seqlens=short, layout="zigzag", **options).method == "ulysses"
+    bytes_of = {
+        m: plan(cu_seqlens=short, method=m, **options).costs for m in ("auto", "ring", "ulysses")
+    }  # fmt: skip
+    total = {m: c.forward_bytes + c.backward_bytes for m, c in bytes_of.items()}
+    assert total["auto"] == min(total.values())

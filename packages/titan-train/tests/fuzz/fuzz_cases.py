@@ -142,7 +142,7 @@ def _layout(rng: random.Random, ranks: int, moe: bool) -> dict:
         parallel["accumulate"] = rng.choice(("sharded", "sharded", "unsharded", "zero1", "hsdp-ar"))
     if degrees["cp"] > 1:
         layout["context"] = {"method": rng.choice(("auto", "ring", "allgather", "ulysses", "usp"))}
-        layout["context"]["layout"] = rng.choice(("auto", "auto", "contiguous", "zigzag", "per_document"))
+        layout["context"]["layout"] = rng.choice(("auto", "documents", "contiguous", "zigzag", "per_document"))
     checkpoint = rng.choice(("none", "full", "every", "pattern", "selective", "selective"))
     layout["activations"] = {"checkpoint": checkpoint}
     if checkpoint == "pattern":

@@ -2,13 +2,15 @@
 
 import collections
 import contextlib
+import copy
 
 import pytest
 import titan_fp8
 import torch
-from titan_pipeline.runtime import WeightGradEngine
+from titan_pipeline.runtime import TorchStage, WeightGradEngine
 from titan_train.config import ActivationsConfig, Float8Config
 from titan_train.models import Llama, LlamaArgs
+from titan_train.models.common.moe.experts import Experts
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,3 +133,26 @@ def test_selective_recomputation_keeps_the_float8_products_that_it_is_to_keep():
     assert products["full"][0] - products["none"][0] > 3 * layers
     for checkpoint in ("selective", "full"):
         assert all(torch.equal(products[checkpoint][1][name], g) for name, g in products["none"][1].items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradients_of_float8_experts_wait_for_the_weight_pass(recipe):
+    torch.manual_seed(0)
+    experts = Experts(4, 128, 128).bfloat16()
+    experts.grouped_mm = titan_fp8.Float8GroupedMM(recipe)
+    whole = copy.deepcopy(experts)
+    x, counts = torch.randn(256, 128, dtype=torch.bfloat16), torch.tensor([100, 0, 56, 100])
+    direct = x.clone().requires_grad_()
+    out = whole(direct, counts)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    stage = TorchStage(experts, 1, rules=DEFERRING_RULES)
+    stage.configure(True)
+    stage.forward(0, (x,), None, {"counts": counts}, True)
+    (input_grad,) = stage.backward(0, (grad,), True)
+    assert all(p.grad is None for p in experts.parameters())
+    assert stage.deferred_share == 1
+    stage.backward_weight(0)
+    assert torch.equal(input_grad, direct.grad)
+    for name, parameter in experts.named_parameters():
+        assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name

@@ -2,11 +2,13 @@
 
 Method: the fewest bytes forward + backward among the ring, Ulysses, and USP at each degree, USP only where Ulysses
 itself is impossible (it needs two groups). All-gather is never chosen: it sends about what the ring does, and holds the
-keys of the whole sequence; it is there for kernels that must see them all at once.
+keys of the whole sequence; it is there for kernels that must see them all at once. Of packed documents the ring sends only
+the keys that are seen, see `titan_cp.planning.exchange`, and is counted so; the all-to-alls of Ulysses cannot know.
 
 Layout: the balanced one. Ulysses is balanced by heads, so its tokens stay in order.
 """
 
+import functools
 from collections.abc import Sequence
 
 from titan_cp.planning.checks import divisors
@@ -14,18 +16,37 @@ from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes, wor
 from titan_cp.planning.documents import deal_documents, work_of
 from titan_cp.planning.exchange import rows_needed
 from titan_cp.planning.layouts import layout_multiple, plan_ranges
+from titan_cp.planning.ranges import Ranges
 
 BALANCED = 1.05
 """The largest imbalance that is called balanced."""
 
+DIRECT = 0.5
+"""Up to this share of the others' keys, keys go straight to the ranks that see them."""
 
-def choose_method(method: str, shape: AttentionShape, size: int, ulysses_degree: int | None) -> tuple[str, str]:
-    """The method, and why."""
+
+def choose_method(
+    method: str,
+    shape: AttentionShape,
+    size: int,
+    ulysses_degree: int | None,
+    *,
+    ring_share: float = 1.0,
+) -> tuple[str, str]:
+    """The method, and why.
+
+    Args:
+        method: As asked for.
+        shape: Of the attention.
+        size: Ranks.
+        ulysses_degree: As asked for.
+        ring_share: Of the others' keys that the ring brings to a rank; see `packed_ring_share`.
+    """
     if method != "auto":
         return method, f"method={method!r} was asked for"
     if size == 1:
         return "ring", "one rank: nothing is sent"
-    candidates = {"ring": _bytes("ring", shape, 1, size)}
+    candidates: dict[str, float] = {"ring": ring_share * _bytes("ring", shape, 1, size)}
     if shape.num_heads % size == 0:
         candidates["ulysses"] = _bytes("ulysses", shape, size, 1)
     else:
@@ -33,12 +54,45 @@ def choose_method(method: str, shape: AttentionShape, size: int, ulysses_degree:
         if degree > 1:
             candidates["usp"] = _bytes("usp", shape, degree, size // degree)
     chosen = min(candidates, key=lambda name: (candidates[name], name != "ulysses"))
+    if not candidates[chosen]:
+        return chosen, "auto: every document stays on one rank, so nothing is sent"
     # Bytes are per token here: the sequence length cancels.
     others = ", ".join(
         f"{name} {value / candidates[chosen]:.2f}×" for name, value in candidates.items() if name != chosen
     )
-    reason = f"auto: fewest bytes forward + backward ({others} as many)" if others else "auto: the only one possible"
-    return chosen, reason
+    if chosen == "ring" and not others:
+        return chosen, "auto: the only one possible"
+    packed = f", as packed documents need {ring_share:.1%} of a ring" if ring_share < 1 else ""
+    return chosen, f"auto: fewest bytes forward + backward ({others} as many{packed})"
+
+
+def packed_ring_share(
+    cu_seqlens: Sequence[int], size: int, layout: str, *, causal: bool, window: int | None, block_size: int
+) -> float:
+    """Share of the other ranks' keys that the busiest rank of a ring is sent: 1 where the whole ring travels.
+
+    Known before the layout is chosen for packed documents without a window, and for a layout that was asked for.
+    """
+    if size == 1 or len(cu_seqlens) <= 2 or (window is not None and layout == "auto"):
+        return 1.0
+    if layout in ("auto", "documents") and window is None:
+        imbalance, share = _dealt(tuple(cu_seqlens), size, causal)
+        if layout == "auto" and imbalance > BALANCED:
+            return 1.0
+    elif (window is None and layout in ("zigzag", "per_document")) or (
+        cu_seqlens[-1] % layout_multiple(layout, size, block_size)
+    ):
+        return 1.0  # as in `AttentionPlan.direct`
+    else:
+        ranges = plan_ranges(layout, cu_seqlens, size, causal=causal, window=window, block_size=block_size)
+        share = _share(ranges, cu_seqlens, causal=causal, window=window)
+    return share if share <= DIRECT else 1.0
+
+
+def _share(ranges: Sequence[Ranges], cu_seqlens: Sequence[int], *, causal: bool, window: int | None) -> float:
+    size = len(ranges)
+    needed = rows_needed(ranges, cu_seqlens, causal=causal, window=window).sum(axis=1)
+    return float(needed.max()) / (cu_seqlens[-1] * (size - 1) / size)
 
 
 def plan_degrees(method: str, shape: AttentionShape, size: int, ulysses_degree: int | None) -> tuple[int, int]:
@@ -107,21 +161,23 @@ def choose_layout(
 
 def _documents_if_better(cu_seqlens: Sequence[int], ring_degree: int, *, causal: bool) -> str | None:
     """Why whole documents are better dealt out than split, None if they are not: balanced, and half the keys stay."""
-    bounds = tuple(cu_seqlens)
-    if bounds[-1] % ring_degree:
-        bounds = (*bounds, -(-bounds[-1] // ring_degree) * ring_degree)
-    ranges = deal_documents(bounds, ring_degree, causal, None)
-    work = work_of(ranges, bounds, causal=causal, window=None)
-    imbalance = float(work.max() * ring_degree / work.sum())
-    if imbalance > BALANCED:
-        return None
-    needed = rows_needed(ranges, bounds, causal=causal, window=None).sum(axis=1)
-    share = float(needed.max()) / (bounds[-1] * (ring_degree - 1) / ring_degree)
-    if share > 0.5:
+    imbalance, share = _dealt(tuple(cu_seqlens), ring_degree, causal)
+    if imbalance > BALANCED or share > DIRECT:
         return None
     return (
         f"auto: short documents stay whole, so a rank needs {share:.1%} of the others' keys (imbalance {imbalance:.3f})"
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _dealt(cu_seqlens: tuple[int, ...], ring_degree: int, causal: bool) -> tuple[float, float]:
+    """Imbalance of whole documents, and the share of the others' keys that the busiest rank needs."""
+    bounds = cu_seqlens
+    if bounds[-1] % ring_degree:
+        bounds = (*bounds, -(-bounds[-1] // ring_degree) * ring_degree)
+    ranges = deal_documents(bounds, ring_degree, causal, None)
+    work = work_of(ranges, bounds, causal=causal, window=None)
+    return float(work.max() * ring_degree / work.sum()), _share(ranges, bounds, causal=causal, window=None)
 
 
 def _bytes(method: str, shape: AttentionShape, ulysses_degree: int, ring_degree: int) -> int:

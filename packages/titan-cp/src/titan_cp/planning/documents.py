@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_cp.planning.ranges import Ranges, attended_pairs, join_ranges
+from titan_cp.planning.ranges import Ranges, attended_pairs, join_ranges, piece_arrays
 
 _Cut = tuple[int, int, int]
 """``(rank, first position, last position + 1)`` of a piece of one document."""
@@ -119,21 +119,12 @@ def work_of(
     ranges: Sequence[Ranges], cu_seqlens: Sequence[int], *, causal: bool, window: int | None
 ) -> NDArray[np.float64]:
     """Query-key pairs that each rank computes, from all ranges at once."""
-    held = np.array([(s, e, rank) for rank, r in enumerate(ranges) for s, e in r], dtype=np.int64)
-    bounds = np.asarray(cu_seqlens, dtype=np.int64)
-    first = np.searchsorted(bounds, held[:, 0], side="right") - 1
-    last = np.searchsorted(bounds, held[:, 1], side="left") - 1
-    counts = last - first + 1
-    piece = np.repeat(np.arange(len(held)), counts)
-    document = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = np.maximum(held[piece, 0], bounds[document]) - bounds[document]
-    stop = np.minimum(held[piece, 1], bounds[document + 1]) - bounds[document]
-    length = bounds[document + 1] - bounds[document]
-    pairs = _pairs(start, stop, length, causal=causal, window=window)
-    return np.bincount(held[piece, 2], weights=pairs, minlength=len(ranges)).astype(np.float64)
+    rank, _, start, stop, length = piece_arrays(ranges, cu_seqlens)
+    pairs = piece_pairs(start, stop, length, causal=causal, window=window)
+    return np.bincount(rank, weights=pairs, minlength=len(ranges)).astype(np.float64)
 
 
-def _pairs(
+def piece_pairs(
     start: NDArray[np.int64], stop: NDArray[np.int64], length: NDArray[np.int64], *, causal: bool, window: int | None
 ) -> NDArray[np.float64]:
     """`attended_pairs` of many pieces."""

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_cp.planning.ranges import Ranges, document_pieces, join_ranges
+from titan_cp.planning.ranges import Ranges, document_pieces, join_ranges, piece_arrays
+
+_AT_ONCE = 1 << 19
+"""Pairs of a piece and a holder that are looked at together: bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +39,29 @@ def rows_needed(
 ) -> NDArray[np.int64]:
     """How many rows of rank ``j``'s keys rank ``i``'s queries see, ``[i, j]``; a rank's own rows are not counted."""
     size = len(ranges)
-    needed = np.zeros((size, size), dtype=np.int64)
-    by_document: dict[int, list[tuple[int, int, int, int]]] = {}
-    for rank, held in enumerate(ranges):
-        for document, start, stop, length in document_pieces(held, cu_seqlens):
-            by_document.setdefault(document, []).append((rank, start, stop, length))
-    for pieces in by_document.values():
-        if len(pieces) == 1 or pieces[0][0] == pieces[-1][0]:  # one rank holds all of it
-            continue
-        rank, start, stop, length = np.array(pieces, dtype=np.int64).T
-        holders, index = np.unique(rank, return_inverse=True)
-        low = np.full(len(holders), length[0])
-        high = np.zeros(len(holders), dtype=np.int64)
-        np.minimum.at(low, index, _first_seen(start, window))
-        np.maximum.at(high, index, _last_seen(stop, length, causal, window))
-        overlap = np.minimum(high[:, None], stop[None, :]) - np.maximum(low[:, None], start[None, :])
-        np.add.at(needed, (holders[:, None], rank[None, :]), np.maximum(overlap, 0))
-    np.fill_diagonal(needed, 0)
-    return needed
+    rank, document, start, stop, length = piece_arrays(ranges, cu_seqlens)
+    # what each holder of a document sees of it, from the first row to the last
+    keys, holder = np.unique(document * size + rank, return_inverse=True)
+    low = np.full(len(keys), np.iinfo(np.int64).max)
+    high = np.zeros(len(keys), dtype=np.int64)
+    np.minimum.at(low, holder, _first_seen(start, window))
+    np.maximum.at(high, holder, _last_seen(stop, length, causal, window))
+    # each piece meets every holder of its document
+    first = np.searchsorted(keys, document * size)
+    counts = np.searchsorted(keys, document * size + size) - first
+    needed = np.zeros(size * size)
+    split = np.flatnonzero(counts > 1)  # one rank holds all of the others
+    ends = np.cumsum(counts[split])
+    for part in np.split(
+        split, np.searchsorted(ends, np.arange(_AT_ONCE, int(ends[-1]) if len(ends) else 0, _AT_ONCE))
+    ):
+        meets = np.repeat(part, counts[part])
+        at = np.arange(len(meets)) - np.repeat(np.cumsum(counts[part]) - counts[part], counts[part]) + first[meets]
+        rows = np.minimum(high[at], stop[meets]) - np.maximum(low[at], start[meets])
+        needed += np.bincount(keys[at] % size * size + rank[meets], np.maximum(rows, 0), size * size)
+    table = needed.astype(np.int64).reshape(size, size)
+    np.fill_diagonal(table, 0)
+    return table
 
 
 def plan_rounds(

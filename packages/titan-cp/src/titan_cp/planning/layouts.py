@@ -23,10 +23,18 @@ scheduling (Graham, 1969) for blocks.
 """
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 
-from titan_cp.planning.documents import deal_documents
-from titan_cp.planning.ranges import Ranges, attended_pairs, document_pieces, join_ranges
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_cp.planning.documents import deal_documents, piece_pairs, work_of
+from titan_cp.planning.ranges import Ranges, RangeTable, attended_pairs, join_ranges
+
+_MANY = 65
+"""From this many boundaries on, documents are dealt in turn."""
+_BALANCED = 1.02
 
 LAYOUTS = ("contiguous", "zigzag", "per_document", "documents", "block")
 
@@ -44,7 +52,7 @@ def layout_multiple(layout: str, size: int, block_size: int) -> int:
 
 def plan_ranges(
     layout: str, cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None, block_size: int
-) -> tuple[Ranges, ...]:
+) -> Sequence[Ranges]:
     """The ranges that each of ``size`` ranks holds.
 
     Args:
@@ -73,7 +81,65 @@ def plan_ranges(
     return _block(cu_seqlens, size, block_size, causal=causal, window=window)
 
 
-def _per_document(cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None) -> tuple[Ranges, ...]:
+def _per_document(cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None) -> Sequence[Ranges]:
+    """Every document cut head and tail over all ranks."""
+    if len(cu_seqlens) > _MANY:
+        ranges, work = _per_document_in_turn(cu_seqlens, size, causal=causal, window=window)
+        if work.max() * size <= _BALANCED * work.sum():
+            return ranges
+        slower = _per_document_by_work(cu_seqlens, size, causal=causal, window=window)
+        other = work_of(slower, cu_seqlens, causal=causal, window=window)
+        return slower if other.max() < work.max() else ranges
+    return _per_document_by_work(cu_seqlens, size, causal=causal, window=window)
+
+
+def _per_document_in_turn(
+    cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None
+) -> tuple[RangeTable, NDArray[np.float64]]:
+    """All documents at once: leftover tokens go to the ranks in turn, head and tail chunk by turns.
+
+    Among many documents that evens out, as dealing by work does, without looking at one after the other. Returns the
+    ranges and each rank's work.
+    """
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    begin, length = bounds[:-1], np.diff(bounds)
+    base, rest = np.divmod(length, 2 * size)
+    everyone, some = np.divmod(rest, size)
+    first = np.cumsum(some) - some  # leftover tokens before this document
+    turn = np.arange(size)
+    extra = everyone[:, None] + (turn < some[:, None])
+    lighter = (turn + first[:, None] // size) % 2 == 0  # who takes one leftover token in the tail chunk
+    head = base[:, None] + ((extra == 2) | ((extra == 1) & ~lighter))
+    tail = base[:, None] + ((extra == 2) | ((extra == 1) & lighter))
+    counts = np.concatenate([head, tail[:, ::-1]], axis=1)
+    stops = np.cumsum(counts, axis=1)
+    # [document, rank, head or tail] to [rank, document · head or tail], which is ascending
+    mine = (turn - first[:, None]) % size
+    chunks = np.stack([mine, 2 * size - 1 - mine], axis=2).transpose(1, 0, 2)
+    document = np.arange(len(length))[None, :, None]
+    stop, count = (x[document, chunks].reshape(size, -1) for x in (stops, counts))
+    start = stop - count
+    pairs = piece_pairs(start, stop, np.repeat(length, 2)[None, :], causal=causal, window=window)
+    offset = np.repeat(begin, 2)[None, :]
+    return _joined(start + offset, stop + offset), pairs.sum(axis=1)
+
+
+def _joined(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RangeTable:
+    """A row of ascending pieces for each rank; empty ones are dropped, those that touch are joined."""
+    size = len(starts)
+    held = stops > starts
+    owners = np.repeat(np.arange(size), held.sum(axis=1))
+    starts, stops = starts[held], stops[held]
+    apart = np.ones(len(starts) + 1, dtype=bool)
+    apart[1:-1] = (starts[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
+    cuts = np.searchsorted(owners[apart[:-1]], np.arange(size + 1)).tolist()
+    return RangeTable(starts[apart[:-1]], stops[apart[1:]], cuts)
+
+
+def _per_document_by_work(
+    cu_seqlens: Sequence[int], size: int, *, causal: bool, window: int | None
+) -> tuple[Ranges, ...]:
+    """One document after the other: leftover tokens go to the lightest ranks."""
     tokens = [0] * size
     work = [0] * size
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
@@ -113,20 +179,13 @@ def _block(
     cu_seqlens: Sequence[int], size: int, block_size: int, *, causal: bool, window: int | None
 ) -> tuple[Ranges, ...]:
     blocks = [(s, s + block_size) for s in range(0, cu_seqlens[-1], block_size)]
-    costs = [sum(_block_pairs(b, cu_seqlens, causal=causal, window=window)) for b in blocks]
-    heaviest_first = sorted(range(len(blocks)), key=lambda b: (-costs[b], b))
-    work = [0] * size
+    costs = work_of([(block,) for block in blocks], cu_seqlens, causal=causal, window=window)
+    lightest = [(0.0, rank) for rank in range(size)]
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     each = len(blocks) // size
-    for b in heaviest_first:
-        rank = min((r for r in range(size) if len(ranges[r]) < each), key=lambda r: (work[r], r))
+    for b in np.argsort(-costs, kind="stable").tolist():
+        work, rank = heappop(lightest)
         ranges[rank].append(blocks[b])
-        work[rank] += costs[b]
+        if len(ranges[rank]) < each:
+            heappush(lightest, (work + float(costs[b]), rank))
     return tuple(join_ranges(r) for r in ranges)
-
-
-def _block_pairs(block: tuple[int, int], cu_seqlens: Sequence[int], *, causal: bool, window: int | None) -> list[int]:
-    return [
-        attended_pairs(start, stop, length, causal=causal, window=window)
-        for _, start, stop, length in document_pieces((block,), cu_seqlens)
-    ]

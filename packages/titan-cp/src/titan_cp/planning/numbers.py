@@ -1,5 +1,6 @@
 """The numbers of a plan: ranges of tokens for each rank, tiles, work and bytes. Derived on demand and kept."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -89,17 +90,19 @@ class PlanNumbers:
         return kv_heads_for(self.num_kv_heads, self.ulysses_degree)
 
     @cached_property
-    def ring_ranges(self) -> tuple[Ranges, ...]:
+    def ring_ranges(self) -> Sequence[Ranges]:
         """The tokens that each ring rank computes on (after the Ulysses exchange)."""
         if self.ring_degree == 1:
             return (((0, self.pad_to),),)
         return self._ranges(self.ring_degree)
 
     @cached_property
-    def shard_ranges(self) -> tuple[Ranges, ...]:
+    def shard_ranges(self) -> Sequence[Ranges]:
         """The tokens that each rank holds outside attention."""
         if self.ring_degree == 1:
             return self._ranges(self.size)
+        if self.ulysses_degree == 1:
+            return self.ring_ranges
         return tuple(piece for held in self.ring_ranges for piece in split_ranges(held, self.ulysses_degree))
 
     @cached_property
@@ -238,7 +241,7 @@ class PlanNumbers:
             raise ValueError(f"rank={rank} is outside the plan's {self.size} ranks. Use 0 to {self.size - 1}.")
         return replace(self, rank=rank)
 
-    def _ranges(self, degree: int) -> tuple[Ranges, ...]:
+    def _ranges(self, degree: int) -> Sequence[Ranges]:
         return plan_ranges(
             self.layout, self.cu_seqlens, degree, causal=self.causal, window=self.window, block_size=self.block_size
         )

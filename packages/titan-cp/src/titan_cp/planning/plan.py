@@ -21,7 +21,7 @@ from titan_cp.planning.checks import (
     pad_documents,
     reject_length,
 )
-from titan_cp.planning.choose import choose_layout, choose_method, plan_degrees
+from titan_cp.planning.choose import choose_layout, choose_method, packed_ring_share, plan_degrees
 from titan_cp.planning.costs import AttentionShape
 from titan_cp.planning.explain import explain_plan
 from titan_cp.planning.numbers import PlanNumbers
@@ -99,7 +99,10 @@ def _plan(
         seq_len=wanted, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim,
         dtype=dtype,
     )  # fmt: skip
-    chosen, method_reason = choose_method(method, shape, size, ulysses_degree)
+    share = 1.0
+    if method == "auto":
+        share = packed_ring_share(documents, size, layout, causal=causal, window=window, block_size=block_size)
+    chosen, method_reason = choose_method(method, shape, size, ulysses_degree, ring_share=share)
     ulysses, ring = plan_degrees(chosen, shape, size, ulysses_degree)
     layout, layout_reason = choose_layout(
         layout, chosen, documents, ring, causal=causal, window=window, block_size=block_size

@@ -2,6 +2,10 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint, non-empty half-open token ranges over the packed sequence."""
@@ -22,6 +26,8 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 def split_ranges(ranges: Ranges, parts: int) -> tuple[Ranges, ...]:
     """Cut the token list that ``ranges`` describes into ``parts`` consecutive pieces of equal token count."""
+    if parts == 1:
+        return (ranges,)
     each = sum(stop - start for start, stop in ranges) // parts
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
     filled = 0
@@ -53,6 +59,72 @@ def _capped_sum(n: int, cap: int) -> int:
     """``sum(min(t, cap) for t in range(n))``."""
     low = min(n, cap)
     return low * (low - 1) // 2 + max(n - cap, 0) * cap
+
+
+class RangeTable(Sequence[Ranges]):
+    """The ranges of all ranks in three arrays; those of one rank are put together when they are asked for.
+
+    Args:
+        starts: Of all ranges, by rank and ascending.
+        stops: Of all ranges.
+        cuts: Where each rank's ranges begin in the arrays, and where the last one's end.
+    """
+
+    def __init__(self, starts: NDArray[np.int64], stops: NDArray[np.int64], cuts: Sequence[int]) -> None:
+        self._starts = starts
+        self._stops = stops
+        self._cuts = cuts
+        self._made: dict[int, Ranges] = {}
+
+    def __len__(self) -> int:
+        return len(self._cuts) - 1
+
+    def __getitem__(self, rank: Any) -> Any:
+        """One rank's ranges, or those of several as a tuple."""
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(*rank.indices(len(self))))
+        at = rank + len(self) if rank < 0 else rank
+        if not 0 <= at < len(self):
+            raise IndexError(rank)
+        if at not in self._made:
+            a, b = self._cuts[at], self._cuts[at + 1]
+            self._made[at] = tuple(zip(self._starts[a:b].tolist(), self._stops[a:b].tolist(), strict=True))
+        return self._made[at]
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Starts, stops and ranks of all ranges."""
+        return self._starts, self._stops, np.repeat(np.arange(len(self)), np.diff(self._cuts))
+
+
+def range_arrays(
+    ranges: Sequence[Ranges],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Starts, stops and ranks of all ranges."""
+    if isinstance(ranges, RangeTable):
+        return ranges.arrays()
+    held = np.array([(s, e, rank) for rank, r in enumerate(ranges) for s, e in r], dtype=np.int64).reshape(-1, 3)
+    return held[:, 0], held[:, 1], held[:, 2]
+
+
+def piece_arrays(
+    ranges: Sequence[Ranges], cu_seqlens: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """`document_pieces` of all ranks at once: rank, document, first position, last position + 1, document length."""
+    starts, stops, ranks = range_arrays(ranges)
+    bounds = np.asarray(cu_seqlens, dtype=np.int64)
+    first = np.searchsorted(bounds, starts, side="right") - 1
+    last = np.searchsorted(bounds, stops, side="left") - 1
+    counts = last - first + 1
+    piece = np.repeat(np.arange(len(starts)), counts)
+    document = first[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = bounds[document]
+    return (
+        ranks[piece],
+        document,
+        np.maximum(starts[piece], begin) - begin,
+        np.minimum(stops[piece], bounds[document + 1]) - begin,
+        bounds[document + 1] - begin,
+    )
 
 
 def document_pieces(ranges: Ranges, cu_seqlens: Sequence[int]) -> list[tuple[int, int, int, int]]:

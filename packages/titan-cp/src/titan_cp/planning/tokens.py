@@ -51,7 +51,7 @@ def shift_labels(tokens: Tensor, dim: int, cu_seqlens: Sequence[int], seq_len: i
 
 
 def unshard(
-    x: Tensor, dim: int, ranges: tuple[Ranges, ...], seq_len: int, group: dist.ProcessGroup | None, rank: int
+    x: Tensor, dim: int, ranges: Sequence[Ranges], seq_len: int, group: dist.ProcessGroup | None, rank: int
 ) -> Tensor:
     """The whole sequence from each rank's tokens; see `AttentionPlan.unshard`."""
     local_len = sum(stop - start for start, stop in ranges[rank])

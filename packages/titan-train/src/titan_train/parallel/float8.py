@@ -61,9 +61,34 @@ def defer_shared(
     return SharedInput.forward(shared, x, *linears)
 
 
+def defer_grouped(
+    engine: WeightGradDeferrer,
+    product: titan_fp8.Float8GroupedMM,
+    plain: Callable[..., Tensor],
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor,
+) -> Tensor:
+    """Experts in float8 whose weight gradients wait. ``mat_b`` is a parameter, or the transpose of one."""
+    parameter = mat_b if mat_b.is_leaf else mat_b._base
+    transposed = parameter is not None and parameter is not mat_b and parameter.shape == mat_b.mT.shape
+    if not mat_b.requires_grad or not isinstance(parameter, nn.Parameter) or not (transposed or parameter is mat_b):
+        return plain(mat_a, mat_b, offs=offs)
+    return titan_fp8.grouped_mm_deferred(
+        mat_a, mat_b, offs, product.recipe, anchor=engine.anchor, parameter=parameter, defer=engine.defer,
+        to_parameter=_transposed if transposed else None,
+    )  # fmt: skip
+
+
+def _transposed(grad: Tensor) -> Tensor:
+    return grad.mT
+
+
 DEFERRING_RULES: Mapping[type[nn.Module], Callable[..., Any]] = {
     titan_fp8.Float8Linear: defer_linear,
     SharedFloat8Input: defer_shared,
+    titan_fp8.Float8GroupedMM: defer_grouped,
 }
 """For `titan_pipeline.runtime.TorchStage`: how float8 layers take part in schedules that split backward."""
 
