@@ -49,7 +49,9 @@ def test_gguf_holds_narrow_weights(dtype: str, folder: Path, tmp_path: Path) -> 
     assert kinds["blk.0.ffn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(
+    "name", ["gpt_debug", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_debug", "qwen3_debug"))]
+)
 def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
@@ -84,7 +86,10 @@ def test_dcp_is_read_by_torch(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_moe_debug", "deepseek_debug"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama3_debug", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe_debug", "deepseek_debug"))],
+)
 def test_float8_folders_are_read_by_transformers(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_dir = trained(folder, name, **DENSE.get(name, {}))
@@ -176,6 +181,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_export_without_the_gate_never_holds_the_model(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")

@@ -1,7 +1,8 @@
 """Text and tokens from any model of a run.
 
 `run` loads a run's model and tokenizer; `decode` turns prompts into a stream of token ids; `sampling` chooses each token;
-`cache` is the key-value cache; `text` turns tokens into text, with stop words and conversations.
+`cache` is the key-value cache; `text` turns tokens into text, with stop words and conversations;
+`tensor` cuts a model over ranks.
 """
 
 from titan_train.generation.cache import CachedAttention, kv_cache, supports_cache

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from titan_ckpt import Checkpointer, TrainState
+import torch.distributed as dist
+from titan_ckpt import Checkpointer, LocalShard, TrainState
 from torch import nn
 
 from titan_train.config import Config
 from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
+from titan_train.generation.tensor import cut_for_generation
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
@@ -69,6 +71,7 @@ def load_run(
     *,
     step: int | None = None,
     device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
     trust_code: bool = False,
     code: Sequence[str] = (),
 ) -> LoadedRun:
@@ -78,6 +81,8 @@ def load_run(
         run_dir: The run's folder.
         step: Which checkpoint; None takes the newest valid one.
         device: Where the weights go; None takes a GPU if there is one. "meta" reads no weights.
+        group: Ranks that share every weight matrix (tensor parallelism), for models larger than one device. All of them
+            call this and generate with the same arguments. None: this process holds the model.
         trust_code: Run the model code that the folder names, though this account has not run it with that very code. Read
             the code first: a run's folder can name any.
         code: Folders to import that code from, beside what is installed.
@@ -94,11 +99,19 @@ def load_run(
     admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
-    model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=device).requires_grad_(False)
+    built_on = device if group is None else "meta"
+    model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=built_on).requires_grad_(False)
+    shards: dict[str, LocalShard] = {}
+    if group is not None:
+        parallel = config.parallel
+        shards = cut_for_generation(
+            model, group, device=device, plan=parallel.tp_plan, replicate_kv=parallel.replicate_kv
+        )
     if torch.device(device).type == "meta":
         return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
-        found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
+        state = TrainState(model=model, rng=False, shards=shards)
+        found = checkpointer.restore(state, "latest" if step is None else step)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 

@@ -2,20 +2,25 @@
 
 `titan-train generate runs/quickstart --prompt "def main("` prints tokens as they are generated. Several `--prompt`s run as
 one batch; `--chat` takes the prompt as a message and writes it with the run's chat template. Uses one process, on a GPU if
-there is one. A folder of `titan-train export` is run by the library of its users (transformers, onnxruntime, AOTInductor,
-llama.cpp), which takes the most likely token: `--temperature 0`.
+there is one; `torchrun --nproc-per-node 4 -m titan_train generate ...` cuts the model over four. A folder of
+`titan-train export` is run by the library of its users (transformers, onnxruntime, AOTInductor, llama.cpp), which takes the
+most likely token: `--temperature 0`.
 """
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_train.cli.shell.parser import CommandParser, integer, number
 
 if TYPE_CHECKING:
-    from titan_train.generation import TextPiece
+    import torch.distributed as dist
+
+    from titan_train.generation import LoadedRun, Sampling, TextPiece
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
@@ -64,7 +69,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if target_of(arguments.run_dir) is not None:
         return _exported(arguments)
 
-    from titan_train.generation import Sampling, encode_chat, encode_prompt, load_run, stream_text
+    from titan_train.generation import Sampling, load_run
 
     sampling = Sampling(
         temperature=arguments.temperature,
@@ -73,9 +78,54 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
     )
-    run = load_run(arguments.run_dir, step=arguments.step, trust_code=arguments.trust_code, code=arguments.code)
-    device = next(run.model.parameters()).device.type
-    print(f"{arguments.run_dir}, step {run.step}, on {device}", file=sys.stderr)
+    with _ranks() as group:
+        run = load_run(
+            arguments.run_dir,
+            step=arguments.step,
+            device=_device() if group is not None else None,
+            group=group,
+            trust_code=arguments.trust_code,
+            code=arguments.code,
+        )
+        first = group is None or group.rank() == 0
+        if first:
+            device = next(run.model.parameters()).device.type
+            ranks = "" if group is None else f", {group.size()} ranks"
+            print(f"{arguments.run_dir}, step {run.step}, on {device}{ranks}", file=sys.stderr)
+        _continue(arguments, run, sampling, shown=first)
+    return 0
+
+
+@contextlib.contextmanager
+def _ranks() -> "Generator[dist.ProcessGroup | None]":
+    """The ranks of this process's group or torchrun; None without either."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield dist.group.WORLD
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+    else:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_device())
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        try:
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+
+def _device() -> str:
+    """Where this rank computes."""
+    import torch
+
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if torch.cuda.is_available() else "cpu"
+
+
+def _continue(arguments: argparse.Namespace, run: "LoadedRun", sampling: "Sampling", *, shown: bool) -> None:
+    from titan_train.generation import encode_chat, encode_prompt, stream_text
+
     texts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     if arguments.chat:
         prompts = [encode_chat(run, [{"role": "user", "content": text}]) for text in texts]
@@ -90,8 +140,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         stop=arguments.stop,
         compiled=arguments.compile,
     )
-    _print([""] * len(texts) if arguments.chat else texts, pieces)
-    return 0
+    if shown:
+        _print([""] * len(texts) if arguments.chat else texts, pieces)
+    else:
+        for _ in pieces:
+            pass
 
 
 def _print(prompts: Sequence[str], pieces: "Iterator[TextPiece]") -> None:
