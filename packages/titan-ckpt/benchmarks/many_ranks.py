@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from titan_ckpt import Checkpointer, TrainState
-from titan_ckpt.format.digest import block_digests
+from titan_ckpt.format.codec import block_digests
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.validate import check_index
 from titan_ckpt.load.copies import box_copies
@@ -26,7 +26,7 @@ from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save.plan import Held, encode_held, encode_pieces, plan_told
 from titan_ckpt.save.prepare import index_tensors
 from titan_ckpt.steps import commit
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 
 SHAPES = [(4096, 64), (1024, 64), (4096,), (14336, 64), (4096, 128), (12288, 32)]
 UNEVEN = [(4097, 64), (1023, 64), (4099,), (14337, 64), (4098, 128), (12289, 32)]

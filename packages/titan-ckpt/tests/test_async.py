@@ -15,9 +15,9 @@ import torch
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
 from titan_ckpt.background.arena import Arena, staging_point
-from titan_ckpt.format.header import Entry
+from titan_ckpt.format.names import Entry
 from titan_ckpt.steps import commit
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_testing import run_ranks
 from torch import nn
 

@@ -8,8 +8,7 @@ from dataclasses import asdict
 
 import pytest
 from titan_ckpt import Checkpointer, DamageError, TrainState
-from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
 from torch import nn
 
 

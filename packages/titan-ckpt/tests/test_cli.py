@@ -17,7 +17,7 @@ from titan_ckpt.load.compare import unequal_elements
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

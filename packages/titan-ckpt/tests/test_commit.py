@@ -12,8 +12,7 @@ import pytest
 from titan_ckpt import Checkpointer, CheckpointError, Manifest, TrainState
 from titan_ckpt.save import write
 from titan_ckpt.steps import claim, commit, leftovers
-from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
 from titan_ckpt.storage import files
 from torch import nn
 

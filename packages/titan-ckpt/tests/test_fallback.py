@@ -142,8 +142,8 @@ def test_a_rank_that_fails_while_its_state_is_filled_stops_every_rank(tmp_path):
 def test_what_ranks_tell_each_other_of_damage_is_json(tmp_path):
     """The counterpart of `Ranks.agree`: a report survives the way there and back."""
     from titan_ckpt import Damage
-    from titan_ckpt.comm import _damage, _told
+    from titan_ckpt.comm import _decode_damage, _encode_error
 
     damage = Damage("model-r00001.safetensors", "does not match its digest", ("a", "b"), 3, 12 << 20)
-    sent = json.loads(json.dumps(_told(DamageError("step-00000001", [damage]))))
-    assert [_damage(place) for place in sent["damages"]] == [damage]
+    sent = json.loads(json.dumps(_encode_error(DamageError("step-00000001", [damage]))))
+    assert [_decode_damage(place) for place in sent["damages"]] == [damage]

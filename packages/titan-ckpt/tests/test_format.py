@@ -9,7 +9,7 @@ import xxhash
 import zstandard
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer
-from titan_ckpt.format.header import encode_header
+from titan_ckpt.format.names import encode_header
 
 
 def xxh(data: bytes) -> str:

@@ -14,12 +14,11 @@ import torch
 import zstandard
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.cli import main
-from titan_ckpt.format.codec import unpack_frame, unpack_json
-from titan_ckpt.format.digest import block_digests, digest, root_digest
-from titan_ckpt.format.header import decode_header
+from titan_ckpt.format.codec import block_digests, digest, root_digest, unpack_frame, unpack_json
 from titan_ckpt.format.manifest import _self_digest
 from titan_ckpt.format.names import is_file_name, parse_object
 from titan_ckpt.format.validate import check_manifest
+from titan_ckpt.interop.safetensors_folder import read_header
 from titan_ckpt.load.reader import StepReader
 from torch import nn
 
@@ -437,11 +436,11 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("wrong", HEADERS)
-def test_a_malformed_safetensors_header_is_a_plain_error_that_names_the_file(wrong):
+def test_a_malformed_safetensors_header_is_a_plain_error_that_names_the_file(tmp_path, wrong):
     text = HEADERS[wrong].encode()
-    data = len(text).to_bytes(8, "little") + text + bytes(16)
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
     with pytest.raises(ValueError, match=r"x\.safetensors"):
-        decode_header(data, len(data), "x.safetensors")
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_a_state_file_cut_short_after_it_was_opened_is_damage_and_no_bus_error(root):

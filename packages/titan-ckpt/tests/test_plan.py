@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from titan_ckpt.format.boxes import find_overlap, intersect, is_tiling
-from titan_ckpt.format.digest import block_digests
+from titan_ckpt.format.codec import block_digests
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt.save.plan import (
@@ -277,7 +277,7 @@ def test_planning_for_256_ranks_with_900_tensors_takes_seconds_and_the_index_und
 
 
 def test_block_digests_do_not_depend_on_how_the_stream_is_cut():
-    from titan_ckpt.format.digest import BlockDigester
+    from titan_ckpt.format.codec import BlockDigester
 
     data = bytes(range(256)) * (BLOCK_BYTES // 128 + 3)
     digester = BlockDigester()

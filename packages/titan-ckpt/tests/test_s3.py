@@ -16,7 +16,7 @@ from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
 from titan_ckpt.cli import main
 from titan_ckpt.steps import commit, leftovers, listing, turns
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage import files
 from titan_ckpt.storage.paths import as_path
 from titan_testing import run_ranks

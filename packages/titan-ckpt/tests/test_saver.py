@@ -17,7 +17,7 @@ from titan_ckpt.background import inherited, rendezvous, server
 from titan_ckpt.background.rendezvous import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
 from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_testing import run_ranks
 from torch import nn
 

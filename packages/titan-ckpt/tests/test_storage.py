@@ -12,7 +12,7 @@ from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, Tra
 from titan_ckpt.cli import main
 from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit, leftovers, listing
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.files import MappedFile
 from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
 from titan_testing import run_ranks
@@ -170,6 +170,26 @@ def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket)
         leftovers.sweep(as_path(bucket))
         assert sorted(Objects.store) == before, "and what was begun is swept once the store answers"
     assert ck.steps() == [1, 2, 3]
+
+
+class ClientError(Exception):
+    """As botocore raises: no `OSError`."""
+
+
+def test_an_error_of_the_stores_own_kind_is_no_damage_and_names_the_path(bucket, monkeypatch):
+    ck = Checkpointer(bucket)
+    ck.save(1, state_of(1.0))
+
+    def unreachable(self, path, **kwargs):
+        raise ClientError("Could not connect to the endpoint")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "cat_file", unreachable)
+        with pytest.raises(CheckpointError, match=r"run.*ClientError: Could not connect"):
+            Checkpointer(bucket).restore(state_of(0.0))
+        with pytest.raises(OSError, match=r"step-00000001.*ClientError: Could not connect"):
+            ck.steps()
+    assert fill_of(bucket) == (1, 1.0)
 
 
 def test_a_request_that_fails_while_older_steps_are_retired_leaves_them_for_the_next_save(bucket, monkeypatch):

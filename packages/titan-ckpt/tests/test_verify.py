@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.format.names import BLOCK_BYTES
+from titan_ckpt.load.copies import assign_blocks, tell_blocks
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.load.verify import assign_blocks, tell_blocks
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

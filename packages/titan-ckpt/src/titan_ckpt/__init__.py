@@ -19,7 +19,7 @@ from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import RemotePath, StorePath
 
 if TYPE_CHECKING:
-    from titan_ckpt.background.handle import SaveJob
+    from titan_ckpt.background.client import SaveJob
     from titan_ckpt.checkpointer import Checkpointer
     from titan_ckpt.interop.dcp_import import import_dcp
     from titan_ckpt.interop.dcp_storage import TitanStorageReader, TitanStorageWriter
@@ -53,7 +53,7 @@ __all__ = [
 _LAZY = {
     "Checkpointer": "checkpointer",
     "LocalShard": "state.sharding",
-    "SaveJob": "background.handle",
+    "SaveJob": "background.client",
     "Stateful": "state.train_state",
     "TitanStorageReader": "interop.dcp_storage",
     "TitanStorageWriter": "interop.dcp_storage",

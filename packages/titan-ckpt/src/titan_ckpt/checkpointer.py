@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from titan_ckpt.background.client import BackgroundSaver, start_savers
-from titan_ckpt.background.handle import SaveJob
+from titan_ckpt.background.client import BackgroundSaver, SaveJob, start_savers
 from titan_ckpt.background.inherited import await_inherited
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError
@@ -24,8 +23,7 @@ from titan_ckpt.save.now import save_now
 from titan_ckpt.save.prepare import PlanCache, begin_job, plan_layout, plan_step
 from titan_ckpt.state.train_state import TrainState
 from titan_ckpt.steps import leftovers, listing
-from titan_ckpt.steps.claim import release_root, take_root
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process, release_root, take_root
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path, shared_between_processes
 
@@ -220,9 +218,9 @@ class Checkpointer:
             except CheckpointError as err:
                 error = err
         if timeout_s is not None:
-            told = [reply.decode() for reply in self._comm.all_gather(late.encode())]
-            if any(told):
-                raise TimeoutError(late or next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+            replies = [reply.decode() for reply in self._comm.all_gather(late.encode())]
+            if any(replies):
+                raise TimeoutError(late or next(f"rank {rank}: {text}" for rank, text in enumerate(replies) if text))
         self._flight = None
         self._comm.agree(error, "the save in the background")
 
@@ -394,7 +392,7 @@ def _whole(value: Any, name: str) -> int:
     """A whole number of any kind (numpy's, a tensor's) as an int.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not one.
     """
     try:
         return operator.index(value)

@@ -334,7 +334,7 @@ def _gc(args: argparse.Namespace) -> int:
 
 
 def _require_metric(name: str | None, steps: Sequence[Manifest]) -> None:
-    """Retention keeps no step for a metric that none has, which in a metric that is misspelt deletes the best one."""
+    """Refuse a metric that no step has: with a misspelt name, retention would delete the best step."""
     values: list[Any] = [step.metrics.get(name or "") for step in steps]
     if name is None or any(type(value) in (int, float) and math.isfinite(value) for value in values):
         return
@@ -346,7 +346,7 @@ def _require_metric(name: str | None, steps: Sequence[Manifest]) -> None:
 
 
 def _open_step(path: StorePath) -> StepReader:
-    """A step to read; an error that tells which steps there are if this is none."""
+    """A step to read. The error for another path lists the steps there are."""
     if not _looks_like_a_step(path):
         below = [folder.name for _, folder in listing.step_folders(path)]
         listed = f"{', '.join(below[-4:])}{' are its newest' if len(below) > 4 else ''}"
@@ -356,14 +356,14 @@ def _open_step(path: StorePath) -> StepReader:
 
 
 def _steps_below(root: StorePath) -> list[tuple[int, StorePath]]:
-    """The steps of a folder that is meant to hold them."""
+    """The steps of a folder of steps."""
     if _looks_like_a_step(root):
         raise ValueError(f"{root} is a step; the folder of the steps is {root.parent}. Give that one.")
     return listing.step_folders(root)
 
 
 def _looks_like_a_step(path: StorePath) -> bool:
-    """Also one that has lost its manifest, which is damage and no wrong call."""
+    """Also a step that lost its manifest: that is damage, not a wrong argument."""
     _existing(path)
     return (path / MANIFEST_NAME).exists() or parse_step_name(path.name) is not None
 

@@ -1,7 +1,7 @@
 """Bytes between ranks: gather to rank 0, broadcast, scatter, and errors that every rank raises alike.
 
 torch's object collectives pickle, so a checkpoint that used them would unpickle what another process sent. Here
-ranks exchange JSON as uint8 tensors. The same class stands for one process without torch.distributed.
+ranks exchange JSON as uint8 tensors. Without torch.distributed the same class serves one process.
 
 With ``ranks_per_node``, bytes of a node's ranks are collected by the first of them, and only these leaders exchange
 across nodes: rank 0 has a connection per node, not one per rank.
@@ -23,7 +23,7 @@ class ByteComm:
     Args:
         group: Their process group, over a backend with CPU tensors (gloo). None takes the default group if it can
             do that, makes a gloo group of all ranks if it cannot (every rank must then construct at the same
-            point), and stands for a single process where torch.distributed is not in use.
+            point), and serves a single process where torch.distributed is not in use.
         ranks_per_node: Consecutive ranks on each node, for messages through the nodes' first ranks. Every rank must then
             construct at the same point. None, nodes that differ, or one node: every rank exchanges with every
             other.
@@ -107,23 +107,23 @@ class ByteComm:
     def agree(self, error: Exception | None, doing: str) -> None:
         """Raise on every rank if any rank has an error. Collective.
 
-        Damage that any rank saw is raised by every rank as one `DamageError` with what all ranks saw, so that all can
-        take the same way out; other errors do not count beside it, since a damaged step may cause them. Of other
-        errors, a rank that failed raises its own; the rest raise the first failed rank's, of the same base type
-        (ValueError, TypeError, `CheckpointError` for the world's faults).
+        Damage that any rank saw is raised by every rank as one `DamageError` that lists what all ranks saw. It takes
+        precedence over other errors, since a damaged step may cause them. Otherwise a rank that failed raises its own
+        error; the rest raise the first failed rank's, of the same base type (ValueError, TypeError, else
+        `CheckpointError`).
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        replies = [json.loads(reply) for reply in self.all_gather(json.dumps(_told(error)).encode())]
+        replies = [json.loads(reply) for reply in self.all_gather(json.dumps(_encode_error(error)).encode())]
         failed = [rank for rank, reply in enumerate(replies) if reply]
         if not failed:
             return
-        hurt = [rank for rank in failed if "damages" in replies[rank]]
-        if hurt:
-            places = dict.fromkeys(_damage(told) for rank in hurt for told in replies[rank]["damages"])
-            raise DamageError(replies[hurt[0]]["step"], list(places), hurt) from error
+        damaged = [rank for rank in failed if "damages" in replies[rank]]
+        if damaged:
+            places = dict.fromkeys(_decode_damage(value) for rank in damaged for value in replies[rank]["damages"])
+            raise DamageError(replies[damaged[0]]["step"], list(places), damaged) from error
         if error is not None:
             raise error
         first = replies[failed[0]]
@@ -150,7 +150,7 @@ class ByteComm:
 _BASE_TYPES: tuple[type[Exception], ...] = (CheckpointError, ValueError, TypeError)
 
 
-def _told(error: Exception | None) -> dict[str, Any]:
+def _encode_error(error: Exception | None) -> dict[str, Any]:
     """An error as JSON; empty for None."""
     if error is None:
         return {}
@@ -159,8 +159,8 @@ def _told(error: Exception | None) -> dict[str, Any]:
     return {"type": _base_type(error).__name__, "text": str(error)}
 
 
-def _damage(told: dict[str, Any]) -> Damage:
-    return Damage(told["file"], told["what"], tuple(told["tensors"]), told["block"], told["offset"])
+def _decode_damage(value: dict[str, Any]) -> Damage:
+    return Damage(value["file"], value["what"], tuple(value["tensors"]), value["block"], value["offset"])
 
 
 def _base_type(error: Exception) -> type[Exception]:

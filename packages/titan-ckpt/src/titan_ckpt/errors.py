@@ -49,9 +49,9 @@ class DamageError(CheckpointError):
 
 @contextlib.contextmanager
 def malformed_is_damage(folder: object, name: str) -> Generator[None]:
-    """Read contents that anyone may have written: what is raised because they are of the wrong shape is damage.
+    """Turn what malformed contents raise (missing keys, values of the wrong type) into damage.
 
-    Keys that are missing and values of the wrong type must not end a restore that could take an older step.
+    So a restore can take an older step.
 
     Args:
         folder: The step's folder.

@@ -12,12 +12,7 @@ _EVERY_S = 0.1
 
 
 class ByteProgress:
-    """Bytes done of bytes in all, with speed and time left.
-
-    Args:
-        title: What is being done.
-        total_bytes: When it is done.
-    """
+    """Bytes done of bytes in all, with speed and time left."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self.title, self.total = title, max(total_bytes, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_ckpt.format.header import Entry
+from titan_ckpt.format.names import Entry
 from titan_ckpt.state.dtypes import DTYPES
 
 _log = logging.getLogger("titan_ckpt")
@@ -49,12 +49,7 @@ class Arena:
         return True
 
     def targets(self, places: Sequence[tuple[int, int]], entries: Sequence[Entry]) -> list[Tensor]:
-        """The tensors of the arena to stage into.
-
-        Args:
-            places: First byte and size of each, within what was reserved.
-            entries: Dtype and shape of each.
-        """
+        """The tensors of the arena to stage into: first byte and size, dtype and shape of each."""
         return [
             self.memory[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
             for (start, size), entry in zip(places, entries, strict=True)
@@ -62,12 +57,9 @@ class Arena:
 
     @torch.no_grad()
     def stage(self, targets: Sequence[Tensor], views: Sequence[Tensor], ready: Sequence[Any] = ()) -> None:
-        """Copy tensors into the arena; when this returns, they may change.
+        """Copy tensors of any device into the arena; when this returns, they may change.
 
-        Args:
-            targets: Where to, as `targets` gave them.
-            views: The tensors, on any device.
-            ready: CUDA events to wait for before reading CUDA tensors, and before returning; see `staging_point`.
+        ``ready`` has the CUDA events to wait for before reading CUDA tensors, and before returning; see `staging_point`.
         """
         streams: set[Any] = set()
         for into, view in zip(targets, views, strict=True):

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from titan_ckpt.background.arena import Arena, staging_point
-from titan_ckpt.background.handle import SaveJob
 from titan_ckpt.background.inherited import command
 from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.background.wire import pack, receive, send
@@ -29,7 +28,71 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
 from titan_ckpt.save.prepare import Planned
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
+from titan_ckpt.storage.paths import StorePath
+
+
+class SaveJob:
+    """A save that was begun. With synchronous saves it is done when you get it."""
+
+    def __init__(self, step: int, path: StorePath | None = None, *, skipped: bool = False) -> None:
+        self.step = step
+        self.skipped = skipped
+        """True if nothing is saved, since the last save was still in flight and ``on_busy="skip"``."""
+        self._path = path
+        self._error: str | None = None
+        self._done = threading.Event()
+        self._staged = threading.Event()
+        if path is not None or skipped:
+            self._staged.set()
+            self._done.set()
+
+    @property
+    def path(self) -> StorePath | None:
+        """The step's folder once it is committed; None before, or if it failed or was skipped."""
+        return self._path
+
+    @property
+    def staged(self) -> bool:
+        """Whether the state may change: its bytes are copied."""
+        return self._staged.is_set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, committed or failed."""
+        return self._done.is_set()
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None while it runs or if it is committed."""
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> StorePath:
+        """Wait until the step is committed and return its folder.
+
+        Raises:
+            TimeoutError: If it is not within ``timeout_s`` seconds.
+            CheckpointError: If it failed, or was skipped.
+        """
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(
+                f"step {self.step} is not committed after {timeout_s} s; it continues in the background."
+            )
+        if self._path is None:
+            why = self._error or "it was skipped, because the previous save was still in flight"
+            raise CheckpointError(f"step {self.step} was not saved: {why}")
+        return self._path
+
+    def finish(self, path: StorePath | None, error: str | None) -> None:
+        """Called by the machinery when the save has ended."""
+        self._path, self._error = path, error
+        self._staged.set()
+        self._done.set()
+
+    def mark_staged(self) -> None:
+        """Called by the machinery when the state's bytes are copied."""
+        self._staged.set()
+
 
 _log = logging.getLogger("titan_ckpt")
 
@@ -101,14 +164,10 @@ class BackgroundSaver:
         self._preparing.start()
 
     def take(self, job: WriteJob, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
-        """Copy the state's bytes and hand the job over; a failure is the result's, and told to the other ranks.
+        """Copy the state's bytes and hand the job over. A failure is set in ``result`` and reported to the other ranks.
 
-        Args:
-            job: What to write.
-            planned: The state it is made of.
-            result: Finished from a thread when the process answers.
-            savers: Every rank's saver process.
-            overlap: Copy parameters and optimizer state in a thread; all else is copied when this returns.
+        ``result`` is finished from a thread when the process answers. With ``overlap``, parameters and optimizer state are
+        copied in a thread; all else is copied when this returns.
         """
 
         def carry(views: Sequence[Tensor], ready: Sequence[Any], copied: frozenset[int]) -> None:
@@ -190,7 +249,7 @@ class BackgroundSaver:
     def _fail(self, job: WriteJob, result: SaveJob, err: BaseException) -> None:
         text = str(err) or type(err).__name__
         if not give_up(job, text):
-            self._child.kill()  # that, the other savers see
+            self._child.kill()  # the other savers notice that
         result.finish(None, text)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -213,7 +272,7 @@ class _Link:
     def __init__(self, control: socket.socket, child: "subprocess.Popen[bytes]", errors: int) -> None:
         self.control, self.child = control, child
         self.ending = False
-        """Whether the process said that it ends."""
+        """Whether the process announced that it exits."""
         self._errors = errors
 
     def last_words(self) -> str:
@@ -224,8 +283,8 @@ class _Link:
         how = "" if code is None else f" (killed by signal {-code})" if code < 0 else f" (exit status {code})"
         size = os.fstat(self._errors).st_size
         lines = os.pread(self._errors, 2048, max(0, size - 2048)).decode(errors="replace").split("\n")
-        said = " | ".join(line.strip() for line in lines[-4:] if line.strip())
-        return how + (f", its last output: {said}" if said else "")
+        words = " | ".join(line.strip() for line in lines[-4:] if line.strip())
+        return how + (f", its last output: {words}" if words else "")
 
     def close(self) -> None:
         """Have the process end, wait for that, and free what is held for it."""
@@ -253,9 +312,9 @@ def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob]
             give_up(job, text)
             result.finish(None, text)
             continue
-        told: dict[str, Any] = json.loads(answer[0])
-        link.ending = "ends" in told
-        result.finish(job.folder.parent / told["path"] if "path" in told else None, told.get("error"))
+        reply: dict[str, Any] = json.loads(answer[0])
+        link.ending = "ends" in reply
+        result.finish(job.folder.parent / reply["path"] if "path" in reply else None, reply.get("error"))
     link.close()
 
 

@@ -31,10 +31,10 @@ def await_inherited(root: StorePath) -> None:
 def _inherited(pid: int) -> bool:
     """Whether a local process is a saver whose trainer is gone, or is this process."""
     try:
-        told = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return False  # it has just ended
-    if len(told) < 6 or told[3] != _SERVER.encode():
+    if len(arguments) < 6 or arguments[3] != _SERVER.encode():
         return False  # a trainer that saves by itself
-    return parent == os.getpid() or str(parent).encode() != told[5]
+    return parent == os.getpid() or str(parent).encode() != arguments[5]

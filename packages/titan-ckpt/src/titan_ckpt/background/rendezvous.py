@@ -1,8 +1,8 @@
 """How the savers of one step meet: in its folder, not over a network.
 
 Each saver leaves notes there. ``.life-r<rank>`` is made first, at a fixed size, and written over in place from then
-on: with a count while the saver works, so that one on another machine can be told from a lost one, and with the reason
-if its part fails. On a full disk nothing new can be written, but that note can. ``.report-r<rank>.json`` holds the
+on: with a count while the saver works, so that a slow saver on another machine differs from a lost one, and with the
+reason if its part fails. On a full disk nothing new can be written, but that note can. ``.report-r<rank>.json`` holds the
 records of the files once they are on disk. Rank 0's saver waits for every other report and commits, which deletes the
 notes; the others wait until the folder became a step, or did not.
 
@@ -25,7 +25,7 @@ from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import step_name
 from titan_ckpt.save.job import WriteJob
 from titan_ckpt.steps import claim, commit, listing
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.paths import StorePath, renames
 
 # How often a saver looks, on a file system and in a store, where looking is a request; less often as it waits longer.
@@ -118,7 +118,7 @@ def report(job: WriteJob, records: list[FileRecord]) -> None:
 
 
 def give_up(job: WriteJob, reason: str) -> bool:
-    """Let the savers of the other ranks know that this rank's part will not come.
+    """Tell the savers of the other ranks that this rank's part will not come.
 
     Returns:
         False if the disk does not even take that.
@@ -213,7 +213,7 @@ def _write_note(job: WriteJob, value: dict[str, Any], *, make: bool) -> None:
 
 
 def _read_note(job: WriteJob, rank: int) -> dict[str, Any]:
-    """What a rank's note says; nothing if there is none, or while it is written."""
+    """A rank's note; empty if there is none, or while it is written."""
     try:
         return dict(json.loads((job.folder / _note_name(rank)).read_bytes()))
     except Exception:  # a store's client has its own kinds

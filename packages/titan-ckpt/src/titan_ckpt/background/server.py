@@ -29,15 +29,14 @@ from titan_ckpt.background.rendezvous import (
     report,
 )
 from titan_ckpt.background.wire import receive, send, unpack
-from titan_ckpt.save.carry_out import commit_job, write_job
-from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
-from titan_ckpt.steps.process import Process
+from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts, commit_job, write_job
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath
 
 
 def main() -> None:
-    """Serve one trainer until it closes its end, or is no more."""
+    """Serve one trainer until it closes its end, or has exited."""
     control, trainer = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     arena, layout = memoryview(b""), SaveLayout(())
 
@@ -49,10 +48,10 @@ def main() -> None:
         if fd is not None:
             arena = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
             os.close(fd)
-        meeting, told, new_layout = unpack(head)
+        meeting, job, new_layout = unpack(head)
         if new_layout:
             layout = SaveLayout.decode(new_layout)
-        answer, left = _carry_out(WriteJob.decode(told, layout), arena, json.loads(meeting), trainer_gone)
+        answer, left = _carry_out(WriteJob.decode(job, layout), arena, json.loads(meeting), trainer_gone)
         with contextlib.suppress(OSError):  # the trainer may be gone; the step is what matters
             send(control, json.dumps(answer).encode())
         for folder in left:
@@ -82,7 +81,7 @@ def _carry_out(
                 path, left = commit_job(job, records)
                 return {"path": path.name}, left
         report(job, records)
-    except Exception as err:  # also what a compressor or a store's client raises: the others must not wait for ever
+    except Exception as err:  # also what a compressor or a store's client raises: the other ranks must not hang
         return _failed(job, err), []
     try:
         return {"path": await_outcome(job, peers[0], patience).name}, []
@@ -91,7 +90,7 @@ def _carry_out(
 
 
 def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
-    """The answer for the trainer; the other savers are told too."""
+    """The answer for the trainer; the other savers get it too."""
     if isinstance(err, NotCommitted):
         text = f"step {job.step} was not committed: {err}"
     elif isinstance(err, FileNotFoundError) and not in_place(job):

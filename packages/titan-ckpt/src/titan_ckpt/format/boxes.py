@@ -35,11 +35,8 @@ def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any]
     prime, any other set of boxes agrees with a probability of at most dimensions / 2^31 (Schwartz and Zippel), and a
     crafted one cannot know the values. The cost is linear in the boxes, but for a sort of each dimension's coordinates.
 
-    Args:
-        shape: The tensor's shape.
-        offsets: Per dimension, each box's begin; one number stands for all.
-        sizes: Per dimension, each box's extent. Every box must lie within the tensor.
-        count: Number of boxes.
+    ``offsets`` and ``sizes`` have an entry per dimension: one number per box, or a single one for all. Every box must lie
+    within the tensor.
     """
     if not math.prod(shape):
         return True

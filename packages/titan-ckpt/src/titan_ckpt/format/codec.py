@@ -1,4 +1,7 @@
-"""Byte-shuffle and zstd for optimizer state: smaller files, still readable a few megabytes at a time.
+"""What happens to bytes on their way to a file: digests of its blocks, byte-shuffle and zstd for optimizer state.
+
+A digest is the xxh3-128 of a 4 MiB block, taken while the file is written, at three times the speed of a memory copy. It
+finds every accident (a flipped bit, a lost page, a swapped file), not an attacker who can rewrite the digests too.
 
 Of a float32 number only the sign and exponent byte is predictable; the mantissa looks random. Shuffling puts first
 bytes beside first bytes, second beside second, so that an entropy coder sees the predictable ones together. Measured on
@@ -10,9 +13,12 @@ that part. Digests cover the stored bytes: damage is found before a decompressor
 imported when a frame is first packed or unpacked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import xxhash
 import zstandard
+
+from titan_ckpt.format.names import BLOCK_BYTES
 
 Buffer = bytes | bytearray | memoryview
 
@@ -55,12 +61,7 @@ class Packer:
 
 
 def unpack_frame(data: Buffer, raw_bytes: int, item_bytes: int) -> Buffer:
-    """A frame as it was before `Packer.frames`.
-
-    Args:
-        data: The stored frame.
-        raw_bytes: Its length before compression; a frame of just this length was stored as it is.
-        item_bytes: Bytes of an element.
+    """A frame as it was before `Packer.frames`: ``raw_bytes`` of elements of ``item_bytes``.
 
     Raises:
         ValueError: If the frame is not what it should be. Blocks are checked first, so the writer was at fault.
@@ -88,10 +89,10 @@ def unpack_json(data: Buffer) -> bytes:
 def _decompressed(data: Buffer, most: int, what: str) -> bytes:
     """One frame; never more than ``most`` bytes, whatever its header says."""
     try:
-        told = zstandard.get_frame_parameters(data).content_size
-        if told not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
-            if told > most:  # zstandard would take that much memory, and heed no limit of ours
-                raise ValueError(f"{what} holds {told} bytes, {most} were expected.")
+        claimed = zstandard.get_frame_parameters(data).content_size
+        if claimed not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
+            if claimed > most:  # zstandard would allocate that much, whatever limit it is given
+                raise ValueError(f"{what} holds {claimed} bytes, {most} were expected.")
             return zstandard.ZstdDecompressor().decompress(data)
         pieces: list[bytes] = []
         with zstandard.ZstdDecompressor().stream_reader(data) as stream:
@@ -132,3 +133,45 @@ def _unshuffled(data: bytes, item_bytes: int) -> Buffer:
     for place in range(item_bytes):
         items[:, place] = planes[place]
     return items.data.cast("B")
+
+
+def digest(data: Buffer) -> str:
+    """The xxh3-128 of ``data`` as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def root_digest(blocks: Iterable[str]) -> str:
+    """One digest for a file: the digest of its block digests, joined as text."""
+    return digest("".join(blocks).encode())
+
+
+class BlockDigester:
+    """Digests of consecutive blocks of a stream, fed in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._blocks: list[str] = []
+        self._open = xxhash.xxh3_128()
+
+    def feed(self, data: Buffer) -> None:
+        """Add the stream's next bytes."""
+        view = memoryview(data)
+        while len(view):
+            room = BLOCK_BYTES - self.size % BLOCK_BYTES
+            piece, view = view[:room], view[room:]
+            self._open.update(piece)
+            self.size += len(piece)
+            if len(piece) == room:
+                self._blocks.append(self._open.hexdigest())
+                self._open.reset()
+
+    def finish(self) -> list[str]:
+        """The digests of all blocks; the last one may be short."""
+        return [*self._blocks, self._open.hexdigest()] if self.size % BLOCK_BYTES else list(self._blocks)
+
+
+def block_digests(data: Buffer) -> list[str]:
+    """The digests of all blocks of ``data``."""
+    digester = BlockDigester()
+    digester.feed(data)
+    return digester.finish()

@@ -82,6 +82,11 @@ class StoredChunk(NamedTuple):
     frames: tuple[int, ...] | None = None
     """Stored length of each compressed frame; None if the bytes are plain."""
 
+    @property
+    def box(self) -> Box:
+        """Where it lies in the tensor."""
+        return self.offsets, self.sizes
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -218,12 +223,12 @@ class Index:
     _numbers: dict[str, int] = field(default_factory=dict[str, int], repr=False, compare=False)
 
     def find(self, section: str, key: str) -> StoredTensor | None:
-        """The tensor of that name, through ties; None if there is none."""
+        """The tensor of that name, followed through ties; None if there is none."""
         tensors = self.tensors.get(section, {})
         return tensors.get(key) or (tensors.get(self.tied.get(key, "")) if section == "model" else None)
 
     def file_number(self, name: str) -> int | None:
-        """Where a file stands in `files`, by name."""
+        """Index in `files` of a file name; None if it is not there."""
         if not self._numbers:
             self._numbers.update({record.name: number for number, record in enumerate(self.files)})
         return self._numbers.get(name)

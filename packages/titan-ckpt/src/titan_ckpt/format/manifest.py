@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
-from titan_ckpt.format.digest import digest, root_digest
+from titan_ckpt.format.codec import digest, root_digest
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.names import COMMIT_NAME, FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt.format.validate import check_manifest
@@ -75,8 +75,8 @@ class Manifest:
             value = json.loads(data)
         except (ValueError, RecursionError) as err:
             raise _damaged(folder, f"is not JSON ({err})") from err
-        told = value.pop("digest", None) if isinstance(value, dict) else None
-        if not isinstance(value, dict) or told != _self_digest(value):
+        found = value.pop("digest", None) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or found != _self_digest(value):
             raise _damaged(folder, "does not match its own digest")
         if isinstance(value.get("format"), int) and value["format"] > FORMAT_VERSION:
             raise ValueError(
@@ -154,7 +154,7 @@ class CommitRecord:
 
     @classmethod
     def read(cls, folder: StorePath) -> "CommitRecord":
-        """The record of a step; of its manifest, where there is none that belongs to it.
+        """The record of a step, or one made from its manifest where there is no record that belongs to it.
 
         Raises:
             DamageError, ValueError, OSError: As `Manifest.read`.
@@ -162,8 +162,8 @@ class CommitRecord:
         named = parse_step_name(folder.name)
         with contextlib.suppress(*ABSENT, ValueError, TypeError, AttributeError, LookupError, RecursionError):
             value: dict[str, Any] = json.loads((folder / COMMIT_NAME).read_bytes())
-            told = value.pop("digest")
-            if told == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
+            found = value.pop("digest")
+            if found == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
                 metrics = {name: _decode_number(number) for name, number in value["metrics"].items()}
                 if named is None or named[0] == value["step"]:
                     return cls(value["step"], value["serial"], metrics)
@@ -205,12 +205,12 @@ def _encode_number(number: float) -> float | dict[str, str]:
     return number if math.isfinite(number) else {"$float": repr(float(number))}
 
 
-def _decode_number(told: float | dict[str, str]) -> float:
-    return float(told["$float"]) if isinstance(told, dict) else told
+def _decode_number(found: float | dict[str, str]) -> float:
+    return float(found["$float"]) if isinstance(found, dict) else found
 
 
 def _read(folder: StorePath, name: str) -> bytes:
-    """A whole file of a step. That it is not there is damage; that it cannot be read just now is not."""
+    """A whole file of a step. A missing file is damage; one that cannot be read at the moment is not."""
     try:
         return (folder / name).read_bytes()
     except ABSENT as err:

@@ -6,8 +6,10 @@ safetensors header. `titan_ckpt.format.index` and `titan_ckpt.format.manifest` a
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 FORMAT_VERSION = 3
@@ -103,11 +105,7 @@ def is_file_name(name: object) -> bool:
 
 
 def parse_object(data: bytes | memoryview, name: str) -> dict[str, Any]:
-    """A JSON object from bytes that anyone may have written.
-
-    Args:
-        data: The text.
-        name: What it is, for errors.
+    """A JSON object from untrusted bytes; ``name`` says what they are, for errors.
 
     Raises:
         ValueError: If it is not JSON, nested too deep to be read, or not an object.
@@ -121,3 +119,42 @@ def parse_object(data: bytes | memoryview, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is not a JSON object, but a {type(value).__name__}.")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file: its name there, dtype (safetensors name), shape and size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str], at_least: int = 0) -> bytes:
+    """The length word and header of a safetensors file, padded so that data starts at a multiple of `DATA_ALIGN`.
+
+    ``entries`` come in the order of their data. The result has at least ``at_least`` bytes, a multiple of `DATA_ALIGN`.
+
+    Raises:
+        ValueError: If the header passes the format's limit, or two tensors share a name.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for entry in entries:
+        if entry.name in header:
+            raise ValueError(f"two tensors of one file are called {entry.name!r}. Rename one of the modules.")
+        begin, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded = max(-(-(len(text) + 8) // DATA_ALIGN) * DATA_ALIGN, at_least) - 8
+    if padded > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the safetensors header would be {padded} bytes, over the format's limit of {MAX_HEADER_BYTES}. "
+            "Save from more ranks, so that each file holds fewer tensors."
+        )
+    return padded.to_bytes(8, "little") + text.ljust(padded)

@@ -1,9 +1,9 @@
-"""Plain Python state as tagged JSON, and back: what replaces pickle for everything that is not a tensor.
+"""Plain Python state as tagged JSON, and back. It replaces pickle for everything that is not a tensor.
 
 JSON has no tuples, bytes, sets, non-string keys, NaN or complex numbers, and state dicts of schedulers and data
 loaders hold all of them. Each becomes an object with one key that starts with ``$``. Floats are JSON numbers: Python
-writes the shortest text that reads back to the same bits. What is not in the table is a TypeError that names its
-path *when it is saved*; nothing that is read can name code to run.
+writes the shortest text that reads back to the same bits. A value of another type
+is a TypeError that names its path when it is saved. Nothing that is read can name code to run.
 """
 
 import base64

@@ -1,8 +1,8 @@
 """What JSON of a step must look like before anything is read by it.
 
-Digests tell what an accident changed. They do not tell what somebody wrote into an index with digests that match: files
-outside of the step, boxes outside of a file, a count of boxes that takes all memory. Whoever opens a step checks that
-once here, so that the code behind may rely on it.
+Digests find accidents. They do not find what somebody wrote into an index with matching digests: files outside of the
+step, boxes outside of a file, a count of boxes that takes all memory. Every step is checked here once when it is opened,
+so that later code can rely on it.
 """
 
 import math

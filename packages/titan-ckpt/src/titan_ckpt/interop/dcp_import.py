@@ -2,13 +2,14 @@
 
 Tensors keep their names; optimizer state is filed by parameter and state name, parameter groups by their settings, so
 that a model in any layout can go on from it. What belongs to neither (schedulers, counters, data position) becomes
-``extra``. No pickle is trusted: metadata
-goes through an allow list, items through torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves
-a file readable is not found.
+``extra``. No pickle is trusted: metadata goes through an allow list (`read_metadata`), items through
+torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves a file readable is not found.
 """
 
+import collections
 import io
 import logging
+import pathlib
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.serialization import _get_layout
 
-from titan_ckpt.errors import Damage
 from titan_ckpt.format.boxes import Box, intersect, is_tiling
-from titan_ckpt.interop.dcp_metadata import read_metadata
 from titan_ckpt.interop.stream import write_step
 from titan_ckpt.interop.views import View
+from titan_ckpt.load.copies import narrow
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
-from titan_ckpt.state.leaves import TensorSink
+from titan_ckpt.state.leaves import encode_plain
 from titan_ckpt.storage.paths import StorePath, as_path
 
 _log = logging.getLogger("titan_ckpt")
@@ -64,9 +66,9 @@ def import_dcp(
     parts = _Parts(model, optim)
     for name, kind in source.metadata.state_dict_metadata.items():
         if isinstance(kind, TensorStorageMetadata):
-            parts.add_tensor(name, paths[name], source.view(name, kind))
+            parts.add_tensor(name, paths[name], _DcpView(source, name, kind))
         else:
-            parts.add_value(name, source.value(name))
+            parts.add_value(name, source.load(MetadataIndex(name), name))
     if parts.views["extra"] and not parts.views["model"]:
         tops = sorted({path[0] for path in paths.values()})
         raise ValueError(
@@ -112,20 +114,20 @@ class _Parts:
             self.extra[name] = {"$stored": f"extra.{name}"}
 
     def add_value(self, name: str, value: Any) -> None:
-        encoded = _encoded(value, name)
-        state, groups = f"{self.optim}.state.", f"{self.optim}.param_groups."
+        encoded = encode_plain(value, name, ValueError)
+        state, groups = f"{self.optim}.state.", f"{self.optim}.param_groups"
         if name.startswith(state):
             param, _, key = name.removeprefix(state).rpartition(".")
             self.leaves.setdefault(param, {})[key] = encoded
-        elif name.startswith(groups):
-            owner, _, key = name.removeprefix(groups).rpartition(".")
+        elif name.startswith(f"{groups}."):
+            owner, _, key = name.removeprefix(f"{groups}.").rpartition(".")
             self.hypers.setdefault(owner, {})[key] = value if key == "params" else encoded
-        elif name == groups.removesuffix("."):
+        elif name == groups:
             for number, group in enumerate(value):
-                for key, setting in group.items():
-                    self.hypers.setdefault(str(number), {})[key] = (
-                        setting if key == "params" else _encoded(setting, f"{name}.{key}")
-                    )
+                plain = {
+                    k: v if k == "params" else encode_plain(v, f"{name}.{k}", ValueError) for k, v in group.items()
+                }
+                self.hypers.setdefault(str(number), {}).update(plain)
         else:
             self.extra[name] = encoded
 
@@ -135,11 +137,8 @@ class _Parts:
         for owner, settings in self.hypers.items():
             hyper = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
             groups.append({"hyper": hyper, "params": list(settings.get("params", [owner]))})
-        return {
-            "has": ["model", "optim"] if groups else ["model"],
-            "optim": {"groups": groups, "leaves": self.leaves, "others": []},
-            "extra": self.extra,
-        }
+        has = ["model", "optim"] if groups else ["model"]
+        return {"has": has, "optim": {"groups": groups, "leaves": self.leaves, "others": []}, "extra": self.extra}
 
 
 class _Source:
@@ -149,7 +148,6 @@ class _Source:
         self.folder = folder
         self.metadata: Metadata = read_metadata(folder)
         self._places: Mapping[MetadataIndex, Any] = self.metadata.storage_data
-        self._kept: tuple[str, dict[Box, Tensor]] = ("", {})
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Each item's name to where it lay in the nested state dict.
@@ -161,32 +159,8 @@ class _Source:
         known: dict[str, Any] = kept if isinstance(kept, dict) else {}
         return {name: tuple(map(str, known.get(name) or (name,))) for name in self.metadata.state_dict_metadata}
 
-    def view(self, name: str, kind: TensorStorageMetadata) -> View:
-        """A tensor, read when it is needed."""
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in kind.chunks]
-        shape = tuple(kind.size)
-        _check_boxes(self.folder, name, shape, boxes)
-        return _DcpView(self, name, dtype_name(kind.properties.dtype, name), shape, tuple(boxes))
-
-    def value(self, name: str) -> Any:
-        """An item that is no tensor."""
-        return self._load(MetadataIndex(name), name)
-
-    def chunk(self, name: str, box: Box, dtype: str) -> Tensor:
-        """One stored part of a tensor; kept until another tensor is asked for, since tensors are streamed by rows."""
-        if self._kept[0] != name:
-            self._kept = (name, {})
-        if box not in self._kept[1]:
-            self._kept[1][box] = self._chunk(name, box, dtype)
-        return self._kept[1][box]
-
-    def _chunk(self, name: str, box: Box, dtype: str) -> Tensor:
-        loaded = self._load(MetadataIndex(name, box[0]), name)
-        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (box[1], DTYPES[dtype]):
-            raise ValueError(f"{self.folder}: the part of {name!r} at {list(box[0])} is not what the metadata says.")
-        return loaded
-
-    def _load(self, index: MetadataIndex, name: str) -> Any:
+    def load(self, index: MetadataIndex, name: str) -> Any:
+        """One stored item: a part of a tensor, or a value."""
         place = self._places.get(index)
         if place is None:
             raise ValueError(f"{self.folder}: the metadata does not say where {name!r} lies.")
@@ -205,29 +179,32 @@ class _Source:
             raise ValueError(f"{path}: {name!r} is damaged or not plain data and tensors: {reason}") from err
 
 
-@dataclass(frozen=True, slots=True)
-class _DcpView:
-    """A tensor of a DCP checkpoint."""
+class _DcpView(View):
+    """A tensor of a DCP checkpoint. Its parts are kept until the last row is read, since tensors are read by rows."""
 
-    source: _Source
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-
-    def check(self, box: Box) -> list[Damage]:
-        return []
+    def __init__(self, source: _Source, name: str, kind: TensorStorageMetadata) -> None:
+        super().__init__(dtype_name(kind.properties.dtype, name), kind.size)
+        self.source, self.name = source, name
+        self.boxes: list[Box] = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in kind.chunks]
+        self._kept: dict[Box, Tensor] = {}
+        _check_boxes(source.folder, name, self.shape, self.boxes)
 
     def fill(self, box: Box, into: Tensor) -> None:
         for stored in self.boxes:
             common = intersect(box, stored)
-            if common is None:
-                continue
-            target, values = into, self.source.chunk(self.name, stored, self.dtype)
-            for dim, (at, n) in enumerate(zip(*common, strict=True)):
-                target = target.narrow(dim, at - box[0][dim], n)
-                values = values.narrow(dim, at - stored[0][dim], n)
-            target.copy_(values)
+            if common is not None:
+                values = self._kept[stored] = self._kept[stored] if stored in self._kept else self._part(stored)
+                narrow(into, box[0], common).copy_(narrow(values, stored[0], common))
+        if all(at + n == size for at, n, size in zip(*box, self.shape, strict=True)):
+            self._kept = {}
+
+    def _part(self, box: Box) -> Tensor:
+        loaded = self.source.load(MetadataIndex(self.name, box[0]), self.name)
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (box[1], DTYPES[self.dtype]):
+            raise ValueError(
+                f"{self.source.folder}: the part of {self.name!r} at {list(box[0])} is not what the metadata says."
+            )
+        return loaded
 
 
 def _check_boxes(folder: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -250,11 +227,68 @@ def _entry(paths: Iterable[tuple[str, ...]], candidates: tuple[str, ...], defaul
     return next((candidate for candidate in candidates if candidate in tops), default)
 
 
-def _encoded(value: Any, name: str) -> Any:
-    sink = TensorSink()
-    encoded = sink.encode(value, name)
-    if sink.tensors:
-        raise ValueError(
-            f"{name!r} holds tensors {list(sink.tensors)[:4]} inside plain data, which cannot be imported."
-        )
-    return encoded
+METADATA_NAME = ".metadata"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+_CLASSES = (
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+
+
+def read_metadata(folder: Path) -> metadata.Metadata:
+    """The metadata of a DCP checkpoint.
+
+    Raises:
+        ValueError: If there is none, or it names anything but DCP's own classes, or is not what DCP writes.
+    """
+    path = folder / METADATA_NAME
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {METADATA_NAME}: it is not a DCP checkpoint, or its save did not finish.")
+    with path.open("rb") as file:
+        try:
+            found: Any = _Unpickler(file).load()
+        except ValueError:
+            raise
+        except Exception as err:  # a damaged pickle may raise anything; nothing but DCP's own classes was called
+            raise ValueError(f"{path} is not what DCP writes: {type(err).__name__}: {err}") from err
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not DCP's metadata of files.")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _ALLOWED:
+            raise ValueError(
+                f"the metadata names {module}.{name}, which DCP does not put there: loading it as a pickle could run "
+                "code. It was crafted or damaged, or written by an extension; do not load it with torch either."
+            )
+        return _ALLOWED[module, name]
+
+
+def _enum_member(cls: Any, name: Any) -> Any:
+    """In place of ``getattr``, with which early Python 3.11 pickles a member of an enumeration."""
+    if cls is not metadata._MEM_FORMAT_ENCODING or name not in cls.__members__:
+        raise ValueError(f"the metadata asks for attribute {name!r} of {cls!r}, which DCP does not do.")
+    return cls.__members__[name]
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(_METADATA, name): getattr(metadata, name) for name in _CLASSES},
+    (_OLD_METADATA, "TensorProperties"): metadata.TensorProperties,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "getattr"): _enum_member,
+    **{
+        (module, name): pathlib.PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}

@@ -1,8 +1,8 @@
 """Let torch's own ``dcp.save`` and ``dcp.load`` use this storage: digests, one commit, no pickle on disk.
 
-DCP plans and gathers as ever; only files are ours. Tensors become safetensors under their DCP names in the ``model``
-section, other items tagged JSON in ``extra``. So a model saved flat (``dcp.save(model.state_dict(), ...)``) restores
-with `Checkpointer`, and a step that `Checkpointer` saved gives its weights to ``dcp.load``.
+DCP plans and gathers as ever; only the files are different. Tensors become safetensors under their DCP names in the
+``model`` section, other items tagged JSON in ``extra``. So a model saved flat (``dcp.save(model.state_dict(), ...)``)
+restores with `Checkpointer`, and a step that `Checkpointer` saved gives its weights to ``dcp.load``.
 """
 
 import io
@@ -10,7 +10,7 @@ import os
 import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,28 +36,26 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from titan_ckpt.errors import DamageError, malformed_is_damage
-from titan_ckpt.format.header import Entry
 from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
-from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, check_step, shard_name
+from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, Entry, check_step, shard_name
 from titan_ckpt.format.tagged_json import dump_json
-from titan_ckpt.load.copies import box_copies, check_copies, read_tensor, run_copies
+from titan_ckpt.interop.stream import plain_state
+from titan_ckpt.load.copies import Copy, box_copies, check_copies, read_tensor, run_copies
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.save.prepare import merge_shared
+from titan_ckpt.save.prepare import VERSION, merge_shared
 from titan_ckpt.save.write import write_bytes, write_safetensors
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
-from titan_ckpt.state.leaves import TensorSink, tensor_bytes
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, commit_save, discard, purge
-from titan_ckpt.steps.process import Process
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath, as_path
-from titan_ckpt.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the coordinator tells a rank: where to write, and as whom."""
+    """What the coordinator sends a rank: where to write, and as whom."""
 
     folder: str
     """Its name below the root; in full on a file system."""
@@ -67,7 +65,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank tells the coordinator about one item."""
+    """What a rank sends the coordinator about one item."""
 
     rank: int
     start: int = 0
@@ -80,7 +78,7 @@ class _Written:
 
 
 class TitanStorageWriter(StorageWriter):
-    """``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``.
+    """``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``. DCP calls its methods.
 
     Saving a step again replaces it. A save that fails on any rank leaves nothing behind.
 
@@ -103,28 +101,28 @@ class TitanStorageWriter(StorageWriter):
         """The unfinished step's, on the coordinator, while there is one."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a save; a ``checkpoint_id`` is taken as the root."""
+        """Before a save; a ``checkpoint_id`` is taken as the root."""
         self.path = None
         self._give_up()
         if checkpoint_id is not None:
             self.root = as_path(str(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP; nothing to do before the plan is known."""
+        """Nothing to do before the plan is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called by DCP; the plan stays as it is."""
+        """The plan stays as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called by DCP on the coordinator: make the unfinished step's folder and tell it to every rank."""
+        """On the coordinator: make the unfinished step's folder and send it to every rank."""
         folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
         self._folder, self._world = folder, len(plans)
         name = str(folder) if isinstance(folder, Path) else folder.name
         return [replace(plan, storage_data=_Place(name, self._save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called by DCP on every rank: write this rank's file and bring it to disk."""
+        """On every rank: write this rank's file and bring it to disk."""
         done: Future[list[WriteResult]] = Future()
         place: _Place = plan.storage_data
         try:
@@ -145,9 +143,9 @@ class TitanStorageWriter(StorageWriter):
         record: dict[str, Any] | None = None
         entries = _entries(tensors)
         if entries:
-            buffers = (_tensor_bytes(planner.resolve_data(item)) for item in tensors)
-            name = shard_name("model", place.rank)
-            record = write_safetensors(self.root / place.folder, name, entries, buffers, {"format": "pt"}).to_json()
+            values = (cast(Tensor, planner.resolve_data(item)).detach() for item in tensors)
+            folder, name = self.root / place.folder, shard_name("model", place.rank)
+            record = write_safetensors(folder, name, entries, map(leaves.tensor_bytes, values)).to_json()
         start = 0
         for item, entry in zip(tensors, entries, strict=True):
             written = _Written(place.rank, start, entry.shape, record=None if start else record)
@@ -156,9 +154,9 @@ class TitanStorageWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called by DCP on the coordinator when every rank has written: commit the step."""
+        """On the coordinator, when every rank has written: commit the step."""
         try:
-            self.path = self._commit(metadata, results)
+            self.path = self._commit(metadata, [result for rank in results for result in rank])
         except BaseException:
             self._give_up()
             raise
@@ -172,31 +170,28 @@ class TitanStorageWriter(StorageWriter):
             discard(self._folder)
         self._folder = None
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> StorePath:
+    def _commit(self, metadata: Metadata, results: list[WriteResult]) -> StorePath:
         assert self._folder is not None
-        listed = [result for rank in results for result in rank]
-        records = {r.storage_data.rank: r.storage_data.record for r in listed if r.storage_data.record}
+        records = {r.storage_data.rank: r.storage_data.record for r in results if r.storage_data.record}
         files = [FileRecord.from_json(records[rank]) for rank in sorted(records)]
         number = {rank: i for i, rank in enumerate(sorted(records))}
         chunks: dict[str, list[StoredChunk]] = {}
         extra: dict[str, Any] = {}
-        for result in listed:
-            written: _Written = result.storage_data
-            fqn = result.index.fqn
-            if isinstance(metadata.state_dict_metadata[fqn], TensorStorageMetadata):
+        kinds = metadata.state_dict_metadata
+        for result in results:
+            written, fqn = cast(_Written, result.storage_data), result.index.fqn
+            if isinstance(kinds[fqn], TensorStorageMetadata):
                 offsets = tuple(result.index.offset or ())
-                chunks.setdefault(fqn, []).append(
-                    StoredChunk(number[written.rank], written.start, offsets, written.sizes)
-                )
+                chunk = StoredChunk(number[written.rank], written.start, offsets, written.sizes)
+                chunks.setdefault(fqn, []).append(chunk)
             else:
                 extra[fqn] = written.value
         tensors = {
             fqn: pack_tensor(dtype_name(kind.properties.dtype, fqn), tuple(kind.size), chunks[fqn])
-            for fqn, kind in metadata.state_dict_metadata.items()
+            for fqn, kind in kinds.items()
             if isinstance(kind, TensorStorageMetadata)
         }
-        told = {"dp": [0, 1], "has": ["model"], "model": {}, "optim": {"groups": [], "leaves": {}}, "sched": []}
-        state = merge_shared(self.step, [{**told, "extra": extra}])
+        state = merge_shared(self.step, [plain_state(extra=extra)])
         files.append(write_bytes(self._folder, STATE_NAME, dump_json(state)))
         return commit_save(
             self._folder,
@@ -211,16 +206,19 @@ class TitanStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Called by DCP; any path may become a folder of steps."""
+        """Any path may become a folder of steps."""
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Called by DCP."""
+        """Where the save is, in DCP's terms."""
         return StorageMeta(checkpoint_id=str(self.root), save_id=self._save_id)
 
 
 class TitanStorageReader(StorageReader):
     """``dcp.load(state_dict, storage_reader=TitanStorageReader(step_folder))``. Every block read is checked.
+
+    Tensors answer to their own names (``weight``) and to nested ones: ``model.weight``, ``optim.state.weight.exp_avg``.
+    DCP calls its methods.
 
     Args:
         step: The step's folder.
@@ -235,12 +233,12 @@ class TitanStorageReader(StorageReader):
         self._names: dict[str, StoredTensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a load; a ``checkpoint_id`` is taken as the step's folder."""
+        """Before a load; a ``checkpoint_id`` is taken as the step's folder."""
         if checkpoint_id is not None:
             self._reader, self._names = StepReader(str(checkpoint_id)), {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Called by DCP: what the step holds, in DCP's terms."""
+        """What the step holds, in DCP's terms."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._extra()
         }
@@ -251,18 +249,18 @@ class TitanStorageReader(StorageReader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP; everything is known already."""
+        """Everything is known already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by DCP; the plan stays as it is."""
+        """The plan stays as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by DCP; the plans stay as they are."""
+        """The plans stay as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Called by DCP on every rank: check, then fill what the plan asks for."""
+        """On every rank: check, then fill what the plan asks for."""
         targets = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors = [planner.resolve_tensor(item).detach() for item in targets]
         copies = {str(i): self._copies(item, into) for i, (item, into) in enumerate(zip(targets, tensors, strict=True))}
@@ -286,19 +284,17 @@ class TitanStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Called by DCP."""
+        """Whether this may be a step."""
         return Path(checkpoint_id).is_dir()
 
-    def _copies(self, item: ReadItem, into: Tensor) -> list[Any]:
+    def _copies(self, item: ReadItem, into: Tensor) -> list[Copy]:
         stored = self._named()[item.storage_index.fqn]
         origin = item.storage_index.offset or ()
         offsets = tuple(at + inner for at, inner in zip(origin, item.storage_offsets, strict=True))
         return box_copies(stored, (offsets, tuple(item.lengths)), into)
 
     def _named(self) -> dict[str, StoredTensor]:
-        """Tensors by the names that DCP gives them: weights alone (``weight``) or below ``model`` (``model.weight``), and
-        optimizer state below ``optim`` (``optim.state.weight.exp_avg``).
-        """
+        """Tensors by all their names."""
         if not self._names:
             index = self._reader.index
             model = {name: index.tensors["model"][key] for name, key in index.tied.items()} | index.tensors["model"]
@@ -324,16 +320,10 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
     entries: list[Entry] = []
     for item in items:
         assert item.tensor_data is not None
-        n = seen.setdefault(item.index.fqn, 0)
-        seen[item.index.fqn] += 1
-        name = f"{item.index.fqn}@{n}" if n else item.index.fqn
-        entries.append(Entry(name, _dtype(item), tuple(item.tensor_data.chunk.sizes)))
+        fqn = item.index.fqn
+        n = seen[fqn] = seen.get(fqn, -1) + 1
+        entries.append(Entry(f"{fqn}@{n}" if n else fqn, _dtype(item), tuple(item.tensor_data.chunk.sizes)))
     return entries
-
-
-def _tensor_bytes(value: Any) -> memoryview:
-    assert isinstance(value, Tensor)
-    return tensor_bytes(value.detach())
 
 
 def _encoded(packed: Any, fqn: str) -> Any:
@@ -346,8 +336,4 @@ def _encoded(packed: Any, fqn: str) -> Any:
             f"{fqn} is an object, which a checkpoint cannot store: only plain data and tensors can be saved, so that "
             "loading never runs code. Give it a state_dict of plain data."
         ) from err
-    sink = TensorSink()
-    encoded = sink.encode(value, fqn)
-    if sink.tensors:
-        raise TypeError(f"{fqn} holds tensors {list(sink.tensors)[:4]} inside plain data; make them entries of a dict.")
-    return encoded
+    return leaves.encode_plain(value, fqn)

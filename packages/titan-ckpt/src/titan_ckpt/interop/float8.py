@@ -5,12 +5,10 @@ e4m3; the scales are a float32 matrix beside it. `titan_ckpt.interop.views.Scale
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from titan_ckpt.errors import Damage
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.interop.views import View
 from titan_ckpt.state.dtypes import DTYPES
@@ -69,57 +67,40 @@ def with_scales(views: Mapping[str, View], chosen: frozenset[str]) -> dict[str, 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Float8View:
+class Float8View(View):
     """A matrix divided by its blocks' scales, in e4m3."""
 
-    base: View
+    def __init__(self, base: View) -> None:
+        super().__init__("F8_E4M3", base.shape)
+        self.base = base
 
-    @property
-    def dtype(self) -> str:
-        return "F8_E4M3"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check(_whole_blocks(box, self.shape))
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(self.base, _whole_blocks(box, self.shape))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        covering = _whole_blocks(box, self.shape)
-        stored = quantize(_read(self.base, covering))[0]
+        ((base, covering),) = self.needs(box)
+        stored = quantize(_read(base, covering))[0]
         for dim in range(2):
             stored = stored.narrow(dim, box[0][dim] - covering[0][dim], box[1][dim])
         into.copy_(stored)
 
 
-@dataclass(frozen=True, slots=True)
-class Float8ScalesView:
+class Float8ScalesView(View):
     """The scales of a `Float8View`."""
 
-    base: View
+    def __init__(self, base: View) -> None:
+        super().__init__("F32", [-(-size // BLOCK) for size in base.shape])
+        self.base = base
 
-    @property
-    def dtype(self) -> str:
-        return "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(-(-size // BLOCK) for size in self.base.shape)
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check(self._covered(box))
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        low = tuple(at * BLOCK for at in box[0])
+        high = [min((at + n) * BLOCK, size) for at, n, size in zip(*box, self.base.shape, strict=True)]
+        return [(self.base, (low, tuple(end - start for start, end in zip(low, high, strict=True))))]
 
     def fill(self, box: Box, into: Tensor) -> None:
         for row in range(box[1][0]):  # one row of blocks at a time
             line = ((box[0][0] + row, box[0][1]), (1, box[1][1]))
-            into[row : row + 1].copy_(quantize(_read(self.base, self._covered(line)))[1])
-
-    def _covered(self, box: Box) -> Box:
-        low = tuple(at * BLOCK for at in box[0])
-        high = [min((at + n) * BLOCK, size) for at, n, size in zip(*box, self.base.shape, strict=True)]
-        return low, tuple(end - start for start, end in zip(low, high, strict=True))
+            into[row : row + 1].copy_(quantize(_read(*self.needs(line)[0]))[1])
 
 
 def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:

@@ -1,9 +1,8 @@
 """Hugging Face folders of safetensors files, in and out, without building a model.
 
-Export streams: headers are computed from the index, then each tensor is put together a few megabytes of rows at a
-time out of the mapped files, cast if asked, and written where it belongs. So a model of any size takes tens of
-megabytes. Import is the resharding reader on foreign files: each rank copies the ranges it holds straight into its
-parameters. Where a family cuts its tensors in another way there, views translate (`titan_ckpt.interop.views`).
+Export streams: headers are computed from the index, then each tensor is read a few megabytes of rows at a time, cast if
+asked, and written. A model of any size takes tens of megabytes. On import each rank copies the ranges that it holds into
+its parameters. Views convert between layouts (`titan_ckpt.interop.views`).
 """
 
 import json
@@ -22,8 +21,7 @@ from torch import Tensor, nn
 
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.boxes import Box
-from titan_ckpt.format.header import Entry
-from titan_ckpt.format.names import ITEM_BYTES, parse_object
+from titan_ckpt.format.names import ITEM_BYTES, Entry, parse_object
 from titan_ckpt.interop.float8 import SUFFIX, with_scales
 from titan_ckpt.interop.key_map import KeyMap
 from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
@@ -87,16 +85,18 @@ def export_hf(
     folder.mkdir()
     try:
         weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards):
-            file = (
-                "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            )
+        for number, shard in enumerate(shards, 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             entries = [entry for entry, _ in shard]
             pieces = (_checked(view, DTYPES[entry.dtype], reader, progress) for entry, view in shard)
-            write_safetensors(folder, file, entries, pieces, {"format": "pt"})
+            write_safetensors(folder, file, entries, pieces)
             weight_map |= {entry.name: file for entry in entries}
         if len(shards) > 1:
-            _write_json(folder / HF_INDEX_NAME, {"metadata": _totals(listed), "weight_map": weight_map})
+            totals = {
+                "total_size": sum(entry.nbytes for entry, _ in listed),
+                "total_parameters": sum(math.prod(entry.shape) for entry, _ in listed),
+            }
+            _write_json(folder / HF_INDEX_NAME, {"metadata": totals, "weight_map": weight_map})
         if config is not None:
             _write_json(folder / "config.json", dict(config))
         fsync_folder(folder)
@@ -119,9 +119,9 @@ def import_hf(
 ) -> None:
     """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
 
-    A module with a method ``check_hf_config(config)`` is first asked whether the folder's ``config.json`` describes it:
-    weights of the right names and shapes give other logits under another rotary base, epsilon or routing rule. The method
-    raises a ValueError if not.
+    A module with a method ``check_hf_config(config)`` is first asked whether the folder's ``config.json`` describes it, and
+    raises a ValueError if not: weights of the right names and shapes give other logits under another rotary base, epsilon
+    or routing rule.
 
     Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
     dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
@@ -143,9 +143,7 @@ def import_hf(
     """
     _check_config(Path(folder), as_modules(model))
     state = model_state(as_modules(model))
-    aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
-    for alias, first in state.tied.items():
-        aliases[first].append(alias)
+    aliases = state.names_of()
     available = _views_of(Path(folder), names, {*aliases, *state.tied}, strict)
     found = {name: [alias for alias in listed if alias in available] for name, listed in aliases.items()}
     missing = [name for name, listed in found.items() if not listed and not (names and names.leaves_out(name))]
@@ -200,8 +198,9 @@ def import_hf_step(
 
 
 def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
-    """Let every model that knows how compare the folder's ``config.json`` with itself."""
-    checks = [check for model in models for module in model.modules() if (check := _config_check(module)) is not None]
+    """Have every model that can compare the folder's ``config.json`` with itself."""
+    modules = [module for model in models for module in model.modules()]
+    checks: list[Any] = [check for module in modules if (check := getattr(module, "check_hf_config", None))]
     file = folder / "config.json"
     if checks and not file.is_file():
         _log.warning("%s has no config.json: whether it fits the model's arguments is not known", folder)
@@ -211,14 +210,10 @@ def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
             check(config)
 
 
-def _config_check(module: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
-    return getattr(module, "check_hf_config", None)
-
-
 def _views_of(
     folder: Path, names: KeyMap | None, wanted: Container[str] | None = None, strict: bool = True
 ) -> dict[str, View]:
-    """The folder's tensors by our names."""
+    """The folder's tensors by native names."""
 
     def kept(name: str) -> bool:
         if names is None:
@@ -229,18 +224,11 @@ def _views_of(
     views = SafetensorsReader(folder).views(kept)
     if names is None:
         return views
-    if not strict:
-        known = {name: view for name, view in views.items() if names.maps(name) or names.ignores(name)}
-        if len(known) < len(views):
-            unknown = [name for name in views if name not in known]
-            _log.warning(
-                "%s: %d tensors are ignored, no names of the %s family: %s",
-                folder,
-                len(unknown),
-                names.family,
-                unknown[:8],
-            )
-        views = known
+    unknown = [] if strict else [name for name in views if not names.maps(name) and not names.ignores(name)]
+    if unknown:
+        text = "%s: %d tensors are ignored, no names of the %s family: %s"
+        _log.warning(text, folder, len(unknown), names.family, unknown[:8])
+        views = {name: view for name, view in views.items() if name not in unknown}
     return from_hf(views, names, wanted)
 
 
@@ -263,7 +251,7 @@ def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> l
             f"{name} is {target.dtype}, but {saved} was saved: the values would not survive. Build it in {saved}; only "
             "floating-point tensors are converted."
         )
-    return [(view, (box.offsets, box.sizes), part.view(i)) for i, (box, _) in enumerate(part.boxes)]
+    return [(view, box, part.view(i)) for i, (box, _) in enumerate(part.boxes)]
 
 
 def _grown(view: View, rows: int) -> View:
@@ -291,8 +279,18 @@ def _export_list(
     leave_out: Sequence[str],
     float8: Collection[str],
 ) -> list[tuple[Entry, View]]:
+    saved = reader.index.tensors["model"]
+    for pattern in leave_out:
+        if not any(re.fullmatch(pattern, name) for name in saved):
+            raise ValueError(
+                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular expression of "
+                f"the names there: {[*saved][:6]}."
+            )
+    patterns = [*leave_out, *(names.left_out if names else ())]
     native: dict[str, View] = {
-        key: StoredView(reader, reader.index.tensors["model"][key]) for key in _exported(reader, names, leave_out)
+        key: StoredView(reader, stored)
+        for key, stored in saved.items()
+        if not any(re.fullmatch(pattern, key) for pattern in patterns)
     }
     exact = {key for key in native if key.endswith("expert_bias")}
     exact |= {names.to_hf(key) for key in exact} if names else set()
@@ -308,19 +306,6 @@ def _export_list(
     return listed
 
 
-def _exported(reader: StepReader, names: KeyMap | None, leave_out: Sequence[str]) -> list[str]:
-    """Names of the step's weights that are to be exported."""
-    saved = [*reader.index.tensors["model"]]
-    for pattern in leave_out:
-        if not any(re.fullmatch(pattern, name) for name in saved):
-            raise ValueError(
-                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular expression of "
-                f"the names there: {saved[:6]}."
-            )
-    patterns = [*leave_out, *(names.left_out if names else ())]
-    return [name for name in saved if not any(re.fullmatch(pattern, name) for pattern in patterns)]
-
-
 def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[tuple[Entry, View]]]:
     shards: list[list[tuple[Entry, View]]] = [[]]
     size = 0
@@ -333,13 +318,6 @@ def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[
     for shard in shards:
         shard.sort(key=lambda item: -ITEM_BYTES[item[0].dtype])  # keeps every tensor aligned
     return shards
-
-
-def _totals(listed: list[tuple[Entry, View]]) -> dict[str, int]:
-    return {
-        "total_size": sum(entry.nbytes for entry, _ in listed),
-        "total_parameters": sum(math.prod(entry.shape) for entry, _ in listed),
-    }
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

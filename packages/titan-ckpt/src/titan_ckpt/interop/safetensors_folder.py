@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from titan_ckpt.errors import Damage
 from titan_ckpt.format.boxes import Box
-from titan_ckpt.format.header import decode_header
 from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, parse_object
 from titan_ckpt.interop.views import RefusedView, ScaledView, StoredView, View
@@ -21,7 +20,7 @@ HF_INDEX_NAME = "model.safetensors.index.json"
 
 _DEFAULT_SCALE_BLOCK = (128, 128)
 
-# What is multiplied with its scales: `_scale_inv` is DeepSeek's name for them, `_scale` compressed-tensors'.
+# Names of a weight's scales: `_scale_inv` is DeepSeek's, `_scale` compressed-tensors'.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
@@ -53,15 +52,10 @@ class SafetensorsReader(FolderReader):
         places: dict[str, str] = {}
         for number, name in enumerate(_files(folder, weight_map)):
             path = folder / name
-            size = path.stat().st_size
-            with path.open("rb") as opened:
-                length = opened.read(8)
-                head = length + opened.read(min(int.from_bytes(length, "little"), size))
-            start, header = decode_header(head, size, str(path))
-            _check_file(path)
-            records.append(FileRecord(name, size, (), start))
+            start, header = read_header(path)
+            records.append(FileRecord(name, path.stat().st_size, (), start))
             for key, value in header.items():
-                if key == "__metadata__" or weight_map.get(key, name) != name:
+                if weight_map.get(key, name) != name:
                     continue
                 if key in places:
                     raise ValueError(
@@ -69,19 +63,26 @@ class SafetensorsReader(FolderReader):
                         f"Move the stale file away, or name the file of each tensor in {HF_INDEX_NAME}."
                     )
                 places[key] = name
-                if value["dtype"] in ITEM_BYTES:
-                    tensors[key] = _stored(number, value)
+                dtype, shape = value["dtype"], tuple(value["shape"])
+                if dtype in ITEM_BYTES:
+                    chunk = StoredChunk(number, value["data_offsets"][0], (0,) * len(shape), shape)
+                    tensors[key] = pack_tensor(dtype, shape, [chunk])
                 else:
-                    reason = f"{path}: tensor {key!r} has dtype {value['dtype']}, which this version cannot read."
-                    self._refused[key] = RefusedView(value["dtype"], tuple(value["shape"]), reason)
-        _check_places(folder, weight_map, places)
+                    reason = f"{path}: tensor {key!r} has dtype {dtype}, which this version cannot read."
+                    self._refused[key] = RefusedView(dtype, shape, reason)
+        for key, name in weight_map.items():
+            if key not in places:
+                raise ValueError(
+                    f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not contain it. Fetch "
+                    "the index and the files again, from the same place."
+                )
         super().__init__(folder, Index(tuple(records), {section: {} for section in SECTIONS} | {"model": tensors}, {}))
 
     def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
         """Every tensor by name; float8 and int8 weights as the product with their scales, without the scales.
 
         One scale per tensor, one per row, and blocks are known. A weight whose scales mean something else, or a tensor of a
-        dtype that cannot be read, is a `RefusedView`: an error for who asks for it.
+        dtype that cannot be read, is a `RefusedView`.
 
         Args:
             kept: Whether a tensor is wanted as it is, for the model may hold scales of its own.
@@ -118,20 +119,28 @@ class _ForeignView(StoredView):
         return []
 
 
-def _check_file(path: Path) -> None:
-    """Have the safetensors library judge a file: no tensors that overlap, no holes, no bytes left over."""
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The header of a safetensors file, after the safetensors library has found the file well-formed.
+
+    Returns:
+        The byte where data starts, and tensor name to ``dtype``, ``shape`` and ``data_offsets``.
+
+    Raises:
+        ValueError: If the library refuses the file: cut short, tensors that overlap or leave holes, a malformed header.
+    """
     try:
         with safe_open(path, "pt"):
             pass
-    except SafetensorError as err:
+    except (SafetensorError, OSError) as err:
         raise ValueError(
-            f"{path} is not a safetensors file that the safetensors library reads: {err}. Fetch it again."
+            f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or was not written "
+            "whole; fetch it again."
         ) from err
-
-
-def _stored(file: int, value: Mapping[str, Any]) -> StoredTensor:
-    shape = tuple(value["shape"])
-    return pack_tensor(value["dtype"], shape, [StoredChunk(file, value["data_offsets"][0], (0,) * len(shape), shape)])
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = parse_object(opened.read(length), f"the header of {path}")
+    header.pop("__metadata__", None)
+    return 8 + length, header
 
 
 def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: tuple[int, int]) -> View:
@@ -185,8 +194,8 @@ def _scale_block(folder: Path) -> tuple[int, int]:
     config = folder / "config.json"
     if not config.exists():
         return _DEFAULT_SCALE_BLOCK
-    told = parse_object(config.read_bytes(), str(config))
-    rows, columns = (told.get("quantization_config") or {}).get("weight_block_size") or _DEFAULT_SCALE_BLOCK
+    value = parse_object(config.read_bytes(), str(config))
+    rows, columns = (value.get("quantization_config") or {}).get("weight_block_size") or _DEFAULT_SCALE_BLOCK
     return rows, columns
 
 
@@ -196,11 +205,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not index.exists():
         return {}
     try:
-        told: Any = json.loads(index.read_bytes())
-        weight_map: dict[str, str] = {str(key): str(name) for key, name in told["weight_map"].items()}
+        value: Any = json.loads(index.read_bytes())
+        return {str(key): str(name) for key, name in value["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ValueError(f"{index} is not an index with a weight_map ({type(err).__name__}). Fetch it again.") from err
-    return weight_map
 
 
 def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
@@ -224,13 +232,4 @@ def _refuse_links_out(folder: Path, files: list[str]) -> None:
         if all(os.path.commonpath([found, place]) != place for place in allowed):
             raise ValueError(
                 f"{folder / name} is a link to {found}, out of the folder. Copy the file it links to, if you trust it."
-            )
-
-
-def _check_places(folder: Path, weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
-    for key, name in weight_map.items():
-        if key not in places:
-            raise ValueError(
-                f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not contain it. Fetch "
-                "the index and the files again, from the same place."
             )

@@ -6,60 +6,40 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.format.header import Entry
-from titan_ckpt.format.names import SECTIONS, STATE_NAME, shard_name
+from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, shard_name
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.interop.views import View, row_pieces, whole_box
-from titan_ckpt.save.carry_out import commit_job, write_job
-from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
+from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob, commit_job, write_job
 from titan_ckpt.save.plan import Held, plan_save
-from titan_ckpt.save.prepare import index_tensors, merge_shared
+from titan_ckpt.save.prepare import VERSION, index_tensors, merge_shared
 from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.leaves import tensor_bytes
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, discard
-from titan_ckpt.steps.process import Process
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath
-from titan_ckpt.version import VERSION
 
 
 def write_step(
     root: StorePath, step: int, views: Mapping[str, Mapping[str, View]], shared: Mapping[str, Any] | None = None
 ) -> StorePath:
-    """Write views as a committed step, a few megabytes at a time.
+    """Write views (section to key to view) as a committed step, a few megabytes at a time; the step's folder.
 
-    Args:
-        root: The folder of the steps.
-        step: The step's number.
-        views: Section to key to view.
-        shared: Plain state that goes with them, encoded: ``has``, ``optim``, ``extra`` (see FORMAT.md).
-
-    Returns:
-        The step's folder.
+    ``shared`` is the plain state that goes with them, encoded: ``has``, ``optim``, ``extra`` (see FORMAT.md).
     """
     listed = [(section, key, view) for section in SECTIONS for key, view in views.get(section, {}).items()]
     held = [Held(section, key, view.dtype, view.shape, (whole_box(view.shape),)) for section, key, view in listed]
     plan = plan_save([held])
     file_names, tensors = index_tensors(plan)
     pieces = plan.pieces[0]
+    entries = {section: [p for p in pieces if p.section == section] for section in SECTIONS}
     files = tuple(
-        TensorFile(
-            shard_name(section, 0),
-            tuple(Entry(p.name, held[p.held].dtype, held[p.held].shape) for p in pieces if p.section == section),
-        )
-        for section in SECTIONS
-        if any(p.section == section for p in pieces)
+        TensorFile(shard_name(section, 0), tuple(Entry(p.name, held[p.held].dtype, held[p.held].shape) for p in mine))
+        for section, mine in entries.items()
+        if mine
     )
-    told = {
-        "dp": [0, 1],
-        "has": ["model"],
-        "model": {},
-        "optim": {"groups": [], "leaves": {}},
-        "sched": [],
-        "extra": {},
-    }
-    state = dump_json(merge_shared(step, [{**told, **(shared or {})}])).decode()
+    state = dump_json(merge_shared(step, [plain_state(**(shared or {}))])).decode()
     lead = Lead({}, {"titan-ckpt": VERSION, "torch": torch.__version__}, {}, Retention())
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))
     job = WriteJob(folder, step, save_id, 0, 1, SaveLayout(files, file_names, tensors), ((STATE_NAME, state),), lead)
@@ -71,6 +51,12 @@ def write_step(
     except BaseException:
         discard(folder)
         raise
+
+
+def plain_state(**parts: Any) -> dict[str, Any]:
+    """The plain state of a step that holds a model and nothing else, with ``parts`` in place of their defaults."""
+    empty = {"groups": [], "leaves": {}}
+    return {"dp": [0, 1], "has": ["model"], "model": {}, "optim": empty, "sched": [], "extra": {}} | parts
 
 
 def view_bytes(view: View, dtype: torch.dtype | None = None) -> Iterator[memoryview]:

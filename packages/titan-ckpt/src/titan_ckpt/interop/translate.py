@@ -22,15 +22,14 @@ def from_hf(hf: Mapping[str, View], names: KeyMap, wanted: Container[str] | None
     for name, view in hf.items():
         for pair, letters in _chosen(names.match_hf(name), wanted):
             key = pair.native.format(**letters)
-            got = _as_native(pair, view, name)
-            known = stacks.setdefault(key, {}) if pair.stacked else native
-            place = int(letters["j"]) if pair.stacked else key
-            if place in known:
+            items = stacks.setdefault(key, {}) if pair.stacked else {}
+            if key in native or (pair.stacked and int(letters["j"]) in items):
                 raise ValueError(f"{name!r} and another tensor of the folder both become {key!r}. Remove one of them.")
-            known[place] = got  # type: ignore[index]
-    for key, items in stacks.items():
-        native[key] = _stack(key, items)
-    return native
+            if pair.stacked:
+                items[int(letters["j"])] = _as_native(pair, view, name)
+            else:
+                native[key] = _as_native(pair, view, name)
+    return native | {key: _stack(key, items) for key, items in stacks.items()}
 
 
 def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
@@ -41,7 +40,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
     """
     hf: dict[str, View] = {}
     sources: dict[tuple[str, tuple[int, int, int] | None], str] = {}
-    packs: dict[str, tuple[Pair, dict[int, View]]] = {}
+    packs: dict[str, tuple[int, int, dict[int, View]]] = {}
     for name, base in native.items():
         pair, letters = names.match_native(name)
         view = RotaryView(base, pair.head_dim, to_halves=True) if pair.head_dim else base
@@ -53,18 +52,16 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
                 "names.leaving_out(...)."
             )
         if pair.stacked:
-            for j in range(view.shape[0]):
-                hf[pair.hf.format(**letters, j=j)] = ItemView(view, j)
+            hf |= {pair.hf.format(**letters, j=j): ItemView(view, j) for j in range(view.shape[0])}
         elif pair.part:
-            packs.setdefault(pair.hf.format(**letters), (pair, {}))[1][pair.part[0]] = view
+            index, count, dim = pair.part
+            packs.setdefault(pair.hf.format(**letters), (count, dim, {}))[2][index] = view
         else:
             hf[pair.hf.format(**letters)] = view
-    for name, (pair, parts) in packs.items():
-        assert pair.part
-        _, count, dim = pair.part
+    for name, (count, dim, parts) in packs.items():
         if len(parts) != count:
             raise ValueError(f"{name!r} is made of {count} tensors, but the step holds {len(parts)} of them.")
-        hf[name] = JoinView(tuple(parts[i] for i in range(count)), dim)
+        hf[name] = JoinView([parts[i] for i in range(count)], dim)
     return hf
 
 
@@ -116,7 +113,7 @@ def _stack(key: str, items: dict[int, View]) -> View:
     missing = sorted(set(range(max(items) + 1)) - set(items))
     if missing:
         raise ValueError(f"{key!r} is missing experts {missing[:8]} of {max(items) + 1}. Fetch the whole checkpoint.")
-    kinds = {(items[j].dtype, items[j].shape) for j in items}
+    kinds = {(view.dtype, view.shape) for view in items.values()}
     if len(kinds) > 1:
         raise ValueError(f"the experts of {key!r} have different dtypes or shapes: {sorted(kinds)[:4]}.")
-    return StackView(tuple(items[j] for j in range(len(items))))
+    return StackView([items[j] for j in range(len(items))])

@@ -1,9 +1,8 @@
-"""Tensors that are not there yet: read from files a box at a time, through stacking, cutting, turning and scaling.
+"""Lazy tensors, read from files a box at a time: how checkpoint layouts are converted without holding whole tensors.
 
 A Hugging Face folder and a model cut the same numbers in different ways: experts one by one or stacked, gate and up
 projection apart or in one matrix, rotary pairs as neighbours or as halves, weights plain or as float8 with scales. Each
-difference is one view here. A view has a dtype and a shape and can fill any box of itself, reading only the bytes that
-box needs; so every conversion works for any sharding, and streams.
+difference is one view here. A view reads only the bytes that a box needs, so every conversion works for any sharding.
 
 Boxes are ``(offsets, sizes)``, one number per dimension.
 """
@@ -11,8 +10,6 @@ Boxes are ``(offsets, sizes)``, one number per dimension.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +22,24 @@ from titan_ckpt.load.copies import box_copies, check_copies, run_copies
 from titan_ckpt.load.reader import FolderReader
 from titan_ckpt.state.dtypes import DTYPES
 
-# A tensor is put together this many bytes at a time.
+# A tensor is read this many bytes at a time.
 _PIECE_BYTES = 8 << 20
 
 
-class View(Protocol):
-    """A tensor that can be read a box at a time."""
+class View:
+    """A tensor that can be read a box at a time.
 
-    @property
-    def dtype(self) -> str:
-        """Safetensors dtype name."""
-        ...
+    Args:
+        dtype: Safetensors dtype name.
+        shape: The whole tensor's shape.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        ...
+    def __init__(self, dtype: str, shape: Sequence[int]) -> None:
+        self.dtype, self.shape = dtype, tuple(shape)
+
+    def needs(self, box: Box) -> list[tuple["View", Box]]:
+        """Which boxes of which other views ``box`` is made of."""
+        return []
 
     def check(self, box: Box) -> list[Damage]:
         """Damage among the bytes that ``box`` needs; nothing is found where files carry no digests.
@@ -48,81 +47,53 @@ class View(Protocol):
         Raises:
             ValueError: If the tensor cannot be read at all.
         """
-        ...
+        return [damage for view, inner in self.needs(box) for damage in view.check(inner)]
 
     def fill(self, box: Box, into: Tensor) -> None:
         """Write ``box`` to ``into``, a tensor of the box's shape in any dtype."""
-        ...
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class StoredView:
+class StoredView(View):
     """A tensor as files hold it."""
 
-    reader: FolderReader
-    stored: StoredTensor
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    def __init__(self, reader: FolderReader, stored: StoredTensor) -> None:
+        super().__init__(stored.dtype, stored.shape)
+        self.reader, self.stored = reader, stored
 
     def check(self, box: Box) -> list[Damage]:
-        return check_copies(self.reader, {"": box_copies(self.stored, box, _blank(box))})
+        blank = torch.empty(box[1], dtype=torch.uint8, device="meta")
+        return check_copies(self.reader, {"": box_copies(self.stored, box, blank)})
 
     def fill(self, box: Box, into: Tensor) -> None:
         run_copies(self.reader, {"": box_copies(self.stored, box, into)})
 
 
-@dataclass(frozen=True, slots=True)
-class PartView:
+class PartView(View):
     """``size`` indices of dimension ``dim`` of another view, from ``start``."""
 
-    base: View
-    dim: int
-    start: int
-    size: int
+    def __init__(self, base: View, dim: int, start: int, size: int) -> None:
+        super().__init__(base.dtype, _replaced(base.shape, dim, size))
+        self.base, self.dim, self.start = base, dim, start
 
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.base.shape
-        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check(self._moved(box))
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(self.base, (_replaced(box[0], self.dim, box[0][self.dim] + self.start), box[1]))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        self.base.fill(self._moved(box), into)
-
-    def _moved(self, box: Box) -> Box:
-        return _replaced(box[0], self.dim, box[0][self.dim] + self.start), box[1]
+        ((base, inner),) = self.needs(box)
+        base.fill(inner, into)
 
 
-@dataclass(frozen=True)
-class GrownView:
+class GrownView(View):
     """More rows than another view has: the new ones are the mean of its own, taken in float32."""
 
-    base: View
-    rows: int
+    def __init__(self, base: View, rows: int) -> None:
+        super().__init__(base.dtype, (rows, *base.shape[1:]))
+        self.base = base
 
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.base.shape[1:])
-
-    def check(self, box: Box) -> list[Damage]:
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
         inner, new = self._split(box)
-        return self.base.check(whole_box(self.base.shape) if new else inner)
+        return [(self.base, whole_box(self.base.shape) if new else inner)]
 
     def fill(self, box: Box, into: Tensor) -> None:
         inner, new = self._split(box)
@@ -150,204 +121,140 @@ class GrownView:
         return (box[0], (old, *box[1][1:])), count - old
 
 
-@dataclass(frozen=True, slots=True)
-class TransposedView:
+class TransposedView(View):
     """A matrix with its two dimensions exchanged."""
 
-    base: View
+    def __init__(self, base: View) -> None:
+        super().__init__(base.dtype, base.shape[::-1])
+        self.base = base
 
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape[::-1]
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check((box[0][::-1], box[1][::-1]))
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(self.base, (box[0][::-1], box[1][::-1]))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        values = torch.empty(box[1][::-1], dtype=DTYPES[self.dtype])
-        self.base.fill((box[0][::-1], box[1][::-1]), values)
-        into.copy_(values.t())
+        into.copy_(_read(*self.needs(box)[0]).t())
 
 
-@dataclass(frozen=True, slots=True)
-class ItemView:
+class ItemView(View):
     """``base[index]``: one expert of a stack."""
 
-    base: View
-    index: int
+    def __init__(self, base: View, index: int) -> None:
+        super().__init__(base.dtype, base.shape[1:])
+        self.base, self.index = base, index
 
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape[1:]
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check(((self.index, *box[0]), (1, *box[1])))
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        return [(self.base, ((self.index, *box[0]), (1, *box[1])))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        self.base.fill(((self.index, *box[0]), (1, *box[1])), into.unsqueeze(0))
+        self.base.fill(self.needs(box)[0][1], into.unsqueeze(0))
 
 
-@dataclass(frozen=True, slots=True)
-class StackView:
+class StackView(View):
     """Views of one shape and dtype along a new first dimension."""
 
-    items: tuple[View, ...]
+    def __init__(self, items: Sequence[View]) -> None:
+        super().__init__(items[0].dtype, (len(items), *items[0].shape))
+        self.items = items
 
-    @property
-    def dtype(self) -> str:
-        return self.items[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.items), *self.items[0].shape)
-
-    def check(self, box: Box) -> list[Damage]:
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
         (first, *offsets), (count, *sizes) = box
-        inner = (tuple(offsets), tuple(sizes))
-        return [damage for item in self.items[first : first + count] for damage in item.check(inner)]
+        return [(item, (tuple(offsets), tuple(sizes))) for item in self.items[first : first + count]]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        (first, *offsets), (count, *sizes) = box
-        for place, item in enumerate(self.items[first : first + count]):
-            item.fill((tuple(offsets), tuple(sizes)), into[place])
+        for place, (item, inner) in enumerate(self.needs(box)):
+            item.fill(inner, into[place])
 
 
-@dataclass(frozen=True, slots=True)
-class JoinView:
+class JoinView(View):
     """Views one after the other along dimension ``dim``: gate and up projection in one matrix."""
 
-    parts: tuple[View, ...]
-    dim: int
+    def __init__(self, parts: Sequence[View], dim: int) -> None:
+        super().__init__(parts[0].dtype, _replaced(parts[0].shape, dim, sum(part.shape[dim] for part in parts)))
+        self.parts, self.dim = parts, dim
 
-    @property
-    def dtype(self) -> str:
-        return self.parts[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _replaced(self.parts[0].shape, self.dim, sum(part.shape[self.dim] for part in self.parts))
-
-    def check(self, box: Box) -> list[Damage]:
-        return [damage for part, inner, _ in self._overlaps(box) for damage in part.check(inner)]
-
-    def fill(self, box: Box, into: Tensor) -> None:
-        for part, inner, at in self._overlaps(box):
-            part.fill(inner, into.narrow(self.dim, at, inner[1][self.dim]))
-
-    def _overlaps(self, box: Box) -> Iterator[tuple[View, Box, int]]:
-        """Each part that the box touches, the box in its coordinates, and where that lies in the box."""
-        low, high = box[0][self.dim], box[0][self.dim] + box[1][self.dim]
-        start = 0
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        low, high, start = box[0][self.dim], box[0][self.dim] + box[1][self.dim], 0
+        found: list[tuple[View, Box]] = []
         for part in self.parts:
-            end = start + part.shape[self.dim]
-            begin, stop = max(low, start), min(high, end)
+            begin, stop = max(low, start), min(high, start + part.shape[self.dim])
             if begin < stop:
                 offsets = _replaced(box[0], self.dim, begin - start)
-                yield part, (offsets, _replaced(box[1], self.dim, stop - begin)), begin - low
-            start = end
+                found.append((part, (offsets, _replaced(box[1], self.dim, stop - begin))))
+            start += part.shape[self.dim]
+        return found
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        at = 0
+        for part, inner in self.needs(box):
+            part.fill(inner, into.narrow(self.dim, at, inner[1][self.dim]))
+            at += inner[1][self.dim]
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryView:
+class RotaryView(View):
     """Rows of a query or key projection with the channels of each head in the other rotary order.
 
     Hugging Face pairs channel ``d`` of a head with channel ``d + head_dim / 2`` (halves), Meta's code channel ``2 d``
     with ``2 d + 1`` (neighbours). The same weights in either order are the same model under the matching rotation.
     """
 
-    base: View
-    head_dim: int
-    to_halves: bool
-    """True reads neighbours as halves; False the reverse."""
+    def __init__(self, base: View, head_dim: int, *, to_halves: bool) -> None:
+        super().__init__(base.dtype, base.shape)
+        self.base, self.head_dim = base, head_dim
+        self.to_halves = to_halves
+        """True reads neighbours as halves; False the reverse."""
 
-    @property
-    def dtype(self) -> str:
-        return self.base.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def check(self, box: Box) -> list[Damage]:
-        return self.base.check(self._whole_heads(box))
-
-    def fill(self, box: Box, into: Tensor) -> None:
-        heads = self._whole_heads(box)
-        rows = torch.empty(heads[1], dtype=DTYPES[self.dtype])
-        self.base.fill(heads, rows)
-        inner = (self.head_dim // 2, 2) if self.to_halves else (2, self.head_dim // 2)
-        turned = rows.unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
-        into.copy_(turned.narrow(0, box[0][0] - heads[0][0], box[1][0]))
-
-    def _whole_heads(self, box: Box) -> Box:
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
         begin = box[0][0] // self.head_dim * self.head_dim
         end = -(-(box[0][0] + box[1][0]) // self.head_dim) * self.head_dim
-        return (begin, *box[0][1:]), (end - begin, *box[1][1:])
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledView:
-    """A quantized tensor times its scales, one for each block of ``block``: read as bfloat16.
-
-    Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32. So DeepSeek-V3
-    (arXiv:2412.19437) is published; one scale per tensor or row is a block as large as that.
-    """
-
-    base: View
-    scales: View
-    """As many dimensions as ``base`` or fewer, the last ones of one block left out."""
-    block: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return "BF16"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    def check(self, box: Box) -> list[Damage]:
-        return [*self.base.check(box), *self.scales.check(self._stored_box(self._scale_box(box)))]
+        return [(self.base, ((begin, *box[0][1:]), (end - begin, *box[1][1:])))]  # whole heads
 
     def fill(self, box: Box, into: Tensor) -> None:
-        values = torch.empty(box[1], dtype=DTYPES[self.base.dtype])
-        self.base.fill(box, values)
-        covering = self._scale_box(box)
-        stored = self._stored_box(covering)
+        ((base, heads),) = self.needs(box)
+        inner = (self.head_dim // 2, 2) if self.to_halves else (2, self.head_dim // 2)
+        turned = _read(base, heads).unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
+        into.copy_(turned.narrow(0, box[0][0] - heads[0][0], box[1][0]))
+
+
+class ScaledView(View):
+    """A quantized tensor times its scales, one for each block of ``block``: read as bfloat16.
+
+    Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32, as DeepSeek-V3
+    (arXiv:2412.19437) is published. One scale per tensor or row is a block as large as that. ``scales`` has as many
+    dimensions as ``base`` or fewer, the last ones of one block left out.
+    """
+
+    def __init__(self, base: View, scales: View, block: tuple[int, ...]) -> None:
+        super().__init__("BF16", base.shape)
+        self.base, self.scales, self.block = base, scales, block
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        low, sizes = self._scale_box(box)
+        dims = len(self.scales.shape)
+        return [(self.base, box), (self.scales, (low[:dims], sizes[:dims]))]
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        (base, _), (scale_view, stored) = self.needs(box)
+        low, sizes = self._scale_box(box)
         scales = torch.empty(stored[1], dtype=torch.float32)
-        self.scales.fill(stored, scales)
-        scales = scales.reshape(covering[1])
-        for dim in range(len(self.block)):
-            at = torch.arange(box[0][dim], box[0][dim] + box[1][dim]) // self.block[dim] - covering[0][dim]
+        scale_view.fill(stored, scales)
+        scales = scales.reshape(sizes)
+        for dim, size in enumerate(self.block):
+            at = torch.arange(box[0][dim], box[0][dim] + box[1][dim]) // size - low[dim]
             scales = scales.index_select(dim, at)
-        into.copy_(values.float() * scales)
+        into.copy_(_read(base, box).float() * scales)
 
     def _scale_box(self, box: Box) -> Box:
         low = tuple(at // size for at, size in zip(box[0], self.block, strict=True))
         high = [-(-(at + n) // size) for at, n, size in zip(*box, self.block, strict=True)]
         return low, tuple(h - at for h, at in zip(high, low, strict=True))
 
-    def _stored_box(self, covering: Box) -> Box:
-        dims = len(self.scales.shape)
-        return covering[0][:dims], covering[1][:dims]
 
+class RefusedView(View):
+    """A tensor that files hold but that cannot be read: a `ValueError` with ``reason`` when it is asked for."""
 
-@dataclass(frozen=True, slots=True)
-class RefusedView:
-    """A tensor that files hold but that cannot be read: an error for who asks for it, nothing for who does not."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    reason: str
-    """What is wrong, and what to do."""
+    def __init__(self, dtype: str, shape: Sequence[int], reason: str) -> None:
+        super().__init__(dtype, shape)
+        self.reason = reason
 
     def check(self, box: Box) -> list[Damage]:
         raise ValueError(self.reason)
@@ -370,28 +277,24 @@ def row_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most ``max_elements``, in row-major order, each contiguous in the whole."""
     if not math.prod(shape):
         return
-    dim = 0
-    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) > max_elements:
-        dim += 1
-    if not shape:
-        yield (), ()
+    if math.prod(shape) <= max_elements or not shape:
+        yield whole_box(shape)
         return
-    row = math.prod(shape[dim + 1 :])
+    row = math.prod(shape[1:])
+    if row > max_elements:
+        for first in range(shape[0]):
+            for offsets, sizes in row_boxes(shape[1:], max_elements):
+                yield (first, *offsets), (1, *sizes)
+        return
     rows = max(max_elements // row, 1)
-    outer = shape[:dim]
-    for flat in range(math.prod(outer)):
-        at: list[int] = []
-        for size in reversed(outer):
-            at.insert(0, flat % size)
-            flat //= size
-        for begin in range(0, shape[dim], rows):
-            n = min(rows, shape[dim] - begin)
-            yield (*at, begin, *(0,) * (len(shape) - dim - 1)), (*(1,) * dim, n, *shape[dim + 1 :])
+    for begin in range(0, shape[0], rows):
+        yield (begin, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
 
 
-def _blank(box: Box) -> Tensor:
-    """A tensor of the box's shape without memory, where only the shape matters."""
-    return torch.empty(box[1], dtype=torch.uint8, device="meta")
+def _read(view: View, box: Box) -> Tensor:
+    values = torch.empty(box[1], dtype=DTYPES[view.dtype])
+    view.fill(box, values)
+    return values
 
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

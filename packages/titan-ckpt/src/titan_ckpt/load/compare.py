@@ -25,20 +25,15 @@ def unequal_elements(
 ) -> int:
     """How many elements of two tensors of one dtype and shape differ in any bit. Takes tens of megabytes.
 
-    Args:
-        a: The step of ``ours``.
-        ours: A tensor.
-        b: The step of ``theirs``.
-        theirs: Another.
-        progress: Called with the bytes just compared.
+    ``a`` is the step of ``ours``, ``b`` that of ``theirs``; ``progress`` is called with the bytes just compared.
 
     Raises:
         DamageError: If the bytes of either are not what was written.
     """
     count, item = 0, ITEM_BYTES[ours.dtype]
     for mine in ours.chunks:
-        for other in theirs.overlapping((mine.offsets, mine.sizes)):
-            common = intersect((mine.offsets, mine.sizes), (other.offsets, other.sizes))
+        for other in theirs.overlapping(mine.box):
+            common = intersect(mine.box, other.box)
             for box in () if common is None else _pieces(common, item):
                 count += int(np.count_nonzero(_part(a, ours, mine, box) != _part(b, theirs, other, box)))
                 progress(math.prod(box[1]) * item)
@@ -65,7 +60,7 @@ def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box
     begin, end = first * row_bytes, (first + rows) * row_bytes
     damages = reader.check(chunk.file, *reader.stored_range(tensor, chunk, begin, end))
     if damages:
-        raise DamageError(str(reader.manifest.path), damages)
+        raise DamageError(str(reader.path), damages)
     bits = np.frombuffer(reader.data(tensor, chunk, begin, end), f"u{item}")
     inner = zip(offsets[1:], wanted[1:], chunk.offsets[1:], strict=True)
     slices = (slice(None), *(slice(at - start, at - start + n) for at, n, start in inner))

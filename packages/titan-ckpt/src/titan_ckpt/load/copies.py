@@ -5,9 +5,11 @@ mapped file. Two passes: first every touched block is checked on every rank, the
 the targets are written. So a damaged step leaves model and optimizer as they were.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,9 +20,57 @@ from titan_ckpt.format.boxes import Box, intersect
 from titan_ckpt.format.index import StoredChunk, StoredTensor
 from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt.load.reader import FolderReader
-from titan_ckpt.load.verify import Block, block_runs
 from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.sharding import LocalShard, local_part
+from titan_ckpt.steps.claim import boot_id
+from titan_ckpt.storage.paths import StorePath
+
+Block = tuple[int, int]
+"""File of the index, and the block's number in it."""
+
+
+def assign_blocks(mine: Iterable[Block], told: list[bytes], rank: int) -> set[Block]:
+    """The blocks that ``rank`` is to check, of ``mine``, those it reads: one reader on each machine checks a block.
+
+    ``told`` is what `tell_blocks` gave on each rank, in rank order.
+    """
+    replies = [json.loads(reply) for reply in told]
+    readers: dict[Block, list[int]] = {block: [] for block in mine}
+    for mate, reply in enumerate(replies):
+        for block in _expand(reply["runs"]) if reply["memory"] == replies[rank]["memory"] else ():
+            if block in readers:
+                readers[block].append(mate)
+    # by the block's number, so that neighbours of a file go to different ranks
+    return {block for block, those in readers.items() if those[(block[0] + block[1]) % len(those)] == rank}
+
+
+def tell_blocks(blocks: Iterable[Block], path: StorePath, rank: int) -> bytes:
+    """What a rank sends the others: the blocks it reads, and in which memory it sees them.
+
+    ``memory`` is equal on two ranks if they map the same pages: one machine, one file system, one folder. What comes over
+    the network comes to each rank by itself.
+    """
+    memory: list[str | int | None] = [rank]
+    if isinstance(path, Path):
+        found = path.stat()
+        memory = [boot_id(), found.st_dev, found.st_ino]
+    return json.dumps({"memory": memory, "runs": block_runs(blocks)}).encode()
+
+
+def block_runs(blocks: Iterable[Block]) -> list[list[int]]:
+    """Neighbouring blocks together, as ``[file, first, last]``, in order."""
+    runs: list[list[int]] = []
+    for file, block in sorted(blocks):
+        if runs and runs[-1][0] == file and runs[-1][2] == block - 1:
+            runs[-1][2] = block
+        else:
+            runs.append([file, block, block])
+    return runs
+
+
+def _expand(runs: Iterable[list[int]]) -> Iterator[Block]:
+    return ((file, block) for file, first, last in runs for block in range(first, last + 1))
+
 
 # Compressed rows are unpacked about this many bytes at a time.
 _UNPACKED_BYTES = 32 << 20
@@ -61,7 +111,7 @@ def plan_copies(
         )
     copies: list[Copy] = []
     for i, (wanted, _) in enumerate(part.boxes):
-        found = box_copies(stored, (wanted.offsets, wanted.sizes), part.view(i))
+        found = box_copies(stored, wanted, part.view(i))
         covered = sum(math.prod(copy.box[1]) for copy in found)
         if covered != wanted.numel:
             raise ValueError(f"{path}: the step holds {covered} of the {wanted.numel} elements this rank needs.")
@@ -71,21 +121,15 @@ def plan_copies(
 
 def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
     """The copies that fill ``into``, a tensor of the box's shape, with that box of a stored tensor."""
-    copies: list[Copy] = []
-    for chunk in stored.overlapping(box):
-        common = intersect(box, (chunk.offsets, chunk.sizes))
-        if common is not None:
-            copies.append(Copy(_narrow(into, box[0], common), stored, chunk, common))
-    return copies
+    found = [(chunk, intersect(box, chunk.box)) for chunk in stored.overlapping(box)]
+    return [Copy(narrow(into, box[0], common), stored, chunk, common) for chunk, common in found if common]
 
 
 def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
     """Every block the copies read."""
     return {
-        (copy.chunk.file, block)
-        for listed in copies.values()
-        for copy in listed
-        for begin, end in _byte_runs(reader, copy)
+        (file, block)
+        for file, begin, end in _file_runs(reader, copies)
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
     }
 
@@ -105,9 +149,7 @@ def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list
 @torch.no_grad()
 def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
     """Write the targets."""
-    reader.fetch_many(
-        (copy.chunk.file, *run) for listed in copies.values() for copy in listed for run in _byte_runs(reader, copy)
-    )
+    reader.fetch_many(_file_runs(reader, copies))
     for listed in copies.values():
         for copy in listed:
             for into, values in _values(reader, copy):
@@ -133,11 +175,23 @@ def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
     return tensor
 
 
+def narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
+    """The part of ``view``, which starts at ``origin`` of the whole tensor, that is ``box`` of the whole tensor."""
+    for dim, (at, begin, size) in enumerate(zip(origin, box[0], box[1], strict=True)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, begin - at, size)
+    return view
+
+
 def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of a copy: where to, and the values as a view of the file or of decompressed rows."""
-    chunk = copy.chunk
+    chunk, dtype = copy.chunk, DTYPES[copy.stored.dtype]
     if chunk.frames is None:
-        yield copy.into, _narrow(_chunk_tensor(reader, copy.stored, chunk), chunk.offsets, copy.box)
+        begin, end = reader.span(copy.stored, chunk)
+        raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
+        if raw.data_ptr() % ITEM_BYTES[copy.stored.dtype]:
+            raw = raw.clone()  # a file written by others may not be aligned
+        yield copy.into, narrow(raw.view(dtype).view(chunk.sizes), chunk.offsets, copy.box)
         return
     row_bytes = math.prod(chunk.sizes[1:]) * ITEM_BYTES[copy.stored.dtype]
     (first, *inner_offsets), (count, *inner_sizes) = copy.box
@@ -146,47 +200,33 @@ def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]
         n = min(step, first + count - at)
         begin = (at - chunk.offsets[0]) * row_bytes
         data = reader.data(copy.stored, chunk, begin, begin + n * row_bytes)
-        rows = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[copy.stored.dtype]).view(n, *chunk.sizes[1:])
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(n, *chunk.sizes[1:])
         box = (at, *inner_offsets), (n, *inner_sizes)
-        yield copy.into.narrow(0, at - first, n), _narrow(rows, (at, *chunk.offsets[1:]), box)
+        yield copy.into.narrow(0, at - first, n), narrow(rows, (at, *chunk.offsets[1:]), box)
 
 
-def _chunk_tensor(reader: FolderReader, stored: StoredTensor, chunk: StoredChunk) -> Tensor:
-    begin, end = reader.span(stored, chunk)
-    raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
-    if raw.data_ptr() % ITEM_BYTES[stored.dtype]:
-        raw = raw.clone()  # a file written by others may not be aligned
-    return raw.view(DTYPES[stored.dtype]).view(chunk.sizes)
-
-
-def _narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
-    for dim, (at, begin, size) in enumerate(zip(origin, box[0], box[1], strict=True)):
-        if size != view.shape[dim]:
-            view = view.narrow(dim, begin - at, size)
-    return view
-
-
-def _byte_runs(reader: FolderReader, copy: Copy) -> Iterator[tuple[int, int]]:
-    """Byte ranges of the file that a copy touches; gaps shorter than a block are included."""
-    for begin, end in _data_runs(copy):
-        yield reader.stored_range(copy.stored, copy.chunk, begin, end)
+def _file_runs(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int, int]]:
+    """File and byte range of all that copies touch; gaps shorter than a block are included."""
+    for listed in copies.values():
+        for copy in listed:
+            for begin, end in _data_runs(copy):
+                yield copy.chunk.file, *reader.stored_range(copy.stored, copy.chunk, begin, end)
 
 
 def _data_runs(copy: Copy) -> Iterator[tuple[int, int]]:
-    """The same, as ranges of the chunk's own bytes before compression."""
+    """The byte ranges of the chunk's own data, before compression, that a copy touches."""
     item = ITEM_BYTES[copy.stored.dtype]
     sizes = copy.chunk.sizes
     if not sizes:
         yield 0, item
         return
-    row = math.prod(sizes[1:]) * item
-    low = [b - o for b, o in zip(copy.box[0], copy.chunk.offsets, strict=True)]
     strides = [math.prod(sizes[d + 1 :]) * item for d in range(len(sizes))]
-    inner_begin = sum(at * stride for at, stride in zip(low[1:], strides[1:], strict=True))
+    low = [b - o for b, o in zip(copy.box[0], copy.chunk.offsets, strict=True)]
     last = [at + n - 1 for at, n in zip(low, copy.box[1], strict=True)]
+    inner_begin = sum(at * stride for at, stride in zip(low[1:], strides[1:], strict=True))
     inner_end = sum(at * stride for at, stride in zip(last[1:], strides[1:], strict=True)) + item
-    if row < BLOCK_BYTES:
-        yield low[0] * row + inner_begin, last[0] * row + inner_end
+    if strides[0] < BLOCK_BYTES:
+        yield low[0] * strides[0] + inner_begin, last[0] * strides[0] + inner_end
         return
     for index in range(low[0], last[0] + 1):
-        yield index * row + inner_begin, index * row + inner_end
+        yield index * strides[0] + inner_begin, index * strides[0] + inner_end

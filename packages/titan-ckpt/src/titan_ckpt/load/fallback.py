@@ -1,7 +1,7 @@
 """Which step a restore takes: the one asked for, and an older one if that is damaged and the caller wants it so.
 
-Rank 0 lists the steps and all ranks go through its list, since a file system may show each rank something else. A run
-that saves to the same folder may delete a step while it is read here; then the steps are listed again.
+Rank 0 lists the steps and all ranks use its list, since a file system may show each rank something else. A run that saves
+to the same folder may delete a step while it is read here; then the steps are listed again.
 """
 
 import json
@@ -44,17 +44,22 @@ def restore_newest(
     """
     passed_over.clear()
     for attempt in range(1, _LISTINGS + 1):
-        tried = _tried(_listed(root, comm), step, root)
-        if not tried:
+        present = _listed(root, comm)
+        if step != "latest":  # it, last, and those older than it
+            numbers = [number for number, _ in present]
+            if step not in numbers:
+                raise ValueError(f"{root} has no step {step}; it has {numbers}.")
+            present = present[: numbers.index(step) + 1]
+        if not present:
             return 0
         passed_over.clear()
-        for number, name in reversed(tried):
+        for number, name in reversed(present):
             try:
                 return restore_step(root / name, state, comm, verify, strict)
             except (CheckpointError, OSError) as err:  # of every rank, if of any: all go on alike
                 if attempt < _LISTINGS and _gone(root / name, comm):
                     break
-                if not isinstance(err, DamageError) or not fallback or number == tried[0][0]:
+                if not isinstance(err, DamageError) or not fallback or number == present[0][0]:
                     raise
                 # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
                 passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
@@ -64,33 +69,23 @@ def restore_newest(
 
 def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:
     """Number and folder name of every step, oldest first, as rank 0 sees them."""
-    told, error = None, None
+    reply, error = None, None
     if comm.rank == 0:
         try:
             await_inherited(root)
-            told = json.dumps([(number, path.name) for number, path in listing.step_folders(root)]).encode()
+            reply = json.dumps([(number, path.name) for number, path in listing.step_folders(root)]).encode()
         except OSError as err:
             error = CheckpointError(f"the steps below {root} cannot be listed: {err}")
     comm.agree(error, f"listing {root}")
-    return [(number, name) for number, name in json.loads(comm.broadcast(told))]
-
-
-def _tried(present: list[tuple[int, str]], step: int | Literal["latest"], root: StorePath) -> list[tuple[int, str]]:
-    """The step asked for, last, and those older than it."""
-    if step == "latest":
-        return present
-    numbers = [number for number, _ in present]
-    if step not in numbers:
-        raise ValueError(f"{root} has no step {step}; it has {numbers}.")
-    return present[: numbers.index(step) + 1]
+    return [(number, name) for number, name in json.loads(comm.broadcast(reply))]
 
 
 def _gone(path: StorePath, comm: ByteComm) -> bool:
-    """Whether a step was deleted, by the word of rank 0."""
-    told = None
+    """Whether a step was deleted, as rank 0 sees it."""
+    reply = None
     if comm.rank == 0:
         try:
-            told = b"1" if listing.is_gone(path) else b"0"
+            reply = b"1" if listing.is_gone(path) else b"0"
         except OSError:
-            told = b"0"
-    return comm.broadcast(told) == b"1"
+            reply = b"0"
+    return comm.broadcast(reply) == b"1"

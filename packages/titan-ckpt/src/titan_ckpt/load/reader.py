@@ -16,8 +16,7 @@ from typing import Any
 
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format import tagged_json
-from titan_ckpt.format.codec import FRAME_BYTES, unpack_frame
-from titan_ckpt.format.digest import block_digests
+from titan_ckpt.format.codec import FRAME_BYTES, block_digests, unpack_frame
 from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name

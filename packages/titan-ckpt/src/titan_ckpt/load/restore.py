@@ -17,15 +17,25 @@ from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import STATE_NAME, rank_state_name
-from titan_ckpt.load.copies import Copy, Verify, check_blocks, plan_copies, read_tensor, run_copies, touched_blocks
+from titan_ckpt.load.copies import (
+    Block,
+    Copy,
+    Verify,
+    assign_blocks,
+    check_blocks,
+    plan_copies,
+    read_tensor,
+    run_copies,
+    tell_blocks,
+    touched_blocks,
+)
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.load.verify import Block, assign_blocks, tell_blocks
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES
+from titan_ckpt.state.leaves import reseed, set_rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
-from titan_ckpt.state.optimizer import OptimRestore, as_optims
-from titan_ckpt.state.rng import reseed, set_rng_state
-from titan_ckpt.state.train_state import Stateful, TrainState, as_stateful, shard_of
+from titan_ckpt.state.optimizer import OptimRestore
+from titan_ckpt.state.train_state import Stateful, TrainState, listed, shard_of
 from titan_ckpt.storage.paths import StorePath
 
 _log = logging.getLogger("titan_ckpt")
@@ -34,8 +44,8 @@ _log = logging.getLogger("titan_ckpt")
 def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
-    Every rank goes the same way: all return, or all raise. Damage that one rank sees is every rank's `DamageError`,
-    raised before any rank's state is touched, so that all of them can turn to another step.
+    All ranks return, or all raise. Damage that one rank sees is every rank's `DamageError`, raised before any rank's
+    state is touched, so that all of them can turn to another step.
     """
     doing = f"restore of {path.name}"
     matched: list[_Restore] = []
@@ -54,7 +64,7 @@ def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
         action()
     except OSError as err:
         return CheckpointError(f"{path} cannot be read: {err}")
-    except Exception as err:  # also what a user's load_state_dict raises: the others must not wait for ever
+    except Exception as err:  # also what a user's load_state_dict raises: the other ranks must not hang
         return err
     return None
 
@@ -71,11 +81,18 @@ class _Restore:
         self.model: ModelState = model_state(as_modules(state.model))
         self.copies: dict[str, list[Copy]] = {}
         self.optim_used: set[str] | None = None
-        self.apply_steps: list[Callable[[], None]] = []
-        self._require_parts()
+        self.apply_steps: list[Callable[[], Any]] = []
+        asked = [name for name in ("model", "optim", "sched", "data") if getattr(state, name) is not None]
+        missing = [name for name in asked if name not in self.shared["has"]]
+        self._refuse(
+            bool(missing),
+            f"{self.reader.path} was saved without {', '.join(missing)}. Leave it out of TrainState, or pass strict=False "
+            "to load the rest.",
+        )
         self._match_model()
         self._match_optim()
-        self._match_plain()
+        self._match_sched()
+        self._match_extra()
         self._match_data()
         self._match_rng()
 
@@ -107,7 +124,7 @@ class _Restore:
         """
         damages = check_blocks(self.reader, blocks)
         if damages:
-            raise DamageError(str(self.reader.manifest.path), damages)
+            raise DamageError(str(self.reader.path), damages)
 
     def unexpected_names(self) -> Exception | None:
         """Names of the step that no rank's model has. Collective."""
@@ -119,8 +136,8 @@ class _Restore:
         models, optims = zip(*(json.loads(reply) for reply in told), strict=True)
         if any(model is not None for model in models):
             known = {name for model in models for name in model or ()}
-            saved = [*self.reader.index.tensors["model"], *self.shared["model"]]
-            extra = [name for name in saved if name not in known and self._alias_known(name, known) is None]
+            known |= {first for alias, first in self.reader.index.tied.items() if alias in known}
+            extra = [n for n in [*self.reader.index.tensors["model"], *self.shared["model"]] if n not in known]
             if extra:
                 return ValueError(
                     f"the step holds {len(extra)} model entries that the model does not have: {extra[:6]}. Build the "
@@ -128,8 +145,7 @@ class _Restore:
                 )
         if any(optim is not None for optim in optims):
             known = {name for optim in optims for name in optim or ()}
-            saved = [name for group in self.shared["optim"]["groups"] for name in group["params"]]
-            extra = [name for name in saved if name not in known]
+            extra = [n for group in self.shared["optim"]["groups"] for n in group["params"] if n not in known]
             if extra:
                 return ValueError(
                     f"the step holds optimizer state of {len(extra)} parameters that the optimizer does not have: "
@@ -137,43 +153,32 @@ class _Restore:
                 )
         return None
 
-    def _alias_known(self, name: str, known: set[str]) -> str | None:
-        tied = self.reader.index.tied
-        return next((alias for alias, first in tied.items() if first == name and alias in known), None)
-
-    def _require_parts(self) -> None:
-        asked = [name for name in ("model", "optim", "sched", "data") if getattr(self.state, name) is not None]
-        missing = [name for name in asked if name not in self.shared["has"]]
-        if missing and self.strict:
-            raise ValueError(
-                f"{self.reader.manifest.path} was saved without {', '.join(missing)}. Leave it out of TrainState, or "
-                "pass strict=False to load the rest."
-            )
+    def _refuse(self, wrong: bool, text: str) -> None:
+        if wrong and self.strict:
+            raise ValueError(text)
 
     def _match_model(self) -> None:
         index = self.reader.index
-        names: dict[str, list[str]] = {name: [name] for name in self.model.tensors}
-        for alias, first in self.model.tied.items():
-            names[first].append(alias)
         missing = [name for name in self.model.leaves if name not in self.shared["model"]]
         loaded: dict[str, Any] = {}
-        for name, tensor in self.model.tensors.items():
-            stored = next((found for alias in names[name] if (found := index.find("model", alias))), None)
+        for name, aliases in self.model.names_of().items():
+            tensor = self.model.tensors[name]
+            stored = next((found for alias in aliases if (found := index.find("model", alias))), None)
             if stored is None:
                 missing.append(name)
-            else:
-                self._check_tied_equal([alias for alias in names[name] if alias in index.tensors["model"]])
-                target = torch.empty_like(tensor) if name in self.model.detached else tensor
-                self.copies[f"model.{name}"] = self._copies(stored, target, "model", name, cast=not self.strict)
-                if name in self.model.detached:
-                    loaded[name] = target
-        if missing and self.strict:
-            raise ValueError(
-                f"{len(missing)} entries of the model are not in {self.reader.manifest.path}: {missing[:6]}. Build the "
-                "model it was saved from, or pass strict=False to keep their current values."
-            )
+                continue
+            self._check_tied_equal([alias for alias in aliases if alias in index.tensors["model"]])
+            target = torch.empty_like(tensor) if name in self.model.detached else tensor
+            self._copy(stored, target, "model", name)
+            if name in self.model.detached:
+                loaded[name] = target
+        self._refuse(
+            bool(missing),
+            f"{len(missing)} entries of the model are not in {self.reader.path}: {missing[:6]}. Build the "
+            "model it was saved from, or pass strict=False to keep their current values.",
+        )
         if missing:
-            _log.warning("%s: left as they are, not in the step: %s", self.reader.manifest.path, missing)
+            _log.warning("%s: left as they are, not in the step: %s", self.reader.path, missing)
         loaded |= {name: self.shared["model"][name] for name in self.model.leaves if name in self.shared["model"]}
         if loaded:
             self.apply_steps.append(lambda: self._load_through_modules(loaded))
@@ -184,77 +189,77 @@ class _Restore:
             first, *others = (read_tensor(self.reader, "model", name) for name in names)
             if not all(torch.equal(first, other) for other in others):
                 raise ValueError(
-                    f"{names} are one tied weight in this model, but different weights in {self.reader.manifest.path}. "
+                    f"{names} are one tied weight in this model, but different weights in {self.reader.path}. "
                     "Build the model untied."
                 )
 
     def _load_through_modules(self, loaded: dict[str, Any]) -> None:
         """Give modules what is no live tensor of theirs: extra state, and entries that a hook made."""
         for model in as_modules(self.state.model):
-            entries = {
-                raw: loaded[name] for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded
-            }
-            model.load_state_dict(entries, strict=False)
+            mine = {raw: name for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded}
+            model.load_state_dict({raw: loaded[name] for raw, name in mine.items()}, strict=False)
 
     def _match_optim(self) -> None:
-        optims = as_optims(self.state.optim)
+        optims = listed(self.state.optim)
         if not optims or "optim" not in self.shared["has"]:
             return
+        stored = self.reader.index.tensors
         restore = OptimRestore(
             optims,
             self.model.owners,
             self.reader.index,
             self.shared["optim"],
             self.state.shards,
-            stored_dtypes={name: DTYPES[kind.dtype] for name, kind in self.reader.index.tensors["model"].items()},
+            stored_dtypes={name: DTYPES[kind.dtype] for name, kind in stored["model"].items()},
             strict=self.strict,
         )
         # a weight that is tied here may have been saved as several
         self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
         for key, target in restore.targets.items():
-            stored = self.reader.index.tensors["optim"][key]
-            self.copies[f"optim.{key}"] = self._copies(stored, target, "optim", key, cast=not self.strict)
+            self._copy(stored["optim"][key], target, "optim", key)
         if restore.unknown:
-            _log.warning(
-                "%s: their optimizer state is left as it is, not in the step: %s",
-                self.reader.manifest.path, restore.unknown,
-            )  # fmt: skip
+            text = "%s: their optimizer state is left as it is, not in the step: %s"
+            _log.warning(text, self.reader.path, restore.unknown)
         self.apply_steps.append(restore.finish)
 
-    def _copies(self, stored: StoredTensor, target: Tensor, section: str, key: str, *, cast: bool) -> list[Copy]:
+    def _copy(self, stored: StoredTensor, target: Tensor, section: str, key: str) -> None:
         shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
-        return plan_copies(stored, target, f"{section}.{key}", cast=cast, shard=shard)
+        path = f"{section}.{key}"
+        self.copies[path] = plan_copies(stored, target, path, cast=not self.strict, shard=shard)
 
-    def _match_plain(self) -> None:
-        scheds, saved = as_stateful(self.state.sched), self.shared["sched"]
-        if len(scheds) != len(saved) and scheds and self.strict:
-            raise ValueError(f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.")
+    def _match_sched(self) -> None:
+        scheds, saved = listed(self.state.sched), self.shared["sched"]
+        self._refuse(
+            len(scheds) != len(saved) and bool(scheds),
+            f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.",
+        )
         for sched, value in zip(scheds, saved, strict=False):
             self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
-        absent = [key for key in self.state.extra if key not in self._encoded_extra]
-        if absent and self.strict:
-            raise ValueError(f"extra values {absent} were not saved; pass strict=False to keep their current values.")
-        for key, value in self._encoded_extra.items():
-            self._match_extra(key, value)
 
-    def _match_extra(self, key: str, encoded: Any) -> None:
-        current = self.state.extra.get(key)
+    def _match_extra(self) -> None:
+        absent = [key for key in self.state.extra if key not in self._encoded_extra]
+        self._refuse(
+            bool(absent), f"extra values {absent} were not saved; pass strict=False to keep their current values."
+        )
+        for key, encoded in self._encoded_extra.items():
+            current = self.state.extra.get(key)
+            like = current.state_dict() if isinstance(current, Stateful) else current
+            self._set_extra(key, current, self._decode_like(encoded, like))
+
+    def _set_extra(self, key: str, current: Any, value: Any) -> None:
         if isinstance(current, Stateful):
-            value = self._decode_like(encoded, current.state_dict())
             self.apply_steps.append(lambda: current.load_state_dict(value))
-            return
-        value = self._decode_like(encoded, current)
-        if not isinstance(current, Tensor):
+        elif not isinstance(current, Tensor):
             self.apply_steps.append(lambda: self.state.extra.__setitem__(key, value))
-            return
-        if (
-            not isinstance(value, Tensor)
-            or value.shape != current.shape
-            or (self.strict and value.dtype != current.dtype)
+        elif (
+            isinstance(value, Tensor)
+            and value.shape == current.shape
+            and (value.dtype == current.dtype or not self.strict)
         ):
+            self.apply_steps.append(lambda: current.detach().copy_(value))
+        else:
             saved = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"extra {key!r} is {current.dtype} {list(current.shape)}, but {saved} was saved.")
-        self.apply_steps.append(lambda: (current.detach().copy_(value), None)[1])
 
     def _decode_like(self, encoded: Any, current: Any) -> Any:
         """Decode; a tensor that ``current`` holds as a `DTensor` in the same place becomes one of that layout."""
@@ -264,18 +269,19 @@ class _Restore:
         if not isinstance(encoded, dict):
             return encoded
         like = current if isinstance(current, Mapping) else {}
-        if len(encoded) == 1 and (tag := next(iter(encoded))).startswith("$"):
-            if tag == "$ordered":
-                pairs = [(self._decode(name), item) for name, item in encoded[tag]]
-                return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
-            if tag == "$stored" and isinstance(current, DTensor):
-                key = encoded[tag]
-                stored = self.reader.index.find("extra", key)
-                if stored is None:
-                    raise ValueError(f"{self.reader.manifest.path} has no extra tensor {key!r}.")
-                target = torch.empty_like(current)
-                self.copies[f"extra.{key}"] = self._copies(stored, target, "extra", key, cast=not self.strict)
-                return target
+        tag = next(iter(encoded)) if len(encoded) == 1 else ""
+        if tag == "$ordered":
+            pairs = [(self._decode(name), item) for name, item in encoded[tag]]
+            return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
+        if tag == "$stored" and isinstance(current, DTensor):
+            key = encoded[tag]
+            stored = self.reader.index.find("extra", key)
+            if stored is None:
+                raise ValueError(f"{self.reader.path} has no extra tensor {key!r}.")
+            target = torch.empty_like(current)
+            self._copy(stored, target, "extra", key)
+            return target
+        if tag.startswith("$"):
             return self._decode(encoded)
         return {name: self._decode_like(item, like.get(name)) for name, item in encoded.items()}
 
@@ -306,22 +312,23 @@ class _Restore:
     def _match_rng(self) -> None:
         if not self.state.rng:
             return
-        manifest = self.reader.manifest
+        manifest, rank = self.reader.manifest, self.comm.rank
         if manifest.world_size == self.comm.size:
-            own = self._rank_state(self.comm.rank).get("rng")
+            own = self._rank_state(rank).get("rng")
+            self._refuse(
+                own is None, f"{manifest.path} was saved without random generators; pass TrainState(rng=False)."
+            )
             if own is not None:
                 self.apply_steps.append(lambda: set_rng_state(own))
-            elif self.strict:
-                raise ValueError(f"{manifest.path} was saved without random generators; pass TrainState(rng=False).")
             return
         first = self._rank_state(0).get("rng")
         seed = 0 if first is None else first["seed"]
         _log.warning(
             "%s was saved by %d ranks and is loaded by %d: random generators are reseeded from (seed %d, step %d, "
             "rank), so dropout and shuffling differ from an uninterrupted run",
-            manifest.path, manifest.world_size, self.comm.size, seed, manifest.step,
-        )  # fmt: skip
-        self.apply_steps.append(lambda: (reseed(seed, manifest.step, self.comm.rank), None)[1])
+            *(manifest.path, manifest.world_size, self.comm.size, seed, manifest.step),
+        )
+        self.apply_steps.append(lambda: reseed(seed, manifest.step, rank))
 
     def _data_at(self, places: set[int]) -> dict[int, tuple[int, Any]]:
         """For each place among the data-parallel ranks, the first rank that had data there, and its state, encoded.
@@ -330,16 +337,13 @@ class _Restore:
         """
         found: dict[int, tuple[int, Any]] = {}
         for rank, (place, _) in enumerate(self.shared["dp"]):
-            if place in places and place not in found and "data" in (told := self.reader.rank_state(rank)):
-                found[place] = rank, told["data"]
+            if place in places and place not in found and "data" in (own := self.reader.rank_state(rank)):
+                found[place] = rank, own["data"]
         return found
 
     def _rank_state(self, rank: int) -> dict[str, Any]:
         return self._decode(self.reader.rank_state(rank), rank_state_name(rank))
 
     def _decode(self, value: Any, name: str = STATE_NAME) -> Any:
-        def stored(key: str) -> Tensor:
-            return read_tensor(self.reader, "extra", key)
-
-        with malformed_is_damage(self.reader.manifest.path, name):
-            return leaves.decode(value, stored)
+        with malformed_is_damage(self.reader.path, name):
+            return leaves.decode(value, lambda key: read_tensor(self.reader, "extra", key))

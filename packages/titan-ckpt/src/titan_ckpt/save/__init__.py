@@ -1,6 +1,6 @@
 """One save, as each rank makes it.
 
-`prepare`: take the state apart and agree on who writes what. `plan`: replicas once, the load balanced, every element
-once. `replicas`: warn of replicas that differ. `job`: one rank's part of a save as plain data, and how it is carried
-out. `write`: safetensors and JSON files, digested on the way.
+`prepare`: take the state apart, agree on who writes what, warn of replicas that differ. `plan`: replicas once, the load
+balanced, every element once. `job`: one rank's part of a save as plain data, and how it is carried out; `now`: that in
+this process. `write`: safetensors and JSON files, digested on the way.
 """

@@ -117,7 +117,7 @@ def plan_save(ranks: Sequence[Sequence[Held]]) -> SavePlan:
     return plan_told([encode_held(tensors) for tensors in ranks])
 
 
-def plan_told(told: Sequence[bytes]) -> SavePlan:
+def plan_told(encoded: Sequence[bytes]) -> SavePlan:
     """`plan_save` on what the ranks sent, each an `encode_held`.
 
     Raises:
@@ -128,14 +128,14 @@ def plan_told(told: Sequence[bytes]) -> SavePlan:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _plan(told)
+        return _plan(encoded)
     finally:
         if collecting:
             gc.enable()
 
 
-def _plan(told: Sequence[bytes]) -> SavePlan:
-    groups = _group(told)
+def _plan(encoded: Sequence[bytes]) -> SavePlan:
+    groups = _group(encoded)
     patterns: dict[Any, _Pattern] = {}
     planned: list[tuple[_Tensor, _Pattern]] = []
     for tensor in _merge(groups):
@@ -144,7 +144,7 @@ def _plan(told: Sequence[bytes]) -> SavePlan:
             pattern = patterns[alike] = _pattern(groups, tensor.cuts)
             _check_cover(tensor, pattern.boxes)
         planned.append((tensor, patterns[alike]))
-    return _place(planned, _writers(planned, len(told)), len(told))
+    return _place(planned, _writers(planned, len(encoded)), len(encoded))
 
 
 class _Group(NamedTuple):
@@ -200,9 +200,9 @@ class _Pattern:
     """The boxes as their first holders write them: kept, since most tensors are written so."""
 
 
-def _group(told: Sequence[bytes]) -> list[_Group]:
+def _group(encoded: Sequence[bytes]) -> list[_Group]:
     groups: dict[bytes, _Group] = {}
-    for rank, data in enumerate(told):
+    for rank, data in enumerate(encoded):
         rows, _, cuts = data.partition(b"\n")
         if rows not in groups:
             groups[rows] = _Group(json.loads(rows), [], [])
@@ -243,8 +243,8 @@ def _pattern(groups: Sequence[_Group], cuts: Sequence[tuple[int, int]]) -> _Patt
         boxes,
         listed,
         volumes=np.array([math.prod(sizes) for _, sizes in boxes], dtype=np.int64),
-        first=np.array([who[0] for who in listed], dtype=np.int64).reshape(-1, 3),
-        shared=np.array([len(who) > 1 for who in listed], dtype=bool),
+        first=np.array([held_by[0] for held_by in listed], dtype=np.int64).reshape(-1, 3),
+        shared=np.array([len(held_by) > 1 for held_by in listed], dtype=bool),
     )
 
 
@@ -254,7 +254,7 @@ SMALL_BYTES = 64 << 10
 
 
 def _writers(planned: Sequence[tuple[_Tensor, _Pattern]], num_ranks: int) -> list[Numbers]:
-    """For each tensor, who writes each of its boxes: rows of rank, row and box."""
+    """For each tensor, the writer of each box: rows of rank, row and box."""
     load = np.zeros(num_ranks, dtype=np.int64)
     writers = [pattern.first for _, pattern in planned]
     names = sorted(range(len(planned)), key=lambda t: planned[t][0][:2])

@@ -6,35 +6,47 @@ saver process (`titan_ckpt.background.client`). Every failure, of whatever rank,
 """
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import write_failure
 from titan_ckpt.format import tagged_json
+from titan_ckpt.format.codec import digest
 from titan_ckpt.format.columns import pack_column
-from titan_ckpt.format.digest import digest
-from titan_ckpt.format.header import Entry
 from titan_ckpt.format.index import StoredTensor
-from titan_ckpt.format.names import SECTIONS, STATE_NAME, rank_state_name, shard_name
+from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, rank_state_name, shard_name
 from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
 from titan_ckpt.save.plan import Held, Piece, SavePlan, decode_pieces, encode_held, encode_pieces, plan_told
-from titan_ckpt.save.replicas import compare_replicas
 from titan_ckpt.state import optimizer
 from titan_ckpt.state.dtypes import dtype_name
+from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.state.sharding import LocalPart, local_part
 from titan_ckpt.state.train_state import Collected, TrainState, collect, shard_of
 from titan_ckpt.steps import commit
-from titan_ckpt.steps.process import Process
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath
-from titan_ckpt.version import VERSION
+
+
+def _installed() -> str:
+    try:
+        return version("titan-ckpt")
+    except PackageNotFoundError:  # the sources are on the Python path, not installed
+        return "0+source"
+
+
+VERSION = _installed()
+"""The version of this package, as the installed distribution says it; written into every manifest."""
 
 
 @dataclass(slots=True)
@@ -114,24 +126,21 @@ def begin_job(
 ) -> WriteJob:
     """Make the unfinished step's folder and this rank's job. Collective.
 
-    Args:
-        compress: Whether optimizer state is compressed where that is worth it.
-        owner: The process of rank 0 that will commit: while it lives, the folder is not swept.
-        distrusted: Steps that a restore found damaged: they do not count for ``retention``.
+    ``owner`` is rank 0's process that will commit: while it lives, the folder is not swept.
 
     Raises:
         CheckpointError: If the folder cannot be made.
     """
-    error, told = None, None
+    error, place = None, None
     if comm.rank == 0:
         try:
             folder, save_id = commit.begin_save(root, step, owner)
             # a local path in full: rank 0's folder counts, whatever another rank's root is; a store's is known to all
-            told = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
+            place = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
         except OSError as err:
             error = write_failure(err, root, 0)
     comm.agree(error, f"save of step {step}")
-    name, save_id = json.loads(comm.broadcast(told))
+    name, save_id = json.loads(comm.broadcast(place))
     layout = plan_layout(planned, comm, cache, compress)
     texts: list[tuple[str, str]] = []
     if planned.collected.own:
@@ -141,7 +150,7 @@ def begin_job(
     if everyone is not None:
         shared = [json.loads(data) for data in everyone]
         texts.append((STATE_NAME, tagged_json.dump_json(merge_shared(step, shared)).decode()))
-        tied = {alias: first for told in shared for alias, first in told["tied"].items()}
+        tied = {alias: first for rank in shared for alias, first in rank["tied"].items()}
         versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
         lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
     return WriteJob(root / name, step, save_id, comm.rank, comm.size, layout, tuple(texts), lead)
@@ -173,7 +182,7 @@ def _take_apart(
             for (section, key, _), part in zip(collected.tensors, parts, strict=True)
         ]
         return collected, parts, held, None
-    except Exception as err:  # also what a user's state_dict raises: the others must not wait for ever
+    except Exception as err:  # also what a user's state_dict raises: the other ranks must not hang
         return None, [], [], err
 
 
@@ -240,18 +249,67 @@ def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, 
     return tuple(names), tensors
 
 
-def merge_shared(step: int, told: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_shared(step: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The plain data of all ranks as one: rank 0's, and every rank's share of model and optimizer."""
     return {
         "step": step,
-        "dp": [shared["dp"] for shared in told],
-        "has": sorted({name for shared in told for name in shared["has"]}),
-        "model": {key: value for shared in told for key, value in shared["model"].items()},
+        "dp": [shared["dp"] for shared in ranks],
+        "has": sorted({name for shared in ranks for name in shared["has"]}),
+        "model": {key: value for shared in ranks for key, value in shared["model"].items()},
         "optim": {
-            "groups": optimizer.merge_groups(shared["optim"]["groups"] for shared in told),
-            "leaves": {key: value for shared in told for key, value in shared["optim"]["leaves"].items()},
-            "others": told[0]["optim"].get("others", []),
+            "groups": optimizer.merge_groups(shared["optim"]["groups"] for shared in ranks),
+            "leaves": {key: value for shared in ranks for key, value in shared["optim"]["leaves"].items()},
+            "others": ranks[0]["optim"].get("others", []),
         },
-        "sched": told[0]["sched"],
-        "extra": told[0]["extra"],
+        "sched": ranks[0]["sched"],
+        "extra": ranks[0]["extra"],
     }
+
+
+_log = logging.getLogger("titan_ckpt")
+
+_SAMPLE_ELEMENTS = 4096
+_MOST_NAMES = 6
+_BOXES = np.dtype([("box", "<u8"), ("sample", "<u8")])
+
+
+def compare_replicas(parts: list[LocalPart], held: list[Held], comm: ByteComm) -> list[str]:
+    """Names of tensors whose boxes differ between ranks that hold the same; logs them on rank 0. Collective."""
+    if comm.size == 1:
+        return []
+    names: dict[int, str] = {}
+    rows: list[tuple[int, int]] = []
+    for part, kept in zip(parts, held, strict=True):
+        for i, box in enumerate(kept.boxes):
+            number = xxhash.xxh3_64_intdigest(f"{kept.section}/{kept.key}/{box}".encode())
+            names[number] = f"{kept.section}.{kept.key}"
+            rows.append((number, xxhash.xxh3_64_intdigest(tensor_bytes(_sample(part.view(i))))))
+    gathered = comm.gather(np.array(rows, dtype=_BOXES).tobytes())
+    reply = None if gathered is None else _differing(gathered).tobytes()
+    differing = {int(number) for number in np.frombuffer(comm.broadcast(reply), dtype="<u8")}
+    if not differing:
+        return []
+    mine = sorted({names[number] for number in differing if number in names})
+    found = sorted({name for reply in comm.all_gather("\n".join(mine).encode()) for name in reply.decode().split("\n")})
+    found = [name for name in found if name]
+    if comm.rank == 0:
+        _log.warning(
+            "%d tensors differ between ranks that hold the same part of them; one rank's values are saved: %s%s. If they "
+            "are parts of a larger tensor, name it in TrainState(shards=); if not, keep them equal or out of the state",
+            len(found), ", ".join(found[:_MOST_NAMES]), ", …" if len(found) > _MOST_NAMES else "",
+        )  # fmt: skip
+    return found
+
+
+def _sample(view: Tensor) -> Tensor:
+    """The first values of a box."""
+    while view.dim() > 1 and view.numel() > _SAMPLE_ELEMENTS:
+        view = view[0]
+    return view[:_SAMPLE_ELEMENTS] if view.dim() == 1 else view
+
+
+def _differing(gathered: list[bytes]) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    """Numbers of the boxes of which ranks gave different samples."""
+    rows = np.unique(np.concatenate([np.frombuffer(reply, dtype=_BOXES) for reply in gathered]))
+    boxes = rows["box"]  # sorted; a box stands once for each of its samples
+    return np.unique(boxes[1:][boxes[1:] == boxes[:-1]])

@@ -3,27 +3,23 @@
 No torch here: the bytes come as buffers, from tensors in the trainer.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from titan_ckpt.format.codec import MIN_BYTES, Buffer, Packer
-from titan_ckpt.format.digest import BlockDigester
-from titan_ckpt.format.header import Entry, encode_header
+from titan_ckpt.format.codec import MIN_BYTES, BlockDigester, Buffer, Packer
 from titan_ckpt.format.index import FileRecord, Moved
-from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
+from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES, Entry, encode_header
 from titan_ckpt.storage.files import Writeback, write_all, writing
 from titan_ckpt.storage.paths import StorePath
 
 # One write call takes at most this much, so that hashing finds the bytes still in the processor's cache.
 _WRITE_BYTES = 1 << 20
+# Older readers of safetensors files refuse one that does not say it came from PyTorch.
+_METADATA = {"format": "pt"}
 
 
 def write_safetensors(
-    folder: StorePath,
-    name: str,
-    entries: Sequence[Entry],
-    buffers: Iterable[Buffer | Iterable[Buffer]],
-    metadata: dict[str, str],
+    folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
 ) -> FileRecord:
     """Write a safetensors file.
 
@@ -33,7 +29,6 @@ def write_safetensors(
         entries: The tensors, in the order their bytes come.
         buffers: Each tensor's bytes, little-endian and contiguous, whole or in pieces. Taken one at a time, so that a
             generator can copy one tensor from the device while none other is held.
-        metadata: The header's ``__metadata__``.
 
     Returns:
         The file's record, for the index.
@@ -42,7 +37,7 @@ def write_safetensors(
         OSError: If the file cannot be written (no space, read-only, device error).
         ValueError: If a buffer has another size than its entry.
     """
-    header = encode_header(entries, metadata)
+    header = encode_header(entries, _METADATA)
 
     def pieces() -> Iterable[Buffer]:
         yield header
@@ -52,56 +47,53 @@ def write_safetensors(
             for piece in cast("Iterable[Buffer]", [buffer] if whole else buffer):
                 given += memoryview(piece).nbytes
                 yield piece
-            if given != entry.nbytes:
-                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
+            _check_size(entry, given)
 
     size, blocks = _write(folder, name, pieces())
     return FileRecord(name, size, blocks, len(header))
 
 
-def write_packed_safetensors(
-    folder: StorePath,
-    name: str,
-    entries: Sequence[Entry],
-    buffers: Iterable[Buffer | Iterable[Buffer]],
-    metadata: dict[str, str],
-) -> FileRecord:
-    """Write a safetensors file whose tensors are compressed where that is worth it.
+class _PackedPieces:
+    """The data of a file whose tensors are compressed where that is worth it, and where each of them went."""
 
-    A compressed tensor stands in the file as a U8 one. What that takes is known only after the data is written, so
-    room for the longest possible header is left, and the header is written last.
+    def __init__(self, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]) -> None:
+        self._entries, self._buffers, self._packer = entries, buffers, Packer()
+        self.stored: list[Entry] = []
+        self.moved: list[Moved] = []
 
-    Args and errors as `write_safetensors`, but each buffer is whole.
-    """
-    plain = encode_header(entries, metadata)
-    as_bytes = encode_header((Entry(e.name, "U8", (e.nbytes,)) for e in entries), metadata)
-    reserved = len(plain) + len(as_bytes)
-    packer, stored, moved = Packer(), list[Entry](), list[Moved]()
-
-    def pieces() -> Iterable[Buffer]:
+    def __iter__(self) -> Iterator[Buffer]:
         start = planned = 0
-        for entry, buffer in zip(entries, buffers, strict=True):
-            raw = _whole(buffer)
-            if len(raw) != entry.nbytes:
-                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {len(raw)}.")
-            item = ITEM_BYTES[entry.dtype]
-            if len(raw) >= MIN_BYTES and packer.gains(raw, item):
-                lengths: list[int] = []
-                for frame in packer.frames(raw, item):
+        for entry, buffer in zip(self._entries, self._buffers, strict=True):
+            whole = isinstance(buffer, bytes | bytearray | memoryview)
+            raw = memoryview(cast(Any, buffer) if whole else b"".join(cast(Any, buffer))).cast("B")
+            _check_size(entry, len(raw))
+            item, lengths = ITEM_BYTES[entry.dtype], list[int]()
+            if len(raw) >= MIN_BYTES and self._packer.gains(raw, item):
+                for frame in self._packer.frames(raw, item):
                     lengths.append(memoryview(frame).nbytes)
                     yield frame
                 padding = -sum(lengths) % 8  # keeps the tensors after it aligned
                 yield bytes(padding)
-                stored.append(Entry(entry.name, "U8", (sum(lengths) + padding,)))
-                moved.append(Moved(planned, start, tuple(lengths)))
+                self.stored.append(Entry(entry.name, "U8", (sum(lengths) + padding,)))
             else:
                 yield raw
-                stored.append(entry)
-                moved.append(Moved(planned, start, None))
+                self.stored.append(entry)
+            self.moved.append(Moved(planned, start, tuple(lengths) or None))
             planned += entry.nbytes
-            start += stored[-1].nbytes
+            start += self.stored[-1].nbytes
 
-    path = folder / name
+
+def write_packed_safetensors(
+    folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
+) -> FileRecord:
+    """As `write_safetensors`, with tensors compressed where that is worth it. A compressed one stands there as U8.
+
+    The header is known only after the data is written, so room for the longest possible one is left, and it is written
+    last.
+    """
+    as_bytes = [Entry(e.name, "U8", (e.nbytes,)) for e in entries]
+    reserved = len(encode_header(entries, _METADATA)) + len(encode_header(as_bytes, _METADATA))
+    pieces, path = _PackedPieces(entries, buffers), folder / name
     _make_parent(folder, path)
     # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
@@ -110,40 +102,33 @@ def write_packed_safetensors(
         file.seek(reserved)
         writeback = Writeback(file)
         writeback.wrote(reserved)
-        for piece in pieces():
+        for piece in pieces:
             view = memoryview(piece).cast("B")
             write_all(file, view)
             writeback.wrote(len(view))
             room = min(boundary - reserved - len(beside), len(view))
             beside += view[:room]
             rest.feed(view[room:])
-        header = encode_header(stored, metadata, at_least=reserved)
+        header = encode_header(pieces.stored, _METADATA, at_least=reserved)
         assert len(header) == reserved
         file.seek(0)
         write_all(file, header)
     front = BlockDigester()
     front.feed(header)
     front.feed(beside)
-    packed = any(place.frames is not None for place in moved)
-    return FileRecord(
-        name,
-        front.size + rest.size,
-        (*front.finish(), *rest.finish()),
-        reserved,
-        tuple(moved) if packed else (),
-    )
-
-
-def _whole(buffer: Buffer | Iterable[Buffer]) -> memoryview:
-    if isinstance(buffer, bytes | bytearray | memoryview):
-        return memoryview(buffer).cast("B")
-    return memoryview(b"".join(buffer))
+    moved = tuple(pieces.moved) if any(place.frames for place in pieces.moved) else ()
+    return FileRecord(name, front.size + rest.size, (*front.finish(), *rest.finish()), reserved, moved)
 
 
 def write_bytes(folder: StorePath, name: str, data: bytes) -> FileRecord:
     """Write a small file (JSON); see `write_safetensors`."""
     size, blocks = _write(folder, name, [data])
     return FileRecord(name, size, blocks)
+
+
+def _check_size(entry: Entry, given: int) -> None:
+    if given != entry.nbytes:
+        raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
 
 
 def _make_parent(folder: StorePath, path: StorePath) -> None:

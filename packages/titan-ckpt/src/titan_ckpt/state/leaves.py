@@ -1,10 +1,11 @@
 """Tensors, arrays and dtypes inside state dicts: the leaves `titan_ckpt.format.tagged_json` leaves to this module.
 
-A tensor of up to 4 KiB stands inline in the JSON; a larger one goes to the ``extra`` section and is named there, so
-that it is digested, balanced and resharded as any other.
+A tensor of up to 4 KiB is stored inline in the JSON; a larger one goes to the ``extra`` section, so that it is digested,
+balanced and resharded like any other.
 """
 
 import base64
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.format import tagged_json
+from titan_ckpt.format.codec import digest
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
 
 _INLINE_BYTES = 4096
@@ -55,6 +57,19 @@ class TensorSink:
         return tagged_json.UNKNOWN
 
 
+def encode_plain(value: Any, path: str, refusal: type[Exception] = TypeError) -> Any:
+    """As `TensorSink.encode`, of a value without larger tensors.
+
+    Raises:
+        TypeError, or ``refusal``: If it holds a tensor of more than 4 KiB.
+    """
+    sink = TensorSink()
+    encoded = sink.encode(value, path)
+    if sink.tensors:
+        raise refusal(f"{path} holds tensors {list(sink.tensors)[:4]} inside plain data. Make them entries of a dict.")
+    return encoded
+
+
 def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
     """Undo `TensorSink.encode`; ``stored`` reads a tensor of the ``extra`` section by key."""
 
@@ -91,3 +106,35 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def _base64(data: bytes | memoryview) -> str:
     return base64.b64encode(data).decode()
+
+
+def rng_state() -> dict[str, Any]:
+    """The generators of this process, as plain data. CUDA's is of the current device, and only if CUDA is in use."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    cuda = bytes(tensor_bytes(torch.cuda.get_rng_state())) if torch.cuda.is_initialized() else None
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), np.asarray(keys, dtype="<u4").tobytes(), int(position), int(has_gauss), float(gauss)),
+        "torch": bytes(tensor_bytes(torch.get_rng_state())),
+        "cuda": cuda,
+        "seed": torch.initial_seed(),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Undo `rng_state`."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, np.frombuffer(keys, dtype="<u4"), position, has_gauss, gauss))
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
+
+
+def reseed(seed: int, step: int, rank: int) -> int:
+    """Seed every generator from (seed, step, rank), for a resume on another number of ranks; return the seed used."""
+    derived = int(digest(f"{seed} {step} {rank}".encode())[:15], 16)
+    random.seed(derived)
+    np.random.seed(derived % 2**32)
+    torch.manual_seed(derived)
+    return derived

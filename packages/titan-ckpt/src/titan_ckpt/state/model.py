@@ -1,7 +1,7 @@
 """A model's tensors by their plain names, whatever wraps the modules.
 
-DDP, torch.compile and activation-checkpoint wrappers add a path component; a checkpoint must not know. Names are
-those of the unwrapped module, so that any wrapping can load what any other saved. A tensor that appears under
+DDP, torch.compile and activation-checkpoint wrappers add a path component; a checkpoint uses the
+names of the unwrapped module, so that any wrapping can load what any other saved. A tensor that appears under
 several names (tied weights) is listed once.
 """
 
@@ -35,6 +35,13 @@ class ModelState:
     """Leaf or detached name to the module whose state dict holds it and its name there."""
     owners: dict[int, str] = field(default_factory=dict[int, str])
     """``id`` of each parameter to its name in ``tensors``: how an optimizer's parameters are named."""
+
+    def names_of(self) -> dict[str, list[str]]:
+        """Each of ``tensors`` to all its names, that one first."""
+        names = {name: [name] for name in self.tensors}
+        for alias, first in self.tied.items():
+            names[first].append(alias)
+        return names
 
 
 def model_state(models: Iterable[nn.Module]) -> ModelState:

@@ -5,9 +5,9 @@ An optimizer numbers its parameters; a pipeline split or another wrapping renumb
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,47 +25,49 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 class OptimState:
     """An optimizer's state by name."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """``<parameter>/<state>`` to tensor."""
-    leaves: dict[str, dict[str, Any]]
+    leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Parameter to state that is not a tensor."""
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """For each group: ``hyper`` (its settings) and ``params`` (names)."""
-    others: list[dict[str, Any]]
+    others: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """For each optimizer: state that belongs to no parameter."""
 
 
-def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> OptimState:
-    """Collect the state of one or several optimizers.
+class _Param(NamedTuple):
+    """A parameter in an optimizer."""
 
-    Args:
-        optims: The optimizers.
-        owners: ``id`` of each parameter of the model to its name.
+    name: str
+    tensor: Tensor
+    optim: Optimizer
+
+
+def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> OptimState:
+    """Collect the state of optimizers; ``owners`` has the name of each parameter of the model by its ``id``.
 
     Raises:
         ValueError: If a parameter is not the model's or has two optimizers, or state names contain a slash.
     """
-    optims = list(optims)
-    _refuse_shared(optims, owners)
-    tensors: dict[str, Tensor] = {}
-    leaves: dict[str, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
+    optims, found, seen = list(optims), OptimState(), set[int]()
     for group, params in _groups(optims, owners):
         hyper = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-        groups.append({"hyper": hyper, "params": [name for name, _, _ in params]})
+        found.groups.append({"hyper": hyper, "params": [param.name for param in params]})
         for name, param, optim in params:
+            if id(param) in seen:
+                raise ValueError(f"{name!r} belongs to two optimizers; their states of it would get one name.")
+            seen.add(id(param))
             for key, value in optim.state.get(param, {}).items():
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(f"optimizer state of {name!r} is called {key!r}; it must be a string without '/'.")
                 if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = _laid_out(value, param)
+                    found.tensors[f"{name}/{key}"] = _laid_out(value, param)
                 else:
-                    leaves.setdefault(name, {})[key] = value
-    others: list[dict[str, Any]] = []
+                    found.leaves.setdefault(name, {})[key] = value
     for optim in optims:
         state: dict[Any, Any] = dict(optim.state)  # typed as if all keys were parameters
-        others.append({key: value for key, value in state.items() if isinstance(key, str)})
-    return OptimState(tensors, leaves, groups, others)
+        found.others.append({key: value for key, value in state.items() if isinstance(key, str)})
+    return found
 
 
 def merge_groups(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ class OptimRestore:
 
     def __init__(
         self,
-        optims: Iterable[Optimizer],
+        optims: list[Optimizer],
         owners: Mapping[int, str],
         index: Index,
         saved: Mapping[str, Any],
@@ -115,64 +117,77 @@ class OptimRestore:
         """Parameters here."""
         self.unknown: list[str] = []
         """Parameters here that have no saved state."""
-        self._finish: list[Callable[[], None]] = []
-        hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
-        stored: dict[str, list[str]] = {}
+        self._index, self._saved, self._shards = index, saved, shards
+        self._stored_dtypes, self._strict = stored_dtypes, strict
+        self._hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
+        self._stored: dict[str, list[str]] = {}
         for key in index.tensors.get("optim", {}):
             param_name, _, state_name = key.rpartition("/")
-            stored.setdefault(param_name, []).append(state_name)
-        optims = list(optims)
+            self._stored.setdefault(param_name, []).append(state_name)
+        self._finish: list[Callable[[], Any]] = []
         for optim, others in zip(optims, saved.get("others", []), strict=False):
             self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
         for group, params in _groups(optims, owners):
-            names = {name: _stored_name(name, hypers, index) for name, _, _ in params}
-            self.names.update(names)
-            unknown = [name for name, old in names.items() if old not in hypers]
-            if strict:
-                _check_known(unknown)
-            self.unknown += unknown
-            known = [(name, param, optim) for name, param, optim in params if names[name] in hypers]
-            found = [hypers[names[name]] for name, _, _ in known]
-            self.used.update(names[name] for name, _, _ in known)
-            if any(hyper is not found[0] for hyper in found):  # those that were equal are one
-                raise ValueError(
-                    f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
-                    "among them. Build the optimizer with the groups it was saved with."
-                )
-            if found:
-                self._finish.append(lambda group=group, hyper=found[0]: _set_hyper(group, hyper))
-            for name, param, optim in known:
-                old = names[name]
-                state: dict[str, Any] = dict(saved["leaves"].get(old, {}))
-                for key in stored.get(old, []):
-                    kind = index.tensors["optim"][_stored_key(index, name, key)]
-                    dtype = DTYPES[kind.dtype]
-                    if not strict and dtype == stored_dtypes.get(old) and dtype.is_floating_point:
-                        dtype = param.dtype
-                    placed = _target(optim, found[0], param, name, key, kind.shape, dtype, shards.get(name))
-                    state[key] = placed
-                    target = _laid_out(placed, param)
-                    filled = self.targets.setdefault(f"{old}/{key}", target)
-                    if filled is not target:  # two parameters here, one tied weight in the step
-                        self._finish.append(lambda target=target, filled=filled: (target.copy_(filled), None)[1])
-                self._finish.append(lambda optim=optim, param=param, state=state: _set_state(optim, param, state))
+            self._match_group(group, params)
 
     def finish(self) -> None:
         """Put the filled tensors and settings in place."""
         for step in self._finish:
             step()
 
+    def _match_group(self, group: dict[str, Any], params: list[_Param]) -> None:
+        names = {param.name: self._stored_name(param.name) for param in params}
+        self.names.update(names)
+        unknown = [name for name, old in names.items() if old not in self._hypers]
+        if unknown and self._strict:
+            raise ValueError(
+                f"the step has no optimizer state for {unknown[:4]} ({len(unknown)} parameters in all): they were not "
+                "given to the optimizer when it was saved. Give the optimizer the same parameters, or pass strict=False "
+                "to start with new state for them."
+            )
+        self.unknown += unknown
+        known = [param for param in params if names[param.name] in self._hypers]
+        found = [self._hypers[names[param.name]] for param in known]
+        if any(hyper is not found[0] for hyper in found):  # those that were equal are one
+            raise ValueError(
+                f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
+                "among them. Build the optimizer with the groups it was saved with."
+            )
+        if found:
+            self._finish.append(lambda: _set_hyper(group, found[0]))
+        for param in known:
+            self.used.add(names[param.name])
+            self._match_param(param, names[param.name], found[0])
 
-def as_optims(optim: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """One optimizer, several or none as a list."""
-    if optim is None:
-        return []
-    return [optim] if isinstance(optim, Optimizer) else list(optim)
+    def _match_param(self, param: _Param, old: str, hyper: Mapping[str, Any]) -> None:
+        """Find a tensor to fill for each saved state of a parameter, which was called ``old``."""
+        state: dict[str, Any] = dict(self._saved["leaves"].get(old, {}))
+        for key in self._stored.get(old, []):
+            stored = self._index.tensors["optim"][f"{old}/{key}"]
+            dtype = DTYPES[stored.dtype]
+            if not self._strict and dtype == self._stored_dtypes.get(old) and dtype.is_floating_point:
+                dtype = param.tensor.dtype
+            state[key] = _target(param, key, hyper, stored.shape, dtype, self._shards.get(param.name))
+            target = _laid_out(state[key], param.tensor)
+            filled = self.targets.setdefault(f"{old}/{key}", target)
+            if filled is not target:  # two parameters here, one tied weight in the step
+                self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
+
+        def put() -> None:
+            if state or param.tensor in param.optim.state:
+                param.optim.state[param.tensor] = state
+
+        self._finish.append(put)
+
+    def _stored_name(self, name: str) -> str:
+        """The name a parameter was saved under: its own, or that of the one it was or is tied to."""
+        tied = self._index.tied
+        canonical = tied.get(name, name)
+        aliases = (alias for alias, first in tied.items() if first == canonical)
+        return next((alias for alias in (name, canonical, *aliases) if alias in self._hypers), name)
 
 
-def _groups(
-    optims: Iterable[Optimizer], owners: Mapping[int, str]
-) -> Iterable[tuple[dict[str, Any], list[tuple[str, Tensor, Optimizer]]]]:
+def _groups(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Iterator[tuple[dict[str, Any], list[_Param]]]:
     for optim in optims:
         for number, group in enumerate(optim.param_groups):
             strangers = [i for i, param in enumerate(group["params"]) if id(param) not in owners]
@@ -181,35 +196,7 @@ def _groups(
                     f"parameter {strangers[0]} of group {number} of {type(optim).__name__} is not a parameter of the "
                     "model in TrainState. Build the optimizer after wrapping the model, and pass that model."
                 )
-            yield group, [(owners[id(param)], param, optim) for param in group["params"]]
-
-
-def _stored_name(name: str, hypers: Mapping[str, Any], index: Index) -> str:
-    """The name a parameter was saved under: its own, or that of the one it was or is tied to."""
-    if name in hypers:
-        return name
-    canonical = index.tied.get(name, name)
-    if canonical in hypers:
-        return canonical
-    return next((alias for alias, first in index.tied.items() if first == canonical and alias in hypers), name)
-
-
-def _check_known(unknown: Sequence[str]) -> None:
-    if unknown:
-        raise ValueError(
-            f"the step has no optimizer state for {unknown[:4]} ({len(unknown)} parameters in all): they were not "
-            "given to the optimizer when it was saved. Give the optimizer the same parameters, or pass strict=False "
-            "to start with new state for them."
-        )
-
-
-def _refuse_shared(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> None:
-    seen: set[int] = set()
-    for _, params in _groups(optims, owners):
-        for name, param, _ in params:
-            if id(param) in seen:
-                raise ValueError(f"{name!r} belongs to two optimizers; their states of it would get one name.")
-            seen.add(id(param))
+            yield group, [_Param(owners[id(param)], param, optim) for param in group["params"]]
 
 
 def _laid_out(value: Tensor, param: Tensor) -> Tensor:
@@ -225,25 +212,20 @@ def _laid_out(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _target(
-    optim: Optimizer,
-    hyper: Mapping[str, Any],
-    param: Tensor,
-    name: str,
+    owner: _Param,
     key: str,
+    hyper: Mapping[str, Any],
     stored: tuple[int, ...],
     dtype: torch.dtype,
     shard: LocalShard | None,
 ) -> Tensor:
-    """The tensor that is to be this state of ``param``: the present one if it fits, else a new one.
+    """The tensor that is to be state ``key`` of a parameter: the present one if it fits, else a new one.
 
-    Args:
-        hyper: The group's settings, as they will be.
-        stored: Shape of the saved state.
-        dtype: Its dtype here.
+    ``stored`` is the shape of the saved state, ``hyper`` the group's settings as they will be.
     """
-    present = optim.state.get(param, {}).get(key)
-    whole = tuple(param.shape) if shard is None else shard.shape
-    like_param = stored == whole
+    param = owner.tensor
+    present = owner.optim.state.get(param, {}).get(key)
+    like_param = stored == (tuple(param.shape) if shard is None else shard.shape)
     shape = tuple(param.shape) if like_param else stored
     if isinstance(present, Tensor) and tuple(_laid_out(present, param).shape) == shape and present.dtype == dtype:
         return present
@@ -254,17 +236,10 @@ def _target(
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and stored:
         raise ValueError(
-            f"optimizer state {key!r} of {name!r} has shape {list(stored)}, unlike its parameter's "
+            f"optimizer state {key!r} of {owner.name!r} has shape {list(stored)}, unlike its parameter's "
             f"{list(param.shape)}: how it is sharded is not known yet. Take one optimizer step, then restore."
         )
     return torch.zeros(stored, dtype=dtype, device=param.device)
-
-
-def _stored_key(index: Index, name: str, key: str) -> str:
-    optim = index.tensors["optim"]
-    canonical = index.tied.get(name, name)
-    aliases = [name, canonical, *(alias for alias, first in index.tied.items() if first == canonical)]
-    return next(f"{alias}/{key}" for alias in aliases if f"{alias}/{key}" in optim)
 
 
 def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
@@ -273,8 +248,3 @@ def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
             group[key].fill_(value) if not isinstance(value, Tensor) else group[key].copy_(value)
         else:
             group[key] = value.clone() if isinstance(value, Tensor) else value  # other groups may get it too
-
-
-def _set_state(optim: Optimizer, param: Tensor, state: dict[str, Any]) -> None:
-    if state or param in optim.state:
-        optim.state[param] = state

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_ckpt.format.tagged_json import child
-from titan_ckpt.state.leaves import TensorSink
+from titan_ckpt.state.leaves import TensorSink, rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
-from titan_ckpt.state.optimizer import as_optims, optim_state
-from titan_ckpt.state.rng import rng_state
+from titan_ckpt.state.optimizer import optim_state
 from titan_ckpt.state.sharding import LocalShard
+
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -30,7 +31,7 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything a resume needs. Leave out what should neither be saved nor loaded.
+    """Everything a resume needs. Leave out what should be neither saved nor loaded.
 
     Every rank passes its own: the same model and optimizer (sharded, replicated, or its pipeline stages), its own
     data position and random generators.
@@ -59,15 +60,7 @@ class TrainState:
 def shard_of(
     shards: Mapping[str, LocalShard], section: str, key: str, shape: tuple[int, ...], model: ModelState
 ) -> LocalShard | None:
-    """Where a tensor of this rank lies in a larger one; None if it is whole.
-
-    Args:
-        shards: `TrainState.shards`.
-        section: "model", "optim" or "extra".
-        key: The tensor's key there.
-        shape: Its shape on this rank.
-        model: The model's tensors.
-    """
+    """Where tensor ``key`` of a section, of that shape on this rank, lies in a larger one; None if it is whole."""
     if section == "model":
         return shards.get(key)
     name = key.rpartition("/")[0]
@@ -103,7 +96,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
         raise ValueError(
             f"shards names {strangers[:4]}, which are not tensors of the model on this rank. Use the model's own names."
         )
-    optim = optim_state(as_optims(state.optim), model.owners)
+    optim = optim_state(listed(state.optim), model.owners)
     sink = TensorSink()
     dp = state.dp or (rank, size)
     shared: dict[str, Any] = {
@@ -122,7 +115,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     }
     # The same on all ranks: rank 0 speaks for them. Encoded on each, so that an error is every rank's.
     replicated = {
-        "sched": [sink.encode(s.state_dict(), f"sched[{i}]") for i, s in enumerate(as_stateful(state.sched))],
+        "sched": [sink.encode(s.state_dict(), f"sched[{i}]") for i, s in enumerate(listed(state.sched))],
         "extra": {
             key: sink.encode(value.state_dict() if isinstance(value, Stateful) else value, child("extra", key))
             for key, value in state.extra.items()
@@ -141,8 +134,8 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     return Collected(model, tensors, shared, own)
 
 
-def as_stateful(value: Stateful | Sequence[Stateful] | None) -> list[Stateful]:
+def listed(value: "_T | Sequence[_T] | None") -> "list[_T]":
     """One, several or none as a list."""
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+    return [*value] if isinstance(value, Sequence) else [value]

@@ -2,5 +2,5 @@
 
 `listing`: which steps there are, in the order of their commits. `commit`: begin a save, commit it, delete what is not
 kept. `leftovers`: what crashed saves and deletions left. `retention`: which steps to keep. `claim`: one trainer per
-folder. `process`: whether the process that made something still runs.
+folder, and whether a process still runs. `turns`: one commit at a time in a store.
 """

@@ -1,8 +1,8 @@
-"""The claim of the one trainer that saves below a folder, and of the process that makes a save: files that say who it is.
+"""Which process saves below a folder, or makes a save: files that name it, and whether it still runs.
 
 Two trainers that save to one folder delete each other's steps, each as its own retention says. The claim is for people
 who start a run twice, not a lock: it cannot see a trainer on another machine, and where two take over the claim of a
-dead one in the same instant, both may get it.
+dead one in the same instant, both may get it. A file lock would be kept by forked data loaders of a killed trainer.
 
 Several Checkpointers of one process share a claim. It counts them, and goes with the last. The count is in the file, so
 it does not matter how each of them spells the folder (a link, a relative path, a mount).
@@ -13,12 +13,13 @@ import json
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from titan_ckpt.steps.process import Process
 from titan_ckpt.storage.paths import ABSENT, StorePath, renames
 
 _log = logging.getLogger("titan_ckpt")
@@ -39,6 +40,75 @@ _NAMELESS_AGE_S = 60
 _counting = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: globals().update(_counting=threading.RLock()))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process of some machine, distinct from a later one that gets the same number.
+
+    Process numbers mean something only in one process namespace: containers of one machine count their own, and may
+    share the host's name.
+    """
+
+    host: str
+    pid: int
+    started: str | None
+    """In the kernel's ticks."""
+    boot: str | None = None
+    """The kernel's random id of this boot of the machine."""
+    namespace: int | None = None
+    """The kernel's number of the process namespace that ``pid`` counts in."""
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """A process of this machine and namespace."""
+        return cls(socket.gethostname(), pid, _started(pid), boot_id(), _namespace())
+
+    @classmethod
+    def decode(cls, value: dict[str, Any]) -> "Process":
+        """Undo ``dataclasses.asdict``; other keys are ignored.
+
+        Raises:
+            KeyError: If a field is missing.
+        """
+        return cls(*(value[name] for name in ("host", "pid", "started", "boot", "namespace")))
+
+    @property
+    def local(self) -> bool:
+        """Whether it is of this machine, boot and namespace, so that `alive` can tell."""
+        return (self.host, self.boot, self.namespace) == (socket.gethostname(), boot_id(), _namespace())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; True of one that is not `local`, since nothing proves that it ended."""
+        return not self.local or (self.started is not None and _started(self.pid) == self.started)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def boot_id() -> str | None:
+    """The kernel's random id of this boot of the machine; the host's name where the kernel does not give one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _namespace() -> int | None:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """When a local process started, in the kernel's ticks; None if it is not there."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
 
 
 def take_root(root: StorePath, owner: Process) -> None:
@@ -124,8 +194,8 @@ def owner_alive(folder: StorePath) -> bool:
 
 def _owner(folder: StorePath) -> tuple[Process, float]:
     """Who makes a save, and since when."""
-    told = json.loads((folder / OWNER_NAME).read_bytes())
-    return Process.decode(told), told["began"]
+    value = json.loads((folder / OWNER_NAME).read_bytes())
+    return Process.decode(value), value["began"]
 
 
 def _age_s(folder: StorePath, began: float) -> float:
@@ -164,7 +234,7 @@ def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | N
 def _read_lock(root: StorePath) -> tuple[Process | None, int]:
     """Who claimed the folder, and its number of Checkpointers there; None if nobody did, or the claim is no claim."""
     try:
-        told = json.loads((root / LOCK_NAME).read_bytes())
-        return Process.decode(told), int(told.get("holders", 1))
+        value = json.loads((root / LOCK_NAME).read_bytes())
+        return Process.decode(value), int(value.get("holders", 1))
     except (*ABSENT, ValueError, KeyError, TypeError, AttributeError):
         return None, 0

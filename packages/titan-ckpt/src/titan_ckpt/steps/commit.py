@@ -9,11 +9,8 @@ moment without a valid copy. Deleting renames to ``.trash-*`` first: a half dele
 In a store that cannot rename folders (`titan_ckpt.storage.paths`), a save writes to ``step-<step>.r<revision>.<save id>`` at
 once, and the manifest, its last object, is the commit; deleting takes the manifest first.
 
-Steps are old or new by the order of their commits, which their manifests count (`Manifest.serial`), not by their
-numbers: a run that goes back to step 50 of 200 and saves 60 goes on from 60.
-
-Whatever is deleted here was proven to be ours and to be dead: its name is one that this module gives, and where the
-storage fails to answer, nothing is.
+Only what is proven to be ours and dead is deleted: its name is one that this module gives, and where the storage fails to
+answer, nothing is.
 """
 
 import datetime as dt
@@ -27,7 +24,7 @@ from titan_ckpt.errors import DamageError
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.manifest import CommitRecord, Manifest, encode_manifest
 from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, remote_step_name, step_name
-from titan_ckpt.steps.claim import OWNER_NAME, disown, name_owner
+from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner
 from titan_ckpt.steps.listing import (
     Revision,
     all_revisions,
@@ -36,7 +33,6 @@ from titan_ckpt.steps.listing import (
     revisions_of,
     settled_revisions,
 )
-from titan_ckpt.steps.process import Process
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.steps.turns import create_once, end_turn, take_turn
 from titan_ckpt.storage.files import fsync_folder, remove_tree, write_plain
@@ -162,18 +158,11 @@ def discard(path: StorePath) -> None:
 def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
     """Retire older revisions of ``step``, and the steps that ``retention`` no longer keeps.
 
-    The new step is committed already, so nothing that goes wrong here is an error of the save: what cannot be retired
-    is left, with a warning.
-
-    Args:
-        newest: The folder of the step just committed; it stays.
-        step: Its number.
-        retention: The rules.
-        distrusted: Numbers of steps that a restore found damaged although they seem valid; they count as damaged.
+    ``newest`` is the folder of the step just committed, so nothing that fails here is an error of the save: what cannot
+    be retired is left, with a warning. ``distrusted`` steps, which a restore found damaged, count as damaged.
 
     Returns:
-        What is left to delete with `remove_tree`. That takes as long as writing a good part of a step, so it is not
-        done before the save is reported.
+        What is left to delete with `remove_tree`: slow, so it is done after the save is reported.
     """
     left: list[StorePath] = []
     try:

@@ -1,7 +1,7 @@
 """What crashed saves and deletions left.
 
-Whatever is deleted here was proven to be a leftover: its name is one that this package gives, the process that made it
-is dead, and where the storage fails to answer, nothing is deleted.
+Only proven leftovers are deleted: the name is one that this package gives and the process that made it is dead. Where the
+storage fails to answer, nothing is deleted.
 """
 
 import contextlib

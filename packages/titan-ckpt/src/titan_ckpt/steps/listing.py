@@ -34,8 +34,8 @@ class Revision:
 def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
     """Committed steps in the order of their commits, oldest first; of one saved more than once, the newest revision.
 
-    A step whose manifest cannot be read is listed too, so that whoever opens it learns why. It stands right after the
-    last step with a smaller number: where steps were committed in the order of their numbers, that is its place.
+    A step whose manifest cannot be read is listed too, so that opening it gives the reason. Its place is right after the
+    last step with a smaller number.
 
     Raises:
         OSError: If the storage fails to answer; names the file.
@@ -75,9 +75,9 @@ def step_folder(root: StorePath, step: int) -> StorePath | None:
 
 
 def is_gone(path: StorePath) -> bool:
-    """Whether a folder that was listed as a step is none any more: deleted, or replaced by its next revision.
+    """Whether a folder that was listed as a step has been deleted or replaced since.
 
-    What seems to be damage is none then; list the steps again.
+    What looks like damage is not damage then: list the steps again.
     """
     return not (path if renames(path) else path / MANIFEST_NAME).exists()
 
@@ -102,7 +102,7 @@ def all_revisions(root: StorePath) -> list[Revision]:
     """Every revision of every committed step, in no order.
 
     Raises:
-        OSError: If the storage fails to answer: no order can be told then, and nothing be deleted.
+        OSError: If the storage fails to answer. The order is unknown then, and nothing may be deleted.
     """
     return [revision for path in _step_paths(root) if (revision := _look(path))]
 
@@ -165,7 +165,7 @@ def _look(path: StorePath) -> Revision | None:
     if parsed is None or not path.is_dir() or is_unfinished(path):
         return None
     record = None
-    with contextlib.suppress(DamageError, ValueError):  # whoever opens the step gets the reason
+    with contextlib.suppress(DamageError, ValueError):  # opening the step gives the reason
         record = CommitRecord.read(path)
     return Revision(*parsed, path, record)
 

@@ -57,7 +57,7 @@ class RemotePath:
     def __truediv__(self, name: str, /) -> "RemotePath":
         return RemotePath(self.fs, posixpath.join(self.path, name))
 
-    # fsspec's own exists() and isdir() take every failed request for an absence. Here whoever gets "no" may delete.
+    # fsspec's own exists() and isdir() return False when a request fails. Here False may lead to a deletion.
     def exists(self) -> bool:
         return self._info() is not None
 

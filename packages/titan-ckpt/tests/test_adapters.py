@@ -1,0 +1,172 @@
+"""The adapters in ``examples/``: a run that is stopped and resumed goes on as one that was not, bitwise."""
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from titan_ckpt import Checkpointer
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+
+
+def lines_of(name: str) -> int:
+    """Lines of code: no blank ones, comments or docstrings."""
+    import ast
+
+    text = (EXAMPLES / f"{name}.py").read_text()
+    docs = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs |= set(range(node.lineno, node.end_lineno + 1))
+    lines = [n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")]
+    return len(set(lines) - docs)
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "lightning_plugin"])
+def test_an_adapter_has_at_most_thirty_lines(name):
+    assert lines_of(name) <= 30
+
+
+class Net(nn.Module):
+    """A model as transformers' Trainer wants it, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def forward(self, x, labels=None):
+        out = self.layers(x)[..., 0]
+        return {"loss": (out - labels).square().mean(), "out": out}
+
+
+def rows(count: int = 24) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [{"x": torch.randn(4, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(count)]
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def weights(net: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train_hf(root: Path, steps: int, resume: str | None = None) -> list[torch.Tensor]:
+    import transformers
+
+    adapter = importlib.import_module("hf_trainer")
+    args = transformers.TrainingArguments(
+        output_dir=str(root), max_steps=10, per_device_train_batch_size=4, save_steps=4, save_total_limit=3,
+        logging_strategy="no", report_to=[], use_cpu=True, seed=1, learning_rate=1e-2, disable_tqdm=True,
+    )  # fmt: skip
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop |= state.global_step >= steps
+
+    net = model()
+    trainer = adapter.TitanTrainer(net, args, train_dataset=rows(), callbacks=[Stop()])
+    trainer.train(resume_from_checkpoint=resume)
+    return weights(net)
+
+
+def test_a_transformers_trainer_resumes_bitwise(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = train_hf(tmp_path / "straight", 10)
+        train_hf(tmp_path / "stopped", 8)  # the save at step 8, in the middle of the second epoch
+        assert Checkpointer(tmp_path / "stopped" / "steps").steps() == [4, 8]
+        got = train_hf(tmp_path / "stopped", 10, str(tmp_path / "stopped" / "checkpoint-8"))
+    assert_same(got, want)
+    assert not list((tmp_path / "stopped").rglob("*.pt")), "nothing of the Trainer's own"
+
+
+def train_accelerate(root: Path, steps: int) -> list[torch.Tensor]:
+    import accelerate
+
+    adapter = importlib.import_module("accelerate_loop")
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = model()
+    optim = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    sched = torch.optim.lr_scheduler.StepLR(optim, 3, 0.5)
+    # a generator of its own: beginning to read draws from it, not from dropout's
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4, generator=torch.Generator())
+    net, optim, sched, loader = accelerator.prepare(net, optim, sched, loader)
+    checkpoint = adapter.AccelerateCheckpoint(accelerator, root, keep_last=2)
+    done = checkpoint.restore()
+    for step, batch in enumerate(accelerator.skip_first_batches(loader, checkpoint.counts["batches"]), done + 1):
+        accelerator.backward(net(**batch)["loss"])
+        optim.step()
+        sched.step()
+        optim.zero_grad()
+        checkpoint.counts["batches"] += 1
+        checkpoint.save(step)
+        if step == steps:
+            break
+    checkpoint.checkpointer.close()
+    return weights(net)
+
+
+def test_an_accelerate_loop_resumes_bitwise(tmp_path):
+    pytest.importorskip("accelerate", reason="a test dependency")
+    want = train_accelerate(tmp_path / "straight", 6)
+    train_accelerate(tmp_path / "stopped", 3)
+    assert_same(train_accelerate(tmp_path / "stopped", 6), want)
+    assert Checkpointer(tmp_path / "stopped").steps() == [5, 6]
+
+
+def train_lightning(root: Path, epochs: int, resume: str | None = None) -> list[torch.Tensor]:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    adapter = importlib.import_module("lightning_plugin")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model().eval()  # Lightning keeps no random generators: no dropout
+
+        def training_step(self, batch, _):
+            return self.net.eval()(**batch)["loss"]
+
+        def configure_optimizers(self):
+            optim = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return {"optimizer": optim, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)}
+
+    saver = ModelCheckpoint(dirpath=root, save_top_k=-1, filename="{epoch}")
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, callbacks=[saver], plugins=[adapter.TitanIO()],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4), ckpt_path=resume)
+    assert trainer.global_step == 6 * epochs
+    return weights(module)
+
+
+def test_a_lightning_trainer_resumes_bitwise(tmp_path):
+    pytest.importorskip("lightning", reason="a test dependency")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = train_lightning(tmp_path / "straight", 3)
+        train_lightning(tmp_path / "stopped", 2)
+        resume = tmp_path / "stopped" / "epoch=1.ckpt"
+        assert Checkpointer(resume).steps() == [0]
+        assert_same(train_lightning(tmp_path / "stopped", 3, str(resume)), want)
