@@ -100,3 +100,10 @@ def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) 
     refused({"model_type": "llama", "vocab_size": 90}, "vocabulary of 90, less than the tokenizer's 96")
     refused({"model_type": "llama", "max_position_embeddings": 16}, "longer than the 16 positions")
     refused({"model_type": "llama", "attention_dropout": 0.1}, r"Set model.args.attention_dropout=0.0")
+
+
+def test_an_older_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hf_folders.make(tmp_path / "llama", "llama")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
+    with pytest.raises(ValueError, match=r"needs transformers 5 or newer, and 4.57.1 is installed"):
+        built(folder)

@@ -1,6 +1,7 @@
 """A model of transformers from a folder's ``config.json``, on the current device, without weights and without remote code."""
 
 import copy
+import importlib.metadata
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -102,6 +103,12 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         raise ValueError(
             f"model.name={name!r} needs the transformers library. Install titan-train[hf], or use a shipped model."
         ) from err
+    version = importlib.metadata.version("transformers")
+    if int(version.partition(".")[0]) < 5:
+        raise ValueError(
+            f"model.name={name!r} needs transformers 5 or newer, and {version} is installed: its attention and experts look "
+            "different. Update transformers."
+        )
     kind = str(published.get("model_type"))
     if kind not in CONFIG_MAPPING:
         own = (
