@@ -26,6 +26,7 @@ import time
 import numpy as np
 import torch
 from titan_cp import plan
+from titan_cp.planning.layouts import LAYOUTS
 
 CASES = (  # documents, tokens, ranks, spread of the lengths
     (1047, 1 << 20, 64, 0.5),
@@ -68,6 +69,21 @@ def measure(documents: int, tokens: int, ranks: int, spread: float) -> dict[str,
     }  # fmt: skip
 
 
+def planning_ms(layout: str) -> float:
+    """CPU time to plan a packing that was not seen before: one rank's ranges, and its tiles or its exchange."""
+    times: list[float] = []
+    for seed in range(9):
+        bounds = packing(1047, 1 << 20, 1.0, 100 + seed)
+        start = time.process_time()
+        p = plan(cu_seqlens=bounds, size=64, rank=seed, layout=layout, **HEADS)
+        assert p.shard_ranges
+        assert p.tiles(p.ring_rank)
+        for index in range(len(p.rounds) if p.direct else 0):
+            p.round_tiles(index)
+        times.append(1e3 * (time.process_time() - start))
+    return round(statistics.median(times), 1)
+
+
 def main() -> None:
     """Run every case."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -81,8 +97,12 @@ def main() -> None:
             f"| {r['ring_mib']:.0f} | {r['bound_mib_mean']:.1f} | {r['sent_mib_mean']:.1f} | {r['sent_mib_busiest']:.1f} "
             f"| {r['planning_ms']} |"
         )
+    planning = {layout: planning_ms(layout) for layout in LAYOUTS}
+    print("\n| layout | planning, ms |\n| --- | ---: |")
+    for layout, took in planning.items():
+        print(f"| {layout} | {took} |")
     print(json.dumps({
-        "benchmark": "cp_packed_bytes", "torch": torch.__version__, "machine": platform.machine(),
+        "planning_ms": planning, "benchmark": "cp_packed_bytes", "torch": torch.__version__, "machine": platform.machine(),
         "cpus": os.cpu_count(), "rows": rows,
     }))  # fmt: skip
 
