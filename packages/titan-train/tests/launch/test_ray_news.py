@@ -7,6 +7,7 @@ import time
 import pytest
 from titan_train.launch.job import RankExit
 from titan_train.launch.launchers.ray import watch as module
+from titan_train.launch.launchers.ray.job import RayAgent, RayJob
 from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
 from titan_train.launch.launchers.ray.topology import order, selectors
 from titan_train.launch.launchers.ray.watch import Child, Watch, groups
@@ -140,3 +141,46 @@ def test_nodes_are_numbered_along_their_domains():
     nodes = [("10.0.0.9", {"rack": "a"}), ("10.0.0.10", {"rack": "b"}), ("10.0.0.2", {"rack": "b"}), ("10.0.0.1", {})]
     ordered = sorted(nodes, key=lambda node: order(("rack",), node[1], node[0], "id"))
     assert [address for address, _ in ordered] == ["10.0.0.1", "10.0.0.9", "10.0.0.2", "10.0.0.10"]
+
+
+class Led:
+    """The agent of a group's first node, in this process: its mailbox answers in a thread."""
+
+    def __init__(self):
+        self.box, self.news, self.lead = Mailbox(0.3), self, self
+
+    def remote(self, *words):
+        call = type("Call", (), {"result": None})()
+        if len(words) == 3:
+            after, _, timeout_s = words
+            threading.Thread(
+                target=lambda: setattr(call, "result", self.box.take(after, timeout_s)), daemon=True
+            ).start()
+        return call
+
+
+def test_the_driver_of_many_nodes_knows_every_rank_and_sees_a_failure_at_once():
+    """benchmarks/control_plane.py measures this for 1,000 nodes."""
+    leaders = {group[0]: (Led(), group) for group in groups(100)}
+    of_node = {node: led for led, group in leaders.values() for node in group}
+    agents = [
+        RayAgent(FakeRay(), of_node[node], address="10.0.0.1", node_id=f"{node:08d}", versions={}, sees=True)
+        for node in range(100)
+    ]
+    job = RayJob(FakeRay(), agents, 8)
+    for node, led in of_node.items():
+        led.box.put(NodeNews(node, pack_beats({rank: beat(3) for rank in range(8 * node, 8 * node + 8)})))
+    deadline = time.monotonic() + 30
+    while len(job.beats()) < 800 and time.monotonic() < deadline:
+        assert job.exits(0.1) == []
+    assert job.beats().keys() == set(range(800))
+    assert len(leaders) == 10
+    began = time.monotonic()
+    of_node[57].box.put(NodeNews(57, b"", tuple(RankExit(rank, -9) for rank in range(456, 464))))
+    found = job.exits(5.0)
+    assert [exit.rank for exit in found] == list(range(456, 464))  # one report for the node
+    assert time.monotonic() - began < 2.0
+    of_node[58].box.put(NodeNews(58, lost="node 10.0.0.1 was lost"))
+    assert [exit.note for exit in job.exits(5.0)] == ["node 10.0.0.1 was lost"] * 8
+    assert 58 * 8 not in job.beats()
+    assert job.node_of(463) == "node 10.0.0.1 00000057"

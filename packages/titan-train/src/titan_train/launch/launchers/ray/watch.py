@@ -1,6 +1,6 @@
 """Watching nodes through their agents: a tree of long calls, and a node that falls silent is asked itself.
 
-Each agent holds one call open and answers it when something changed, or after a second: that answer says that it lives.
+Each agent holds one call open and answers it when something changed, or after 0.7 s: that answer says that it lives.
 With more than 32 nodes the first agent of each group watches the others and answers for all of them, so the driver of
 1,000 nodes has 32 calls open. The tree is made anew with each attempt; a lost leader ends the attempt like any lost node.
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from titan_train.launch.launchers.ray.news import News, NodeNews
 
-ANSWER_S = 1.0  # an agent answers at least this often
+ANSWER_S = 0.7  # an agent answers at least this often
 _DIRECT = 32  # nodes that the driver watches itself
-_OVERDUE_S = 0.4
+_OVERDUE_S = 0.3
 _PROBE_S = 0.3
 _UNREACHABLE_S = 10.0
 _BUSY_S = 30.0
