@@ -61,6 +61,21 @@ def minimums(session: nox.Session, package: str) -> None:
     session.run("pytest", "-q", *IN_PARALLEL, str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
+_ENDS = {
+    "lowest": ("--resolution", "lowest-direct"),
+    "newest": ("--exclude-newer", "2999-01-01T00:00:00Z"),  # past the date that pins every other resolution
+}
+
+
+@nox.session(default=False)
+@nox.parametrize("end", [nox.param(name, id=name) for name in _ENDS])
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def ranges(session: nox.Session, package: str, end: str) -> None:
+    """One package's tests with the lowest declared version of every dependency, and with the newest there is."""
+    _install_wheels(session, package, *_ENDS[end])
+    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
+
+
 @nox.session(default=False)
 @nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def slow(session: nox.Session, package: str) -> None:
