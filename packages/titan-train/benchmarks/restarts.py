@@ -1,6 +1,6 @@
 """How long does a lost run take to step again, and does it end where an undisturbed one does?
 
-Question: after a kill, a hang, SIGTERM, a full disk or a damaged newest checkpoint, how many seconds pass from the fault
+Question: after a kill, a hang, SIGTERM, a full disk, a damaged newest checkpoint or a killed fork server, how many seconds pass from the fault
 to the next finished step of the restarted run, and are the losses the same bits? And on Ray, when a node goes away?
 
 Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with
@@ -49,7 +49,7 @@ from titan_train.launch.supervise.supervisor import Supervisor
 
 STEPS = 8
 KINDS = {
-    "local": ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint"),
+    "local": ("kill", "hang", "slow", "sigterm", "disk-full", "corrupt-checkpoint", "server"),
     "ray": ("node", "kill", "sigterm", "disk-full", "corrupt-checkpoint"),  # a node that starts would look like a hang
 }
 PARTS = ("noticed", "placed", "restored", "step")
@@ -119,9 +119,10 @@ def measure(arguments: argparse.Namespace, cluster: "RayCluster | None", rows: l
         words = [*common, "--run.name", f"run-{number:02d}"]
         if cluster is not None:
             cluster.add_missing_nodes()
-        if cluster is not None and kind == "node":
+        if kind in ("node", "server"):
             run = Run(arguments, words)
-            code = run.run(lambda run=run, plan=plan: cluster.strike(run, plan))
+            strike = cluster.strike if kind == "node" else strike_server
+            code = run.run(lambda run=run, plan=plan, strike=strike: strike(run, plan))
         else:
             run = Run(arguments, [*words, "--launch.faults", plan])
             code = run.run()
@@ -154,9 +155,24 @@ def plan_fault(kind: str, chance: random.Random, ranks: int) -> str:
     if kind == "corrupt-checkpoint":  # damage shows only when it is read; an older checkpoint must be there
         step = max(step, 5)
         return f"corrupt-checkpoint rank={rank} step={step}; kill rank={rank} step={step}"
-    if kind == "node":  # seen from outside once the step is done, and the last one leaves nothing to lose
+    if kind in ("node", "server"):  # seen from outside once the step is done, and the last one leaves nothing to lose
         step = min(step, STEPS - 2)
     return f"{kind} rank={rank} step={step}"
+
+
+def strike_server(run: "Run", plan: str) -> None:
+    """Kill the server that ranks are forked from, once a step is done. The plan reads "server rank=R step=S"."""
+    from multiprocessing import forkserver
+
+    step = int(plan.split()[-1].partition("=")[2])
+    while not any(record["step"] >= step for record in run.records()):
+        if run.timed_out:
+            return
+        time.sleep(0.02)
+    faults = run.folder / "faults"
+    faults.mkdir(exist_ok=True)
+    (faults / "server.json").write_text(json.dumps({"fault": plan, "time": time.time()}))
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
 
 
 class Run:

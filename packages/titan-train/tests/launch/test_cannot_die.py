@@ -1,0 +1,235 @@
+"""Whatever happens to the disk, the clock, the memory and the network, the supervisor goes on, and so does the run."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from isolated import Isolated, can_isolate, wait_for
+
+SLOW = (
+    "--launch.faults",
+    "slow rank=0 factor=8 step=5",
+    "--launch.straggler-factor",
+    "0",
+    "--launch.max-restarts",
+    "50",
+)
+GARBAGE = (b"", b"{", b"[1, 2", b"\x00\xff\xfe", b'{"time": "x"}', b"[" * 5000, b"null")
+
+
+class Disturbed:
+    """A run whose command is disturbed from outside, once it has made five steps."""
+
+    def __init__(self, job, name, *words, prefix=(), environ=()):
+        self.name, self.run, self.job = name, job.folder / "runs" / name, job
+        self._told = job.folder / f"{name}.told"
+        with self._told.open("w") as told:
+            command = [*prefix, *job.command(name, *SLOW, *words)]
+            environ = job.environ() | dict(environ)
+            self.process = subprocess.Popen(command, cwd=job.folder, stdout=told, stderr=told, env=environ)
+
+    def __enter__(self):
+        wait_for(lambda: "step=5/" in self.told() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.told()
+        return self
+
+    def __exit__(self, *_):
+        for pid in descendants(self.process.pid) if self.process.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def told(self):
+        return self._told.read_text()
+
+    def ends(self):
+        """The exit code; the run must not have shown a traceback of the supervisor's."""
+        code = self.process.wait(timeout=200)
+        assert "titan_train/launch/supervise" not in self.told(), self.told()
+        return code
+
+    def of(self, word):
+        """Processes of the run whose command line has this word."""
+        found = []
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+        return found
+
+
+def descendants(pid):
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += descendants(int(child))
+    return found
+
+
+def test_a_killed_fork_server_is_replaced_and_its_ranks_do_not_write_on(job, undisturbed):
+    with Disturbed(job, "no-server") as run:
+        server = run.of("multiprocessing.forkserver")[0]
+        ranks = [pid for pid in descendants(server) if pid != server]
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: "lost " in run.told())
+        assert all(not Path(f"/proc/{pid}/exe").exists() for pid in ranks if pid in ranks_of(run))
+        assert run.ends() == 0, run.told()
+    assert "the server that ranks are forked from was killed" in run.told()
+    assert job.losses("no-server") == undisturbed
+
+
+def ranks_of(run):
+    """Processes that have a log or a lease of the run open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()).startswith(str(run.run)) for file in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("content", GARBAGE[:3], ids=["empty", "torn", "torn-list"])
+def test_garbage_in_every_file_that_the_supervisor_reads(job, undisturbed, content):
+    name = f"garbage-{GARBAGE.index(content)}"
+    garbage(job, undisturbed, name, content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", GARBAGE[3:], ids=["bytes", "wrong-type", "deep", "null"])
+def test_more_garbage_in_every_file_that_the_supervisor_reads(job, undisturbed, content):
+    garbage(job, undisturbed, f"garbage-{GARBAGE.index(content)}", content)
+
+
+def garbage(job, undisturbed, name, content):
+    with Disturbed(job, name) as run:
+        for file in ("run.json", "lease.json", "attempts.jsonl", "config.toml", "staged/config.toml", "staged/run.json",
+                     "failures/rank-0.json", "failures/rank-1.json", "faults/00-slow.json"):  # fmt: skip
+            (run.run / file).parent.mkdir(exist_ok=True)
+            (run.run / file).write_bytes(content)
+        os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
+        assert run.ends() == 0, run.told()
+    assert "lost " in run.told()
+    assert job.losses(name) == undisturbed
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """The environment of a run whose disk and clock fail while files exist, and these two files."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("faulty")
+    source = Path(__file__).with_name("faulty_world.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "faulty.so", source, "-ldl"], check=True)
+    environ = {"LD_PRELOAD": folder / "faulty.so", "FAULTY_SWITCH": folder / "disk", "FAULTY_CLOCK": folder / "clock"}
+    return {key: str(value) for key, value in environ.items()}
+
+
+def test_a_disk_that_answers_with_errors_is_waited_for(job, undisturbed, faulty):
+    switch = Path(faulty["FAULTY_SWITCH"])
+    environ = faulty | {"FAULTY_PREFIX": str(job.folder / "runs" / "eio")}
+    with Disturbed(job, "eio", environ=environ) as run:
+        switch.touch()
+        os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
+        wait_for(lambda: "Input/output error. Make room, or press Ctrl-C" in run.told())
+        time.sleep(2.0)
+        assert run.process.poll() is None
+        switch.unlink()
+        assert run.ends() == 0, run.told()
+    assert job.losses("eio") == undisturbed
+    assert [attempt["end"] for attempt in job.attempts("eio")][-1] == "finished"
+    assert len(job.attempts("eio")) >= 2  # the line that could not be written is there
+
+
+@pytest.mark.parametrize("jump", [-100_000_000, 100_000_000])
+def test_a_clock_that_jumps_changes_nothing(job, undisturbed, faulty, jump):
+    name, clock = f"clock{jump}", Path(faulty["FAULTY_CLOCK"])
+    try:
+        with Disturbed(job, name, "--launch.hang-factor", "40", environ=faulty) as run:
+            clock.write_text(str(jump))
+            time.sleep(0.5)
+            os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
+            assert run.ends() == 0, run.told()
+    finally:
+        clock.unlink(missing_ok=True)
+    assert job.losses(name) == undisturbed
+    assert len(job.attempts(name)) == 2, run.told()
+
+
+def can_mount():
+    if os.geteuid() or not shutil.which("unshare"):
+        return False
+    return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs")
+def test_a_disk_that_turns_read_only_is_waited_for(job, undisturbed):
+    disk = job.folder / "runs" / "read-only"
+    disk.mkdir(parents=True)
+    mounting = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{disk}" && exec "$@"', "sh")
+    with Disturbed(job, "read-only", prefix=mounting) as run:
+        remount = ["nsenter", "-t", str(run.process.pid), "-m", "mount", "-o"]
+        subprocess.run([*remount, "remount,ro", str(disk)], check=False)
+        if "ro," not in mounts(
+            run, disk
+        ):  # busy: files are open for writing; a read-only bind over it is the same to it
+            subprocess.run([*remount, "remount,ro,bind", str(disk)], check=True)
+        os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
+        wait_for(lambda: "Read-only file system. Make room, or press Ctrl-C" in run.told())
+        time.sleep(2.0)
+        assert run.process.poll() is None
+        subprocess.run([*remount, "remount,rw,bind", str(disk)], check=False)
+        subprocess.run([*remount, "remount,rw", str(disk)], check=False)
+        assert run.ends() == 0, run.told()
+    last = [line for line in run.told().splitlines() if line.startswith("step=12/12")]
+    assert f"loss={undisturbed[12]:.4f}" in last[-1]
+
+
+def mounts(run, disk):
+    lines = Path(f"/proc/{run.process.pid}/mounts").read_text().splitlines()
+    return next(line for line in reversed(lines) if f" {disk} " in line)
+
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access(CGROUPS / "cgroup.procs", os.W_OK), reason="needs a memory cgroup that it may write")
+def test_a_rank_that_the_kernel_kills_for_memory_is_started_again(job, undisturbed):
+    group = CGROUPS / f"titan-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text("2000000")
+        with Disturbed(job, "oom") as run:
+            (group / "cgroup.procs").write_text(str(run.of("multiprocessing.forkserver")[-1]))
+            assert run.ends() == 0, run.told()
+        killed = re.search(r"oom_kill (\d+)", (group / "memory.oom_control").read_text())
+        assert killed is not None
+        assert int(killed[1]) == 1, run.told()
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+    assert "was ended by SIGKILL (often the kernel, out of memory" in run.told()
+    assert job.losses("oom") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_isolate(), reason="needs the right to make network and process namespaces")
+def test_a_network_that_goes_away_and_comes_back_loses_nothing(job, undisturbed):
+    early = ("--launch.hang-least-s", "3", "--launch.hang-factor", "3", "--launch.timeout-s", "10")
+    with Isolated() as namespace:
+        prefix = namespace.command([], job.folder)
+        with Disturbed(job, "partition", *early, "--launch.step-timeout-s", "8", prefix=prefix) as run:
+            namespace.run(["ip", "link", "set", "lo", "down"])
+            wait_for(lambda: "lost " in run.told())
+            time.sleep(8.0)  # restarts are tried meanwhile
+            namespace.run(["ip", "link", "set", "lo", "up"])
+            assert run.ends() == 0, run.told()
+    assert job.losses("partition") == undisturbed
