@@ -1,7 +1,8 @@
 """How long does a lost run take to step again, and does it end where an undisturbed one does?
 
-Question: after a kill, a hang, SIGTERM, a full disk, a damaged newest checkpoint or a killed fork server, how many seconds pass from the fault
-to the next finished step of the restarted run, and are the losses the same bits? And on Ray, when a node goes away?
+Question: after a kill, a hang, SIGTERM, a full disk, a damaged newest checkpoint or a killed fork server, how many seconds
+pass from the fault to the next finished step of the restarted run, and are the losses the same bits? And on Ray, when a
+node goes away?
 
 Method: one undisturbed run of the quick start's model on CPU ranks, one sequence a rank and step, then N runs, each with
 one fault of a random kind at a random rank and step (seeded). With `--launcher local`, ranks come from one fork server
