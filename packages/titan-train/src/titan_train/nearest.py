@@ -1,6 +1,7 @@
 """The nearest value that would have worked, for error messages."""
 
 import difflib
+import math
 from collections.abc import Iterable
 
 # Below this share of common characters, a suggestion misleads: "mistral_7b" and "llama3_70b" share half of theirs.
@@ -22,4 +23,5 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
 
 def nearest_divisor(n: int, wanted: int) -> int:
     """The divisor of ``n`` nearest to ``wanted``; of two as near, the smaller."""
-    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return min({*small, *(n // d for d in small)}, key=lambda d: (abs(d - wanted), d))

@@ -38,11 +38,20 @@ def test_what_the_system_throws_is_one_line_and_an_exit_code(error, code, words,
     assert len(err) < 300
 
 
-def test_a_defect_keeps_its_traceback():
-    with pytest.raises(KeyError):
-        exit_code(lambda: {}["x"])
-    with pytest.raises(RuntimeError, match="of somebody else"):
-        exit_code(lambda: exec(compile("raise RuntimeError('of somebody else')", "/lib/other.py", "exec")))
+def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    elsewhere = compile("raise RuntimeError('of somebody else')", "/lib/other.py", "exec")
+    for command, words in (
+        (lambda: {}["x"], "KeyError: 'x'"),
+        (lambda: exec(elsewhere), "of somebody else (other.py, line 1)"),
+    ):
+        assert exit_code(command) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        (file,) = tmp_path.iterdir()
+        assert str(file) in line
+        assert file.read_text().startswith("Traceback (most recent call last)")
+        file.unlink()
 
 
 DEEP = "a = " + "[" * 3000 + "]" * 3000

@@ -15,6 +15,7 @@ from titan_pipeline import Schedule, simulate
 from titan_train.cli.shell.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.rank.info import count_gpus
+from titan_train.observe import check_trackers
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
@@ -43,6 +44,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
     admit_own_code(run_folder(config), config.model.name, arguments.code)
+    check_trackers(config.metrics)
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
     world_size = (

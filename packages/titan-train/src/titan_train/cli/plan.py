@@ -87,7 +87,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     fixed: dict[str, int] = {}
     for word in arguments.fix:
         axis, _, number = word.partition("=")
-        if not number.isdecimal():
+        if not (number.isdecimal() and number.isascii() and int(number[:9]) > 0):
             raise ValueError(f"--fix {word!r} must be AXIS=N, such as tp=8.")
         fixed[axis] = int(number)
     for precision in arguments.precision or ():

@@ -12,6 +12,8 @@ Running the same configuration again resumes it from its last finished checkpoin
 SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -66,6 +68,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     run_dir = run_folder(config)
     if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
         return _follow(config, run_dir, per_node)
+    _check_place(run_dir)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
         print(
@@ -99,6 +102,13 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     except BaseException:
         launcher.close()
         raise
+
+
+def _check_place(run_dir: Path) -> None:
+    """Refuse a folder below a file before ranks are started for it."""
+    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
 
 
 def _supervise(

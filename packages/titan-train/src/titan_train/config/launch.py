@@ -112,6 +112,11 @@ class LaunchConfig:
                 raise ValueError(
                     f"launch.{name}={value} must be >= {least}; the nearest valid choice is {least}{note}."
                 )
+        if self.nproc * self.nnodes > 2**18 or self.nproc > 2**12 or self.nnodes > 2**18:
+            raise ValueError(
+                f"launch.nproc={self.nproc} on launch.nnodes={self.nnodes} machines: at most 4,096 ranks per machine and "
+                "262,144 ranks in all are supported. Lower one."
+            )
         for name, default in (("timeout_s", 600), ("restart_window_s", 3600), ("hang_least_s", 60), ("rejoin_s", 300)):
             if getattr(self, name) <= 0:
                 raise ValueError(f"launch.{name}={getattr(self, name)} must be positive; the default is {default}.")

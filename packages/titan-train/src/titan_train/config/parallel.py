@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+_MOST_RANKS = 2**18
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -76,6 +78,11 @@ class ParallelConfig:
         for name in ("pp", "cp", "tp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name}={getattr(self, name)} must be a positive number of ranks; 1 is off.")
+        if self.num_ranks > _MOST_RANKS:
+            raise ValueError(
+                f"the parallel degrees need {self.num_ranks:.4g} ranks (pp={self.pp}, dp_replicate={self.dp_replicate}, "
+                f"dp_shard={self.dp_shard}, cp={self.cp}, tp={self.tp}); at most {_MOST_RANKS:,} can be laid out. Lower one."
+            )
         if self.async_tp and not self.sequence_parallel:
             raise ValueError(
                 "parallel.async_tp=true overlaps the gathers of sequence parallelism, and parallel.sequence_parallel=false "

@@ -234,6 +234,8 @@ def _toml(option: str, text: str) -> Any:
 def _degrees(option: str, values: list[str]) -> list[Setting]:
     """``--parallel "pp8 dp8 tp8"`` as the settings that it stands for."""
     text = " ".join(values)
+    if not text.strip():
+        raise _error(f'{option} needs degrees, such as {option} "dp8 tp4".')
     try:
         spec = MeshSpec.parse(text)
     except ValueError as err:

@@ -131,7 +131,12 @@ def prepare(
             if not any(part.num_tokens for part in opened if part is not None):
                 raise ValueError(f"source {source.name!r} holds no tokens: {', '.join(source.paths)}. Name another.")
     whole = [source for source in sources if source.kind in TEXT_KINDS and not source.stream]
-    return [prepare_source(source, config, tokenizer, cache, progress, template) for source in whole]
+    folders = [prepare_source(source, config, tokenizer, cache, progress, template) for source in whole]
+    for source, folder in zip(whole, folders, strict=True):
+        manifest = read_manifest(folder)
+        if not any(manifest.num_tokens(split) for split in manifest.splits):
+            raise ValueError(f"source {source.name!r} holds no text: {', '.join(source.paths)}. Name files with text.")
+    return folders
 
 
 def open_datasets(

@@ -1,55 +1,18 @@
 """Build a model from its configuration: one of a registered family by name, or any module by dotted path."""
 
-import dataclasses
 import inspect
-import typing
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from titan_train.models.arguments import ModelChoice, model_args
 from titan_train.models.registry import find_model
 from titan_train.nearest import did_you_mean
 from titan_train.trust.factory import describe_error, import_factory
 
-_Args = TypeVar("_Args")
 _RANDOM_FILLS = frozenset({Tensor.normal_, Tensor.uniform_})
-
-
-class ModelChoice(Protocol):
-    """Which model to build; `titan_train.config.ModelConfig` is one."""
-
-    @property
-    def name(self) -> str:
-        """A shipped configuration, or ``"package.module:callable"``."""
-        ...
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        """Changes to its arguments."""
-        ...
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in one training sequence."""
-        ...
-
-    @property
-    def lora_rank(self) -> int:
-        """Rank of adapters beside a model of transformers; 0 is none."""
-        ...
-
-    @property
-    def lora_alpha(self) -> float:
-        """Adapters are scaled by it over their rank."""
-        ...
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Last names of the linears with adapters; empty is all of the layers."""
-        ...
 
 
 def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.device | str = "meta") -> nn.Module:
@@ -89,46 +52,6 @@ class _SkipRandomFill(TorchFunctionMode):
             if isinstance(filled, Tensor) and filled.is_meta:
                 return filled
         return func(*args, **kwargs)
-
-
-def model_args(config: ModelChoice, *, vocab_size: int | None) -> Any:
-    """The arguments of the model that ``config`` names, with its changes; arguments and errors as in `build_model`."""
-    args = _override(find_model(config.name)[1], config, vocab_size)
-    longest = getattr(args, "max_seq_len", config.seq_len)
-    if config.seq_len > longest:
-        raise ValueError(
-            f"model.seq_len={config.seq_len} is longer than the {longest} learned positions of {config.name}: the nearest "
-            f"valid choice is {longest}, or set model.args.max_seq_len={config.seq_len}."
-        )
-    return args
-
-
-def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _Args:
-    """The shipped arguments with the configuration's changes, each checked for name and type."""
-    types = typing.get_type_hints(type(shipped))
-    changes: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
-    for key, value in config.args.items():
-        if key not in types:
-            raise ValueError(
-                f"model.args.{key}={value!r}: {config.name} has no such argument. {did_you_mean(key, types)}"
-                f"It takes {', '.join(types)}."
-            )
-        wanted = types[key]
-        if wanted is float and type(value) is int:
-            value = float(value)
-        if type(value) is not wanted:
-            current = getattr(shipped, key)
-            raise ValueError(
-                f"model.args.{key}={value!r} must be of type {wanted.__name__}, not {type(value).__name__}; "
-                f"{config.name} has {current!r}."
-            )
-        changes[key] = value
-    if vocab_size is not None and changes["vocab_size"] < vocab_size:
-        raise ValueError(
-            f"model.args.vocab_size={changes['vocab_size']} is less than the tokenizer's {vocab_size}: some tokens "
-            f"would have no embedding. The nearest valid choice is {vocab_size}; or leave it out."
-        )
-    return dataclasses.replace(typing.cast("Any", shipped), **changes)
 
 
 def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:

@@ -6,6 +6,9 @@ from titan_mesh import Layout
 
 from titan_train.config import Config
 
+_MOST_TOKENS = 2**24
+_MOST_MICROBATCHES = 2**16
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -30,7 +33,8 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
     """Cut the global batch over the data-parallel ranks.
 
     Raises:
-        ValueError: The batch does not divide; the message names the nearest batch that does.
+        ValueError: The batch does not divide, and the message names the nearest batch that does; or a micro-batch or their
+            number is beyond any device.
     """
     dp_size = layout.spec.dp_replicate * layout.spec.dp_shard
     batch, micro = config.train.global_batch, config.train.microbatch
@@ -44,4 +48,17 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
             f"multiple of {unit}. The nearest valid choice is {near}."
         )
     whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
-    return BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
+    plan = BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
+    tokens = plan.microbatch * config.model.seq_len // layout.spec.cp
+    if tokens > _MOST_TOKENS:
+        raise ValueError(
+            f"train.microbatch={plan.microbatch} sequences of model.seq_len={config.model.seq_len} are {tokens:.4g} tokens per "
+            f"rank in one forward; no device holds more than {_MOST_TOKENS:,}. Lower train.microbatch or model.seq_len, or "
+            "raise parallel.cp."
+        )
+    if plan.accumulation > _MOST_MICROBATCHES:
+        raise ValueError(
+            f"train.global_batch={batch} is {plan.accumulation:.4g} micro-batches per rank in one step; at most "
+            f"{_MOST_MICROBATCHES:,} are supported. Raise train.microbatch, or lower train.global_batch."
+        )
+    return plan

@@ -4,10 +4,10 @@ Model arguments are read by the names that the shipped families share (``dim``, 
 a registered family with the same names is understood. No torch is imported.
 """
 
-import dataclasses
 from typing import Any
 
 from titan_train.config import Config
+from titan_train.models.arguments import model_args
 from titan_train.models.registry import find_model, list_models
 from titan_train.planner.model.families import find_shape
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
@@ -38,8 +38,7 @@ def shape_of_config(config: Config) -> ModelShape:
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
             "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
         )
-    _, args = find_model(name)
-    return shape_of_args(name, dataclasses.replace(args, **config.model.args))
+    return shape_of_args(name, model_args(config.model, vocab_size=None))
 
 
 def shape_of_args(name: str, args: Any) -> ModelShape:

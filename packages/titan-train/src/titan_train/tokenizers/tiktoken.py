@@ -174,7 +174,15 @@ def parse_ranks(content: bytes) -> dict[bytes, int]:
                 f"line {number} is not `base64(token) rank`: {line[:40]!r}. "
                 'A SentencePiece model is read with kind="sentencepiece".'
             ) from err
+        if token in ranks or not 0 <= rank < 2**31:
+            problem = "gives a token that has a rank already" if token in ranks else f"has rank {rank}"
+            raise ValueError(f"line {number} {problem}: {line[:40]!r}. Give the ranks file as it was published.")
         ranks[token] = rank
+    if len(set(ranks.values())) < len(ranks) or max(ranks.values(), default=0) > 2 * len(ranks):
+        raise ValueError(
+            f"the {len(ranks)} ranks are not one for each token, from 0 on: the largest is {max(ranks.values())}, and "
+            f"{len(set(ranks.values()))} are different. Give the ranks file as it was published."
+        )
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(

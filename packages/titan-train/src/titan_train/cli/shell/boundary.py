@@ -1,4 +1,4 @@
-"""Where errors become exit codes: one message, no traceback, unless the error is a defect of ours.
+"""Where errors become exit codes: one message, no traceback. The traceback of a defect of ours is kept in a file.
 
 0 success, 1 the run or the system failed, 2 the input cannot work, 130 interrupted.
 """
@@ -6,6 +6,8 @@
 import contextlib
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,18 +36,41 @@ def exit_code(command: Callable[[], int]) -> int:
         return _end(f"a number is too large ({err}). Choose a smaller one.", 2)
     except MemoryError:
         return _end("there is not enough memory for what was asked. Ask for less, or use a larger machine.", 1)
-    except RuntimeError as err:
+    except SystemExit:
+        raise
+    except BaseException as err:
+        return _of_a_library(err)
+
+
+def _of_a_library(err: BaseException) -> int:
+    if type(err).__name__ == "PanicException":  # a panic in a Rust extension, such as tiktoken's
+        return _end(f"a library failed on this input: {_first_line(err)}", 2)
+    if isinstance(err, RuntimeError):
         if _TOO_LARGE in str(err).lower():
             return _end(f"a size is too large: {_first_line(err)}. Choose a smaller one.", 2)
         if any(sign in str(err).lower() for sign in _ALLOCATION):
             return _end(f"there is not enough memory for what was asked ({_first_line(err)})", 1)
         if _raised_by_us(err):  # the world failed us, and the message says how
             return _end(str(err), 1)
-        raise
-    except BaseException as err:
-        if type(err).__name__ == "PanicException":  # a panic in a Rust extension, such as tiktoken's
-            return _end(f"a library failed on this input: {_first_line(err)}", 2)
-        raise
+    return _defect(err)
+
+
+def _defect(err: BaseException) -> int:
+    """What nobody foresaw: its place in one line, its traceback in a file."""
+    text = "".join(traceback.format_exception(err))
+    frames = traceback.extract_tb(err.__traceback__)
+    where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "an unknown place"
+    kept = "it could not be written to a file"
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile(
+            "w", prefix="titan-train-traceback-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
+        ) as file,
+    ):
+        file.write(text)
+        kept = f"it is in {file.name}"
+    message = f"{type(err).__name__}: {_shortened(_first_line(err))} ({where})"
+    return _end(f"{message}. This is a defect of titan-train: please report it with its traceback; {kept}.", 1)
 
 
 def _end(message: str, code: int) -> int:

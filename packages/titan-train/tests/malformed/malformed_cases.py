@@ -1,0 +1,285 @@
+"""Inputs that cannot work, over every command: what is typed, and the files that it names.
+
+A case is ``(words, files)``. ``RUN`` in a word is the folder of a finished run, a copy for each case; files are written
+into the working directory first, and a name below ``RUN/`` changes the run.
+"""
+
+import base64
+import gzip
+from collections.abc import Iterator
+
+Case = tuple[list[str], dict[str, str | bytes]]
+TEXT = {"text.txt": "some text\n" * 500}
+BYTES = '[tokenizer]\nkind = "bytes"\n'
+DATA = '[data]\ncache_dir = "cache"\n'
+SOURCE = '[[data.sources]]\nname = "a"\nkind = "text"\npaths = ["text.txt"]\n'
+RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case, by a name that says where it comes from."""
+    groups = (words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs)
+    return {f"{group.__name__} {i}": case for group in groups for i, case in enumerate(group())}
+
+
+def words() -> Iterator[Case]:
+    """Command lines."""
+    for command in ("run", "check", "prepare", "slurm", "estimate", "dry-run", "generate", "export", "report", "plan"):
+        yield [command], {}
+        yield [command, "--nonsense"], {}
+        yield [command, "no_such_thing", "--zzz", "1"], {}
+        yield [command, ""], {}
+        yield [command, "x" * 5000], {}
+    yield ["zap"], {}
+    yield ["runn"], {}
+    for option, values in {
+        "--max-new-tokens": ["1e8", "0", "-1", "x", "", "nan", "9" * 50],
+        "--temperature": ["-1", "nan", "inf", "hot"],
+        "--top-p": ["2", "-0.1", "nan"],
+        "--samples": ["0", "1.5"],
+        "--seed": ["-1", "x"],
+        "--step": ["-3", "99", "last"],
+        "--top-k": ["-1"],
+    }.items():
+        for value in values:
+            yield ["generate", "RUN", "--prompt", "a", option, value], {}
+    yield ["generate", "RUN"], {}
+    yield ["generate", "RUN", "--prompt", ""], {}
+    yield ["generate", "RUN", "--prompt", "a", "stray"], {}
+    yield ["generate", "RUN", "--prompt", "a", "--code", "nowhere"], {}
+    for option, value in [("--to", "zap"), ("--step", "99"), ("--dtype", "int3"), ("--max-shard-gb", "0")]:
+        yield ["export", "RUN", "--out", "out", option, value], {}
+    yield ["export", "RUN"], {}
+    for extra in (
+        ["--port", "99999"], ["--port", "0"], ["--warn-s", "x"], ["--time", "soon"], ["--partition", "a\nb"],
+        ["--launch.nnodes", "2"], ["--launch.nproc", "0"], ["--account", "$(id)"],
+    ):  # fmt: skip
+        yield ["slurm", "debug", "--launch.nproc", "1", *extra], {}
+    yield ["slurm", "debug"], {}
+
+
+def settings() -> Iterator[Case]:
+    """Settings, as typed."""
+    for option, values in {
+        "--train.steps": ["1e26", "1.5", "0", "-1", "nan", "x", "", "9" * 400],
+        "--train.global-batch": ["0", "7777777777777", "x", "1_0_"],
+        "--train.microbatch": ["5", "-1"],
+        "--train.dtype": ["fp64", "", "FP32 "],
+        "--optimizer.lr": ["nan", "inf", "-1", "-inf", "fast"],
+        "--optimizer.name": ["adam", "SGD!", ""],
+        "--optimizer.betas": ["0.9", "[0.9, 2]", "x y"],
+        "--metrics.report": ["yes", "2", ""],
+        "--parallel": ["zz9", "", "pp0", "tp-1", "pp2 pp3"],
+        "--parallel.pp": ["0", "1000000000", "x"],
+        "--parallel.tp": ["4611686018427387904"],
+        "--parallel.reshard": ["0", "true", "often"],
+        "--pipeline.cuts": ["[1", "[2, 1]", "x", "[1.5]"],
+        "--run.name": ["a/b", "", ".", "..", "n" * 300, "a\0b", "a\nb", "\udcff"],
+        "--run.seed": ["-1", "1e3"],
+        "--model.name": ["llama3_9b", "os:system", "a:b:c", ":", "x:y", "json:loads", ""],
+        "--model.seq-len": ["0", "-5", "1000000000000"],
+        "--model.init": ["hf:", "elsewhere", "hf:missing"],
+        "--model.args": ["x", "{a = 1", "{dim = []}"],
+        "--schedule.min-lr-factor": ["2", "nan"],
+        "--checkpoint.every": ["-5", "often"],
+        "--launch.nproc": ["-1", "100000", "x"],
+        "--launch.faults": ["zap", "kill", "kill rank=x step=1", "kill rank=9 step=1 y=2", "nan step=nan"],
+        "--launch.port": ["99999", "-1"],
+        "--launch.device": ["tpu"],
+        "--data.sources.0.weight": ["-1", "nan", "0"],
+        "--data.sources.7.name": ["x"],
+        "--data.sources": ["x", "[]", "[{}]", "[1]"],
+        "--tokenizer.kind": ["spm"],
+        "--data.validation-fraction": ["1.0", "-0.1"],
+        "--activations.every": ["0"],
+        "--float8.recipe": ["fp7"],
+    }.items():
+        for value in values:
+            yield ["check", "debug", option, value], {}
+    yield ["run", "debug", "--launch.elastic", "--launch.min-ranks", "9", "--launch.nproc", "2"], {}
+    yield ["run", "debug", "--launch.launcher", "torchrun", "--launch.nnodes", "2", "--launch.endpoint", "h:99999"], {}
+    yield ["run", "debug", "--launch.nnodes", "2"], {}
+
+
+def toml_files() -> Iterator[Case]:
+    """Configuration files."""
+    for content in (
+        b"\xff\xfe\x00", b"\xef\xbb\xbf[run]\nzzz = 1", "[run\n", "a = 1\na = 2", "= 1", "run = 1", "run = []",
+        '[run]\nname = ""', 'extends = "missing"', 'extends = "."', 'extends = "c.toml"', "extends = [1]",
+        "data = []", "[data]\nsources = 5", "[data]\nsources = [5]", "[data]\nsources = [[]]", "[model]\nargs = [1]",
+        "[model]\nargs = {a = [1]}", "[model]\nargs = {a = {b = 1}}", '[model]\nargs = {"" = 1}',
+        "x = " + "[" * 100 + "]" * 100, "x = " + "[" * 5000 + "]" * 5000, "x = " + "{a = " * 300 + "1" + "}" * 300,
+        "[" + "a." * 3000 + "a]\nb = 1", '[model]\nname = "' + "x" * 100_000 + '"', '[run]\nname = "\\u0000"',
+        '[run]\ndir = "\\u0000"', "[train]\nsteps = 1979-05-27T07:32:00Z", "[train]\nsteps = 0x7fffffffffffffffffff",
+        "[train]\nsteps = " + "9" * 5000, "[train]\nsteps = nan", "[optimizer]\nlr = inf", "[optimizer]\nbetas = [0.9]",
+        '[optimizer]\nbetas = ["a", "b"]', "[parallel]\ntp_plan = {a = 1}", '[parallel]\nreshard_overrides = {a = "z"}',
+        "[launch]\nray = 1", "[launch]\nray = {address = 1}", '[launch]\nfaults = "kill rank=1e400 step=1"',
+        "[launch]\nnodes = 2", "[trian]\nsteps = 1", "[pipeline]\ncuts = [1, 1]", "[pipeline]\ncuts = [900]\n[parallel]\npp = 2",
+        '[activations]\ncheckpoint = "pattern"', '[metrics]\ntrackers = ["zz"]', '[tokenizer]\nkind = "tiktoken"',
+    ):  # fmt: skip
+        yield ["check", "c.toml"], {"c.toml": content}
+    yield ["check", "a.toml"], {"a.toml": 'extends = "b.toml"', "b.toml": 'extends = "a.toml"'}
+    yield ["check", "."], {}
+    for content in ('{"a": 1}', "[]", "", "{" * 3000, b"\xff"):
+        yield (
+            ["check", "c.toml"],
+            {"c.toml": '[pipeline]\nschedule = "s.json"\n[parallel]\npp = 2', "s.json": content},
+        )
+
+
+def model_arguments() -> Iterator[Case]:
+    """Shapes that no model has."""
+    for model, changes in {
+        "llama3_debug": [
+            ("dim", "1000000000000"), ("dim", "0"), ("dim", "65"), ("num_heads", "3"), ("num_heads", "2000000000"),
+            ("num_layers", "1000000000000"), ("num_layers", "0"), ("num_kv_heads", "5"), ("norm_eps", "-1"),
+            ("vocab_size", "3"), ("rope_theta", "0"), ("head_dim", "4611686018427387904"), ("zzz", "1"), ("dim", "64.0"),
+        ],
+        "gpt_debug": [("dim", "-1"), ("max_seq_len", "8"), ("num_layers", "99999999"), ("ffn_dim", "-3"), ("dim", "x")],
+        "qwen3_moe_debug": [
+            ("num_experts", "1000000000000"), ("num_experts", "0"), ("experts_per_token", "999"), ("scores", "zap"),
+            ("ffn_dim", "-1"), ("head_dim", "4611686018427387904"),
+        ],
+        "deepseek_debug": [("q_lora_rank", "-1"), ("num_heads", "4611686018427387904"), ("num_layers", "true")],
+    }.items():  # fmt: skip
+        for key, value in changes:
+            yield ["check", "debug", "--model.name", model, f"--model.args.{key}", value], {}
+    yield ["estimate", "llama3_8b", "--gpus", "8", "--model.args.zzz", "1"], {}
+    yield ["dry-run", "debug", "--world", "2", "--model.args.dim", "x"], {}
+
+
+def sources() -> Iterator[Case]:
+    """Data."""
+    files: dict[str, str | bytes] = {
+        "empty.txt": "", "mixed.txt": b"abc \xff\xfe def", "b.jsonl": '{"text": "a"}\nnot json\n', "c.jsonl": '{"txt": "a"}\n',
+        "d.jsonl": "[1]\n", "n.jsonl": '{"text": null}\n', "num.jsonl": '{"text": 3}\n', "x.gz": b"\x1f\x8b\x08\x00garbage",
+        "cut.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 100)[:-9], "x.jsonl.zst": b"\x28\xb5\x2f\xfdgarbage",
+        "y.jsonl.zst": b"nothing", "nul.jsonl": b'{"text": "a"}\n\x00\x00', "utf.jsonl": b'{"text": "\xff\xfe"}\n',
+        "lone.jsonl": '{"text": "\\ud800"}\n', "cut.jsonl": '{"text": "abc', "m.idx": "no index", "m.bin": "", "e.jsonl": "",
+        "deep.jsonl": '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n",
+    }  # fmt: skip
+    given = [
+        ("text", ["empty.txt", "missing*", "missing.txt", "mixed.txt", "x.gz", "/dev/null", "x" * 5000, "[", ""]),
+        ("jsonl", [name for name in files if ".jsonl" in name] + ["."]),
+        ("tokens", [".", "text.txt", "missing"]),
+        ("megatron", ["text.txt", "m", "missing", "."]),
+        ("zap", ["text.txt"]),
+    ]
+    for kind, paths in given:
+        for path in paths:
+            source = f'[[data.sources]]\nname = "a"\nkind = "{kind}"\npaths = ["{path}"]\n'
+            yield ["prepare", "c.toml"], {**files, **TEXT, "c.toml": BYTES + DATA + source}
+    for extra in (
+        "num_threads = -1",
+        "shard_tokens = 0",
+        "validation_fraction = 1.0",
+        'verify = "zap"',
+        "prefetch = -1",
+    ):
+        yield ["prepare", "c.toml"], {**TEXT, "c.toml": f"{BYTES}{DATA}{extra}\n{SOURCE}"}
+    for cache in ("text.txt", "text.txt/below", "/proc/nothing", "x" * 300):
+        yield ["prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "{cache}"\n{SOURCE}'}
+    for source in (
+        SOURCE + SOURCE,
+        SOURCE + "weight = 0\n",
+        SOURCE.replace('"a"', '"a b"'),
+        SOURCE + "max_epochs = -1\n",
+    ):
+        yield ["prepare", "c.toml"], {**TEXT, "c.toml": BYTES + DATA + source}
+
+
+def tokenizers() -> Iterator[Case]:
+    """Tokenizers, and training one."""
+    pair = base64.b64encode(b"ab").decode()
+    for content in (
+        b"\x00\x01garbage", b"", RANKS + f"{pair} 3\n", RANKS + f"{pair} -5\n", RANKS + f"{pair} 999999999\n",
+        RANKS + f"{pair} 99999999999999999999\n", RANKS + "!!! 256\n", RANKS + f"{pair} x\n", "YQ== 0\n", RANKS + "YQ== 256\n",
+        b"\xff\xfe" + RANKS.encode("utf-16-le"),
+    ):  # fmt: skip
+        for command in ("prepare", "check"):
+            toml = f'[tokenizer]\nkind = "tiktoken"\npath = "t"\n{DATA}{SOURCE}'
+            yield [command, "c.toml"], {**TEXT, "t": content, "c.toml": toml}
+    for extra in ('pattern = "("', 'pattern = "[[["', 'special_tokens = ["<a>", "<a>"]', 'eos_token = "<zz>"'):
+        toml = f'[tokenizer]\nkind = "tiktoken"\npath = "t"\n{extra}\n{DATA}{SOURCE}'
+        yield ["prepare", "c.toml"], {**TEXT, "t": RANKS, "c.toml": toml}
+    for content in (b"\x0a\x05hello", b"", "hello", bytes(1000)):
+        toml = f'[tokenizer]\nkind = "sentencepiece"\npath = "t.model"\n{DATA}{SOURCE}'
+        yield ["prepare", "c.toml"], {**TEXT, "t.model": content, "c.toml": toml}
+    for kind in ("sentencepiece", "hf", "tiktoken"):
+        for path in ("missing.model", "text.txt", ".", "x" * 5000):
+            toml = f'[tokenizer]\nkind = "{kind}"\npath = "{path}"\n{DATA}{SOURCE}'
+            yield ["prepare", "c.toml"], {**TEXT, "c.toml": toml}
+    for content in ("{}", "[]", '{"model": 1}', "garbage", "[" * 99_999, b"\xff"):
+        toml = f'[tokenizer]\nkind = "hf"\npath = "t"\n{DATA}{SOURCE}'
+        yield ["prepare", "c.toml"], {**TEXT, "t/tokenizer.json": content, "c.toml": toml}
+    for extra in (
+        ["--out", "o", "missing.txt"], ["--out", "o", "--vocab-size", "10", "text.txt"],
+        ["--out", "o", "--max-mb", "nan", "text.txt"],
+        ["--out", "o", "--vocab-size", "9999999", "text.txt"], ["--out", "o", "empty.txt"], ["text.txt"],
+        ["--out", "o", "--model-type", "zap", "text.txt"], ["--out", "o", "--max-mb", "0", "text.txt"],
+    ):  # fmt: skip
+        yield ["tokenizer", "train", *extra], {**TEXT, "empty.txt": ""}
+    yield ["tokenizer", "zap", "--out", "o"], {}
+
+
+def run_folders() -> Iterator[Case]:
+    """Folders of runs that are damaged, or none."""
+    for command in (["report"], ["generate", "--prompt", "a"], ["export", "--out", "out"]):
+        for folder in ("missing", ".", "text.txt", "text.txt/below", "a\0b"):
+            yield [command[0], folder, *command[1:]], TEXT
+        for config in (b"\xff\xfe", "[run\n", "[zzz]\na = 1", "[train]\nsteps = nan", "[" * 9999):
+            yield [command[0], "RUN", *command[1:]], {"RUN/config.toml": config}
+        if command[0] != "report":
+            yield [command[0], "RUN", *command[1:]], {"RUN/config.toml": '[model]\nname = "os:system"'}
+    for file, content in {
+        "MANIFEST.json": [b"", b"{", b"[]", b"{}", b"[" * 9999, b"\xff", b'{"format": 99}', b"null"],
+    }.items():
+        for bad in content:
+            yield ["generate", "RUN", "--prompt", "a"], {f"RUN/checkpoints/*/{file}": bad}
+    yield ["compare", "RUN"], {}
+    yield ["compare", "RUN", "missing", "--out", "c.html"], {}
+    yield ["calibrate", "RUN", "--hardware", "zap"], {}
+    yield ["calibrate", "missing"], {}
+
+
+def planning() -> Iterator[Case]:
+    """The planner."""
+    plan = ["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64"]
+    for extra in (
+        ["--hardware", "zap"], ["--precision", "fp3"], ["--fix", "tp"], ["--fix", "zap=2"], ["--fix", "tp=0"], ["--top", "0"],
+        ["--explain", "0", "1"], ["--explain", "1", "9999"], ["--stack", "zap"], ["--max-mem", "nan"], ["--seq-len", "0"],
+        ["--gpus", "0"], ["--gpus", "x"], ["--gpus", "9" * 30], ["--global-batch", "-1"], ["--max-mem", "0.001"],
+        ["--out", "missing/below/x"], ["--hardware", "h.toml"],
+    ):  # fmt: skip
+        yield [*plan, *extra], {"h.toml": "x = 1"}
+    yield ["plan", "zap", "--gpus", "8", "--global-batch", "64"], {}
+    yield ["estimate", "llama3_70b", "--gpus", "1"], {}
+    yield ["estimate", "llama3_8b", "--gpus", "7", "--parallel.tp", "2"], {}
+    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "missing.toml"], {}
+    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": "x = 1"}
+    for content in (
+        "",
+        "x = 1",
+        "[compute]\n",
+        "[compute]\nbf16_tflops = -1",
+        b"\xff",
+        "[" * 3000,
+        'title = 3\ncompute = "x"',
+    ):
+        yield ["estimate", "llama3_8b", "--gpus", "8", "--hardware", "h.toml"], {"h.toml": content}
+    yield ["dry-run", "debug"], {}
+    yield ["dry-run", "debug", "--world", "0"], {}
+    yield ["dry-run", "debug", "--world", "7", "--parallel.tp", "2"], {}
+
+
+def outputs() -> Iterator[Case]:
+    """Places where nothing can be written."""
+    slurm = ["slurm", "debug", "--launch.nproc", "1", "--out"]
+    for out in ("folder", "missing/below", "text.txt/below", "x" * 300, "a\0b"):
+        yield [*slurm, out], {**TEXT, "folder/x": ""}
+    for out in ("folder", "text.txt/below", "x" * 300, "a\0b"):
+        yield ["report", "RUN", "--out", out], {**TEXT, "folder/x": ""}
+    for out in ("folder", "text.txt", "text.txt/below", "x" * 300):
+        yield ["export", "RUN", "--out", out], {**TEXT, "folder/x": ""}
+    for folder in ("text.txt", "text.txt/below", "/proc/nothing", "x" * 300):
+        yield ["run", "debug", "--run.dir", folder, "--launch.nproc", "1"], TEXT

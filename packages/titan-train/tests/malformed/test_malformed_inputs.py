@@ -1,0 +1,125 @@
+"""Every input that cannot work ends in one message, exit code 1 or 2, and a folder that is as it was before."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from malformed_cases import TEXT, all_cases
+from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.inputs import prepare_inputs
+from titan_train.train import Trainer
+
+CASES = all_cases()
+# Every eighth in the default run; all of them with --slow.
+NAMES = [pytest.param(name, marks=() if i % 8 == 0 else pytest.mark.slow) for i, name in enumerate(CASES)]
+# Most take a tenth of a second; `run` imports torch in a process of its own before it refuses.
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory):
+    """A finished run, made once."""
+    folder = tmp_path_factory.mktemp("good")
+    (folder / "text.txt").write_text(TEXT["text.txt"])
+    (folder / "tiny.toml").write_text(
+        f'[model]\nname = "llama3_debug"\nseq_len = 32\n[tokenizer]\nkind = "bytes"\n[data]\ncache_dir = "{folder}/cache"\n'
+        f'[[data.sources]]\nname = "text"\nkind = "text"\npaths = ["{folder}/text.txt"]\n[run]\ndir = "{folder}/runs"\n'
+        '[train]\nsteps = 2\nglobal_batch = 4\n[launch]\ndevice = "cpu"\n[metrics]\nprogress = "off"\n'
+    )
+    config = load_config(str(folder / "tiny.toml"))
+    prepare_inputs(config, quiet=True)
+    with Trainer(config) as trainer:
+        trainer.fit()
+    return folder / "runs" / "tiny"
+
+
+def write(folder, name, content):
+    """Write one file of a case; ``*`` in its name is the only folder there."""
+    path = folder / name
+    if "*" in name:
+        before, _, after = name.partition("/*/")
+        (only,) = (folder / before).iterdir()
+        path = only / after
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def contents(folder):
+    """Every file by its hash. Locks and empty caches are no content, and what was prepared before a refusal is none lost."""
+    skipped = ("cache",)
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.relative_to(folder).parts[0] not in skipped
+    }
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    """Fail what takes longer."""
+
+    def ring(*_):
+        raise AssertionError(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(int(seconds))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_that_cannot_work_is_one_message_and_changes_nothing(name, good_run, tmp_path, monkeypatch, capfd):
+    words, files = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    if "RUN" in words or any(file.startswith("RUN/") for file in files):
+        shutil.copytree(good_run, tmp_path / "RUN")
+    for file, content in files.items():
+        write(tmp_path, file, content)
+    before = contents(tmp_path)
+    capfd.readouterr()
+    with at_most(SECONDS):
+        code = main(words)
+    err = capfd.readouterr().err
+    assert code in (1, 2), (words, code)
+    assert "Traceback" not in err
+    assert "defect of titan-train" not in err, err
+    assert "panicked" not in err
+    assert sum(line.startswith("error: ") for line in err.splitlines()) <= 1
+    assert contents(tmp_path) == before
+
+
+def test_there_are_three_hundred_of_them():
+    assert len(CASES) >= 300
+
+
+def test_ctrl_c_while_preparing_is_one_word_and_the_next_time_goes_on(tmp_path):
+    line = '{"text": "' + "some words of a document " * 40 + '"}\n'
+    (tmp_path / "a.jsonl").write_text(line * 40_000)
+    (tmp_path / "c.toml").write_text(
+        '[tokenizer]\nkind = "bytes"\n[data]\ncache_dir = "cache"\nshard_tokens = 200000\n[[data.sources]]\nname = "a"\n'
+        'kind = "jsonl"\npaths = ["a.jsonl"]\n'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titan_train", "prepare", "c.toml"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(Path(tmp_path, "cache").glob("a-*/progress.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.count("error: interrupted") == 1
+    assert "Traceback" not in err
+    assert not list(Path(tmp_path, "cache").glob("a-*/manifest.json"))
