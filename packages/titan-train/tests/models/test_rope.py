@@ -73,3 +73,22 @@ def test_bfloat16_is_turned_in_float32() -> None:
     got = apply_rope(x, cos, sin)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, apply_rope(x.float(), cos, sin).bfloat16())
+
+
+# float64: two products and a sum; float32: the same of values of up to 4; bfloat16: rounded once at the end
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-6)], ids=str
+)
+def test_values_and_gradients_match_the_formula(dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 16, dtype=dtype).requires_grad_()
+    probe = torch.randn(2, 5, 3, 16, dtype=dtype)
+    cos, sin = rope_cos_sin(torch.arange(5).expand(2, -1) * 100, 16, 10_000.0)
+    wide = x.to(torch.promote_types(dtype, torch.float32))
+    first, second = wide.chunk(2, dim=-1)
+    want = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(dtype)
+    got = apply_rope(x, cos, sin)
+    assert got.dtype == dtype
+    assert (got - want).abs().max().item() <= bound
+    (found,), (wanted,) = (torch.autograd.grad(out, x, probe) for out in (got, want))
+    assert (found - wanted).abs().max().item() <= bound

@@ -86,7 +86,8 @@ class Gradients:
         """Multiply every gradient by ``factor``, in place."""
         gradients = [_local_gradient(p) for p in self._named.values() if p.grad is not None]
         for device in {g.device for g in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
+            scaled = [g for g in gradients if g.device == device]
+            torch._foreach_mul_(scaled, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         """How many ranks hold the same elements of this parameter."""

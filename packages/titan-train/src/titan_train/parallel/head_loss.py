@@ -193,7 +193,8 @@ class _Sums:
         self.loss = hidden.new_zeros((), dtype=self._wide)
         self._training = any(wanted)
         self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._of_weight = weight.new_zeros(weight.shape, dtype=self._wide) if wanted[1] else None
+        make = weight.new_empty if hidden.shape[0] else weight.new_zeros  # the first chunk overwrites it
+        self._of_weight = make(weight.shape, dtype=self._wide) if wanted[1] else None
         self._of_bias = weight.new_zeros(weight.shape[:1], dtype=self._wide) if wanted[2] else None
 
     def add(self, rows: slice, labels: Tensor) -> None:
@@ -236,7 +237,7 @@ class _Sums:
             torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
             self._of_hidden[rows].mul_(mask)
         if self._of_weight is not None:
-            _add_product(self._of_weight, of_logits, hidden * mask)
+            _add_product(self._of_weight, of_logits, hidden * mask, first=rows.start == 0)
         if self._of_bias is not None:
             self._of_bias.addmv_(p.t(), valid.to(p.dtype))
 
@@ -275,11 +276,14 @@ def _over_ranks(local: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tu
     return total, every[1::2].sum(0) - total
 
 
-def _add_product(into: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-    """``into += of_logits^T @ hidden``, in the dtype of ``into``."""
+def _add_product(into: Tensor, of_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
+    """``into += of_logits^T @ hidden``, in the dtype of ``into``; the first product is not added to what was there."""
     if of_logits.dtype == into.dtype:
-        into.addmm_(of_logits.t(), hidden)
-    elif into.is_cuda:
-        into += torch.mm(of_logits.t(), hidden, out_dtype=into.dtype)
+        into.addmm_(of_logits.t(), hidden, beta=0 if first else 1)
+        return
+    left = of_logits.t()
+    product = torch.mm(left, hidden, out_dtype=into.dtype) if into.is_cuda else torch.mm(left, hidden)
+    if first:
+        into.copy_(product)
     else:
-        into += of_logits.t() @ hidden
+        into.add_(product)

@@ -8,7 +8,8 @@ boundaries never have to come to the host.
 - CUDA, half precision, values as wide as keys: torch's variable-length FlashAttention (`torch.nn.attention.varlen`).
 - CUDA otherwise (float32; latent attention, whose values are narrower): the memory-efficient kernel's variable-length
   form. Values are not padded. ``tests/models/test_packed_attention.py`` names the versions that it was checked on.
-- CPU: one call of the flash kernel a document, as one operator, so that a compiled block sees no loop and no lengths.
+- CPU: one call of the flash kernel for each run of documents of one length. It is one operator, so that a compiled block
+  sees no loop and no lengths.
 
 Shapes: T tokens of the batch, H query heads, K key-value heads, D key width, E value width, N documents.
 """
@@ -102,12 +103,16 @@ def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> 
     """Output ``[T, H, E]`` and log-sum-exp ``[H, T]`` on the CPU."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for rows in _documents(boundaries):
+    for rows, length in _documents(boundaries):
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q, rows), _heads_first(k, rows), _widened(_heads_first(v, rows), q.shape[-1]), 0.0, True
+            _heads_first(q, rows, length),
+            _heads_first(k, rows, length),
+            _widened(_heads_first(v, rows, length), q.shape[-1]),
+            0.0,
+            True,
         )
-        out[rows] = part[0].transpose(0, 1)[..., : v.shape[-1]]
-        lse[:, rows] = part_lse[0]
+        out[rows] = part.transpose(1, 2).flatten(0, 1)[..., : v.shape[-1]]
+        lse[:, rows] = part_lse.transpose(0, 1).flatten(1)
     return out, lse
 
 
@@ -123,18 +128,20 @@ def _document_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     wide, groups = q.shape[-1], q.shape[1] // k.shape[1]
-    for rows in _documents(boundaries):
-        keys, values = (_heads_first(x, rows) for x in (k, v))
+    for rows, length in _documents(boundaries):
+        keys, values = (_heads_first(x, rows, length) for x in (k, v))
         if groups > 1:
             keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _widened(_heads_first(grad, rows), wide), _heads_first(q, rows), keys, _widened(values, wide),
-            _widened(_heads_first(out, rows), wide), lse[None, :, rows], 0.0, True,
+            _widened(_heads_first(grad, rows, length), wide), _heads_first(q, rows, length), keys,
+            _widened(values, wide), _widened(_heads_first(out, rows, length), wide),
+            lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1), 0.0, True,
         )  # fmt: skip
-        of_q[rows] = dq[0].transpose(0, 1)
+        of_q[rows] = dq.transpose(1, 2).flatten(0, 1)
         for into, part in ((of_k, dk), (of_v, dv)):
-            grouped = part[0, ..., : into.shape[-1]].unflatten(0, (-1, groups))
-            into[rows] = (grouped.sum(1) if groups > 1 else grouped.squeeze(1)).transpose(0, 1)
+            grouped = part[..., : into.shape[-1]].unflatten(1, (-1, groups))
+            own = grouped.sum(2) if groups > 1 else grouped.squeeze(2)
+            into[rows] = own.transpose(1, 2).flatten(0, 1)
     return of_q, of_k, of_v
 
 
@@ -160,15 +167,23 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
 _document_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _documents(boundaries: Tensor) -> list[slice]:
-    return [slice(a, b) for a, b in pairwise(boundaries.tolist()) if b > a]
+def _documents(boundaries: Tensor) -> list[tuple[slice, int]]:
+    """Neighbouring documents of one length, as the tokens of all of them and that length: one call each."""
+    found: list[tuple[slice, int]] = []
+    for start, stop in pairwise(boundaries.tolist()):
+        length = stop - start
+        if found and length == found[-1][1]:
+            found[-1] = (slice(found[-1][0].start, stop), length)
+        elif length:
+            found.append((slice(start, stop), length))
+    return found
 
 
-def _heads_first(x: Tensor, rows: slice) -> Tensor:
-    """Some tokens of ``[T, H, D]`` as ``[1, H, n, D]``."""
-    return x[rows].transpose(0, 1).unsqueeze(0)
+def _heads_first(x: Tensor, rows: slice, length: int) -> Tensor:
+    """Some documents of ``[T, H, D]`` as ``[documents, H, length, D]``."""
+    return x[rows].unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """The CPU's kernel wants values as wide as keys: zeros, for one document at a time."""
+    """The CPU's kernel wants values as wide as keys: zeros, for one call at a time."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
