@@ -84,9 +84,9 @@ class HarnessModel(TemplateLM):
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([torch.as_tensor(value) for value in self._ranks.gather(tensor.tolist())])
 
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any]:
         found = self._ranks.gather(obj)
-        return found if self.rank == dst else None
+        return found if self.rank == dst else []
 
     def barrier(self) -> None:
         self._ranks.gather(None)
