@@ -24,8 +24,11 @@ class Transport(Protocol):
 
     rank: int
     num_ranks: int
-    board: StatusBoard | None
-    """For the watchdog; None does without one."""
+
+    @property
+    def board(self) -> StatusBoard | None:
+        """For the watchdog; None does without one."""
+        ...
 
     def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
         """A step starts: the keys this rank will receive from each source, in order, and how many it sends to each."""
