@@ -42,7 +42,11 @@ class Watched(Protocol):
 
     rank: int
     num_ranks: int
-    board: StatusBoard | None
+
+    @property
+    def board(self) -> StatusBoard | None:
+        """Where every rank writes what it does."""
+        ...
 
     def give_up(self, failure: PeerFailure) -> None:
         """Stop waiting for anybody."""
