@@ -150,7 +150,9 @@ def published(session: nox.Session) -> None:
 def contracts(session: nox.Session) -> None:
     """What the repository promises: README code runs, versions match changelogs, wheels are whole."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.run("pytest", "-q", *IN_PARALLEL, "tests", *session.posargs, env=TEST_ENV)
+    # where transformers is installed, which the package itself does not need
+    whole_models = "packages/titan-pipeline/tests/test_whole_model.py"
+    session.run("pytest", "-q", *IN_PARALLEL, "tests", whole_models, *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

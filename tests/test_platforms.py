@@ -9,7 +9,11 @@ _PROGRAM = """
 import importlib, os, pkgutil, signal, socket, sys
 import torch, numpy, pydantic, jinja2, rich.progress, sentencepiece, tiktoken  # these know their platform themselves
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.pipelining
-import asyncio, multiprocessing, subprocess, tempfile
+import asyncio, contextlib, multiprocessing, subprocess, tempfile
+for name in ("psutil", "transformers.modeling_utils", "transformers.masking_utils", "huggingface_hub.file_download",
+             "peft", "lm_eval.api.model", "lm_eval.evaluator", "starlette.applications", "uvicorn", "pyarrow"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 LINUX = {"memfd_create", "sched_getaffinity", "posix_fadvise", "copy_file_range", "pidfd_open"}
 POSIX = {

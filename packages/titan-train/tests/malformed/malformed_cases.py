@@ -120,6 +120,7 @@ def toml_files() -> Iterator[Case]:
         yield ["check", "c.toml"], {"c.toml": content}
     yield ["check", "a.toml"], {"a.toml": 'extends = "b.toml"', "b.toml": 'extends = "a.toml"'}
     yield ["check", "."], {}
+    yield ["check", "debug", "--pipeline.schedule", "nonsense"], {}
     for content in ('{"a": 1}', "[]", "", "{" * 3000, b"\xff"):
         yield (
             ["check", "c.toml"],

@@ -7,6 +7,7 @@ from titan_mesh import Layout
 from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, verify
 
 from titan_train.config import Config, PipelineConfig
+from titan_train.nearest import did_you_mean
 from titan_train.plan.batch import BatchPlan
 
 
@@ -17,6 +18,7 @@ def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule 
         ValueError: The schedule cannot serve this many ranks and micro-batches.
     """
     if layout.spec.pp == 1:
+        _check_exists(config.pipeline.schedule)
         return None
     if config.parallel.accumulate != "sharded":
         raise ValueError(
@@ -34,13 +36,8 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
     """
     if find_family(config.schedule) is not None:
         return _of_family(config.schedule, pp, microbatches, config.stages_per_rank or None)
-    path = Path(config.schedule)
-    if not path.is_file():
-        raise ValueError(
-            f"pipeline.schedule={config.schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
-            "Write one with `titan-pipeline solve` or `titan-pipeline gen`."
-        )
-    schedule = Schedule.load(path)
+    _check_exists(config.schedule)
+    schedule = Schedule.load(Path(config.schedule))
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ValueError(
             f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
@@ -49,6 +46,14 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
         )
     verify(schedule)
     return schedule
+
+
+def _check_exists(schedule: str) -> None:
+    if find_family(schedule) is None and not Path(schedule).is_file():
+        raise ValueError(
+            f"pipeline.schedule={schedule!r} is neither a family ({', '.join(FAMILIES)}) nor a file here. "
+            f"{did_you_mean(schedule, FAMILIES)}Write one with `titan-pipeline solve` or `titan-pipeline gen`."
+        )
 
 
 @cache
