@@ -24,7 +24,7 @@ def on_ranks(run_dir: Path) -> tuple[list[list[int]], list[list[int]], int]:
 )
 def test_two_ranks_continue_prompts_as_one_process_does(name: str, folder: Path) -> None:
     args = {"rope_factor": 8.0, "rope_original_seq_len": 16} if name == "llama3_debug" else {}
-    run_dir = trained(folder, name, **args)
+    run_dir = trained(folder, name, run=f"ranks-{name}", **args)
     one = load_run(run_dir, device="cpu").model
     greedy = generate(one, PROMPTS, max_new_tokens=24)
     sampled = generate(one, PROMPTS, max_new_tokens=24, sampling=SAMPLED)

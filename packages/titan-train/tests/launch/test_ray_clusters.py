@@ -87,6 +87,7 @@ def cluster(nodes):
     nodes.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_on_a_cluster_has_the_losses_of_local_ranks_though_its_supervisor_is_killed(job, undisturbed):
     with Isolated() as namespace:

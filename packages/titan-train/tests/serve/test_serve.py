@@ -38,6 +38,7 @@ def client(run: LoadedRun) -> Iterator[Any]:
 
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
+    listening.listen()  # from here on a request waits for the server instead of being refused
     server = uvicorn.Server(uvicorn.Config(build_app(run, "tiny", max_new_tokens=400), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

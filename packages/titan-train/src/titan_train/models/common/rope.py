@@ -90,9 +90,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         Same shape and dtype as ``x``; computed in float32 or better.
     """
-    if torch.compiler.is_compiling():  # the compiler fuses this, and its backward
-        first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if torch.compiler.is_compiling():  # the compiler makes its own backward
+        return _rotate(x, cos, sin)
     return cast(Tensor, _Rotation.apply(x, cos, sin))
 
 

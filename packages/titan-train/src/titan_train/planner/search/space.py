@@ -108,7 +108,7 @@ def base_setup(request: PlanRequest) -> Setup:
         stack=request.stack,
         sharding="zero1" if te else "fsdp",
         dispatcher="hybridep" if te else "alltoall",
-        loss="fused" if te else "eager" if request.stack == "eager" else "compiled",
+        loss="fused" if te else "chunked",
         imbalance=1.1 if request.shape.moe else 1.0,
     )
 
