@@ -3,12 +3,12 @@
 import copy
 import importlib.metadata
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
 from titan_train.models.hf.plans import HF_PLANS, HFPlan
@@ -17,41 +17,7 @@ from titan_train.nearest import did_you_mean
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
-class HFChoice(Protocol):
-    """What of `titan_train.models.build.ModelChoice` is read here."""
-
-    @property
-    def name(self) -> str:
-        """``"hf:DIR"``."""
-        ...
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        """Fields of ``config.json`` to change."""
-        ...
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in a row."""
-        ...
-
-    @property
-    def lora_rank(self) -> int:
-        """Rank of adapters; 0 is none."""
-        ...
-
-    @property
-    def lora_alpha(self) -> float:
-        """Adapters are scaled by it over their rank."""
-        ...
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Last names of the linears with adapters; empty is all of the layers."""
-        ...
-
-
-def build_hf(choice: HFChoice, *, vocab_size: int | None) -> nn.Module:
+def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     """Build the model that a folder describes.
 
     Args:
