@@ -1,6 +1,5 @@
 """The command `titan-train`. Each command is one module, imported when it is called, so that `--help` is instant."""
 
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -54,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from titan_train.cli.shell.boundary import exit_code
 
-    # Importing torch makes a million objects that stay. Looking for garbage among them is a fifth of a short command.
-    gc.set_threshold(200_000, 50, 100)
     return exit_code(lambda: _call(name, rest))
 
 

@@ -6,6 +6,7 @@ from the degrees and `launch.nproc`.
 """
 
 import dataclasses
+import gc
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,15 @@ _MEMORY = {
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
+    # Importing torch makes a million objects that stay, and this command is over before garbage could matter.
+    gc.disable()
+    try:
+        return _check(parser, words)
+    finally:
+        gc.enable()
+
+
+def _check(parser: CommandParser, words: Sequence[str]) -> int:
     parser.usage = "titan-train check CONFIG [--section.key value ...]"
     parser.add_config()
     arguments, settings = parser.parse_with_settings(words)
@@ -86,14 +96,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     )
     if schedule is not None:
         print(_pipeline_lines(config, model, schedule))
-    ranks = estimate_ranks(
-        config,
-        layout=layout,
-        mode=mode,
-        batch=batch,
-        schedule=schedule,
-        vocab_size=vocab_size_without_training(config),
-    )
+    ranks = estimate_ranks(config, model, layout=layout, mode=mode, batch=batch, schedule=schedule)
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         sizes = {"shard": layout.spec.dp_shard * layout.spec.cp, "replicate": layout.spec.dp_replicate}
         print(f"\n{fsdp.plan(model, sizes, fsdp_policy(config, mode)).explain()}")

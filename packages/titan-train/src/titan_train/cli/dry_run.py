@@ -19,7 +19,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
 
     from titan_train.inputs import vocab_size_without_training
+    from titan_train.models import build_model
     from titan_train.parallel.estimate import estimate_ranks
+    from titan_train.parallel.structure import freeze
     from titan_train.plan.run import plan_run
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.translate import setup_of_config, shape_of_config
@@ -33,9 +35,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
     plan = plan_run(config, arguments.world)
     vocabulary = vocab_size_without_training(config)
-    ranks = estimate_ranks(
-        config, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, vocab_size=vocabulary
-    )
+    model = build_model(config.model, vocab_size=vocabulary, device="meta")
+    freeze(model, config.train.freeze)
+    ranks = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule)
     print(plan.layout.explain())
     print(f"\n{'pipeline rank':<14}{'parameters':>12}{'state GiB':>11}{'kept GiB':>10}{'peak GiB':>10}")
     for rank in ranks:

@@ -19,14 +19,14 @@ from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models import build_model, count_parameters
+from titan_train.models import count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of, freeze
+from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
@@ -53,12 +53,18 @@ class RankEstimate:
 
 
 def estimate_ranks(
-    config: Config, *, layout: Layout, mode: Mode, batch: BatchPlan, schedule: Schedule | None, vocab_size: int | None
+    config: Config, whole: nn.Module, *, layout: Layout, mode: Mode, batch: BatchPlan, schedule: Schedule | None
 ) -> list[RankEstimate]:
-    """Estimate one rank of each pipeline rank; those that differ in other axes hold as much."""
-    whole = build_model(config.model, vocab_size=vocab_size, device="meta")
-    freeze(whole, config.train.freeze)
+    """Estimate one rank of each pipeline rank; those that differ in other axes hold as much.
 
+    Args:
+        config: The run's configuration.
+        whole: Its model on the meta device, with what is to be frozen; it is copied, not changed.
+        layout: The degrees.
+        mode: The data-parallel wrapper.
+        batch: How a step is cut.
+        schedule: The pipeline's; None without one.
+    """
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:

@@ -9,7 +9,7 @@ from titan_train.files import write_atomic
 from titan_train.observe import ValidationRecord
 from titan_train.report.chart import Chart, Series, build_chart
 from titan_train.report.folder import RunFolder, read_folder
-from titan_train.report.page import flat_config, line_of, render, value_text
+from titan_train.report.page import line_of, render, settings_text
 from titan_train.report.summary import headlines, setting
 
 MOST_RUNS = 8  # more colours cannot be told apart
@@ -75,14 +75,7 @@ def _numbers(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
 def _differences(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Each setting that not all runs have alike, and its value in every run."""
-    flat = [
-        {
-            f"{section}.{key}" if section else key: value_text(value)
-            for section, rows in flat_config(folder.config)
-            for key, value in rows
-        }
-        for folder in folders
-    ]
+    flat = [settings_text(folder.config) for folder in folders]
     keys = dict.fromkeys(key for values in flat for key in values if key not in _OF_ONE_RUN)
     rows = [(key, [values.get(key, _NOT_SET) for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

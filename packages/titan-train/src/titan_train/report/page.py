@@ -222,22 +222,24 @@ def flat_config(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, objec
     return [("", top), *sections] if top else sections
 
 
+def settings_text(config: dict[str, Any]) -> dict[str, str]:
+    """Every setting by its dotted name, as text."""
+    return {
+        f"{section}.{key}" if section else key: value_text(value)
+        for section, rows in flat_config(config)
+        for key, value in rows
+    }
+
+
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Settings that are not at their default: name, value, default."""
     from titan_train.config import Config
     from titan_train.config.load import dump_config
 
-    def flat(values: dict[str, Any]) -> dict[str, str]:
-        return {
-            f"{section}.{key}" if section else key: value_text(value)
-            for section, rows in flat_config(values)
-            for key, value in rows
-        }
-
-    default = flat(tomllib.loads(dump_config(Config())))
+    default = settings_text(tomllib.loads(dump_config(Config())))
     return [
         (key, value, default.get(key, ""))
-        for key, value in flat(config).items()
+        for key, value in settings_text(config).items()
         if value != default.get(key) and key != "run.name"
     ]
 

@@ -121,6 +121,22 @@ def document_positions(cu_seqlens: Tensor, seq_len: int) -> Tensor:
     return places - starts
 
 
+def row_positions(seq_len: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Positions of rows that bring none: from each document's start, or from the row's without documents.
+
+    Args:
+        seq_len: S.
+        cu_seqlens: ``[B, N + 1]``, see `SequenceContext`; None: every row is one document.
+        device: Where they go.
+
+    Returns:
+        ``[B, S]`` int64, or ``[1, S]`` without documents.
+    """
+    if cu_seqlens is not None:
+        return document_positions(cu_seqlens, seq_len)
+    return torch.arange(seq_len, device=device).unsqueeze(0)
+
+
 def document_mask(cu_seqlens: Tensor, seq_len: int) -> Tensor:
     """The block-causal mask of packed rows: what `packed_attention` computes without it.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import SequenceContext, document_positions
+from titan_train.models.common.attention import SequenceContext, row_positions
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
 
@@ -100,10 +100,8 @@ class Decoder(nn.Module):
     ) -> SequenceContext:
         """What the layers need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
-        if positions is None and cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, seq_len)
-        elif positions is None:
-            positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+        if positions is None:
+            positions = row_positions(seq_len, cu_seqlens, tokens.device)
         return SequenceContext(
             positions=positions,
             cu_seqlens=cu_seqlens,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import CausalAttention, SequenceContext, document_positions
+from titan_train.models.common.attention import CausalAttention, SequenceContext, row_positions
 from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.shared_input import SharedInput
@@ -91,15 +91,13 @@ class GPT(nn.Module):
     ) -> SequenceContext:
         """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
-        if positions is None and cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, seq_len)
-        elif positions is None:
-            if seq_len > self.max_seq_len:
+        if positions is None:
+            if cu_seqlens is None and seq_len > self.max_seq_len:
                 raise ValueError(
                     f"{seq_len} tokens in a row, but the model has {self.max_seq_len} learned positions: shorten the "
                     f"rows, or train a model with args.max_seq_len={seq_len}."
                 )
-            positions = torch.arange(seq_len, device=tokens.device).unsqueeze(0)
+            positions = row_positions(seq_len, cu_seqlens, tokens.device)
         ends = None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len)
         return SequenceContext(
             positions=positions, cu_seqlens=cu_seqlens, boundaries=ends, attention_plan=attention_plan

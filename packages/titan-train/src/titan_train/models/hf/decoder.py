@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import document_positions
+from titan_train.models.common.attention import document_positions, row_positions
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import StyleTable
@@ -129,10 +129,8 @@ class HFDecoder(HFModel):
     ) -> Tensor:
         """Logits of every next token, or their loss; arguments and result as those of `Decoder.forward` in ``common``."""
         length = tokens.shape[1] if positions is None else positions.shape[1]
-        if positions is None and cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, length)
-        elif positions is None:
-            positions = torch.arange(length, device=tokens.device).unsqueeze(0)
+        if positions is None:
+            positions = row_positions(length, cu_seqlens, tokens.device)
         narrow = () if attention_plan is not None else (w for w in self.windows if w < length)
         context = WindowedContext(
             positions=positions,
