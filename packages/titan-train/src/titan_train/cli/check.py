@@ -79,6 +79,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
     from titan_train.run_folder import with_kept_model
+    from titan_train.train.published_tokenizer import check_tokenizer
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
@@ -88,6 +89,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     check_model(config, layout, batch, model)
     if config.model.init:
         check_init(config.model.init, model, config.model)
+        check_tokenizer(config)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(

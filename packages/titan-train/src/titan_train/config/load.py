@@ -11,7 +11,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
+from titan_train.config.published import with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, read_words
 from titan_train.nearest import nearest_name
 
 
-def load_config(name_or_path: str, overrides: Sequence[str] = (), *, also: Sequence[str] = ()) -> Config:
+def load_config(
+    name_or_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    also: Sequence[str] = (),
+    note: Callable[[str], None] | None = None,
+) -> Config:
     """Load a configuration file and apply command-line settings.
 
     Args:
@@ -33,6 +40,7 @@ def load_config(name_or_path: str, overrides: Sequence[str] = (), *, also: Seque
         overrides: Words such as ``["--train.steps", "20", "--run.name", "try"]``; ``["--parallel", "pp8 dp8 tp8"]`` sets
             the parallel degrees at once. `titan_train.config.words` shows all forms.
         also: Options that the calling command has besides settings, for the hint after a misspelt one.
+        note: Called with one line that says what `model.init` has set.
 
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value cannot work.
@@ -41,10 +49,11 @@ def load_config(name_or_path: str, overrides: Sequence[str] = (), *, also: Seque
     tree = _read(path, seen=())
     if isinstance(run := tree.setdefault("run", {}), dict):
         typing.cast("dict[str, Any]", run).setdefault("name", path.stem)
-    if not overrides:
-        return parse_config(tree, source=name_or_path)
-    settings = read_words(overrides, Config, also)
-    merged = merge_settings(tree, settings, _defaults())
+    settings = read_words(overrides, Config, also) if overrides else []
+    merged = merge_settings(tree, settings, _defaults()) if overrides else tree
+    merged, taken = with_published(merged)
+    if taken and note is not None:
+        note(taken)
     try:
         return parse_config(merged, source=name_or_path)
     except ConfigError as err:

@@ -26,12 +26,14 @@ class ModelConfig:
     """Tokens in one training sequence."""
 
     init: str = ""
-    """Where the first weights come from: "hf:DIR" reads a Hugging Face folder of the same family, under any layout; empty
-    draws them from the seed. A run that resumes takes its checkpoint's."""
+    """Where the first weights come from: "hf:DIR" reads a Hugging Face folder of the same family, under any layout. Its
+    config.json sets every argument that you do not set, and its tokenizer is used unless you name one. Empty draws weights
+    from the seed. A run that resumes takes its checkpoint's."""
 
     init_changes: tuple[str, ...] = ()
     """Arguments that may differ from those of model.init's config.json, such as ["rope_theta"] for longer sequences, or
-    ["vocab_size"] for new tokens, whose rows then start as the mean of the old ones."""
+    ["vocab_size"] for new tokens, whose rows then start as the mean of the old ones; ["tokenizer"] allows other token
+    ids than the folder's."""
 
     lora_rank: int = 0
     """With "hf:DIR": train adapters of this rank (LoRA, by peft) beside frozen weights; 0 trains the weights."""

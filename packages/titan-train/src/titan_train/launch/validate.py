@@ -23,6 +23,7 @@ def validate(config: Config, world_size: int) -> None:
     from titan_train.parallel.structure import freeze
     from titan_train.plan.run import plan_run
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
+    from titan_train.train.published_tokenizer import check_tokenizer
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
@@ -33,6 +34,7 @@ def validate(config: Config, world_size: int) -> None:
     check_model(config, plan.layout, plan.batch, model)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
         check_init(config.model.init, model, config.model)
+        check_tokenizer(config)
 
 
 def validate_in_child(config_toml: str, world_size: int, sender: Connection) -> None:

@@ -43,6 +43,7 @@ from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, with_kept_model
 from titan_train.train.monitor import StepMonitor
+from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
@@ -352,6 +353,7 @@ class Trainer:
             )
         step = self._checkpointer.restore(self._state(), fallback=True)
         if step == 0 and self.config.model.init:
+            check_tokenizer(self.config, self._inputs.tokenizer)
             vocab_size = self._inputs.tokenizer.vocab_size
             whole = build_model(self.config.model, vocab_size=vocab_size, device="meta")
             load_init(

@@ -17,6 +17,7 @@ from titan_ckpt.interop.views import View, whole_box
 from titan_ckpt.state.dtypes import DTYPES
 from torch import nn
 
+from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
@@ -105,7 +106,7 @@ def load_init(
 
 def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object], changes: Sequence[str]) -> None:
     known = {**published, **model}
-    changes = [name.partition(".")[0] for name in changes]
+    changes = [name.partition(".")[0] for name in changes if name != TOKENIZER]
     for name in changes:
         if name not in known:
             raise ValueError(

@@ -5,7 +5,9 @@ An error is a ValueError with one message, which the boundary prints; argparse w
 
 import argparse
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -87,7 +89,11 @@ class CommandParser(argparse.ArgumentParser):
         """
         from titan_train.config import load_config
 
-        return load_config(name, settings, also=self.options())
+        def note(taken: str) -> None:
+            if os.environ.get("RANK", "0") == "0":  # under torchrun every rank reads the configuration
+                print(f"init     {taken}", file=sys.stderr)
+
+        return load_config(name, settings, also=self.options(), note=note)
 
     def _print_settings(self, name: str, settings: Sequence[str]) -> None:
         from titan_train.config.help import settings_help

@@ -24,6 +24,8 @@ class HuggingFace:
     """
     args_from: Callable[[Mapping[str, Any]], Any]
     """From ``config.json`` to the arguments; the reverse. Raises ValueError for a model that cannot be built here."""
+    kinds: tuple[str, ...] = ()
+    """Values of ``model_type`` that `args_from` reads."""
     settings_of: Callable[[Any], dict[str, Any]] = dataclasses.asdict
     """The arguments that decide the logits, in one spelling."""
 

@@ -17,6 +17,8 @@ from titan_train.models.deepseek.args import DeepSeekArgs
 _ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
 _ONLY_WITH_YARN = ("rope_original_seq_len", "rope_beta_fast", "rope_beta_slow", "rope_mscale")
 
+_KINDS = ("deepseek_v2", "deepseek_v3")
+
 
 def args_from_hf(config: Mapping[str, Any]) -> DeepSeekArgs:
     """The arguments of the model that ``config.json`` describes.
@@ -24,7 +26,7 @@ def args_from_hf(config: Mapping[str, Any]) -> DeepSeekArgs:
     Raises:
         ValueError: It describes what `DeepSeek` cannot do; the message names every such field.
     """
-    read = HFConfig(config, kinds=("deepseek_v2", "deepseek_v3"))
+    read = HFConfig(config, kinds=_KINDS)
     read.only("attention_bias", False)
     read.only("mlp_bias", False)
     read.only("hidden_act", "silu")
@@ -208,6 +210,7 @@ DEEPSEEK_HF = HuggingFace(
     ),
     config_of=config_of,
     args_from=args_from_hf,
+    kinds=_KINDS,
     settings_of=settings_of,
 )
 """Float8 weights with block scales are read too. V3's extra prediction layer is left out with

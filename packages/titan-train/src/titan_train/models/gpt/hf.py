@@ -18,6 +18,8 @@ _OTHER_HEADS = (
     "task_specific_params", "n_ctx",
 )  # fmt: skip
 
+_KINDS = ("gpt2",)
+
 
 def args_from_hf(config: Mapping[str, Any]) -> GPTArgs:
     """The arguments of the model that ``config.json`` describes.
@@ -25,7 +27,7 @@ def args_from_hf(config: Mapping[str, Any]) -> GPTArgs:
     Raises:
         ValueError: It describes what `GPT` cannot do; the message names every such field.
     """
-    read = HFConfig(config, kinds=("gpt2",))
+    read = HFConfig(config, kinds=_KINDS)
     read.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
     read.only("scale_attn_weights", True)
     read.only("scale_attn_by_inverse_layer_idx", False)
@@ -109,5 +111,6 @@ GPT_HF = HuggingFace(
     ),
     config_of=config_of,
     args_from=args_from_hf,
+    kinds=_KINDS,
     settings_of=settings_of,
 )

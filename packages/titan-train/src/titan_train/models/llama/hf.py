@@ -10,6 +10,8 @@ from titan_train.models.common.hf_config import HFConfig
 from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
 from titan_train.models.llama.args import LlamaArgs
 
+_KINDS = ("llama", "mistral")
+
 
 def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     """The arguments of the model that ``config.json`` describes.
@@ -17,7 +19,7 @@ def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     Raises:
         ValueError: It describes what `Llama` cannot do; the message names every such field.
     """
-    read = HFConfig(config, kinds=("llama", "mistral"))
+    read = HFConfig(config, kinds=_KINDS)
     for name in ("attention_bias", "mlp_bias"):
         read.only(name, False)
     read.only("hidden_act", "silu")
@@ -93,5 +95,6 @@ LLAMA_HF = HuggingFace(
     key_map=KeyMap("llama", (*DECODER, *ATTENTION, *DENSE), IGNORED, NATIVE_ONLY),
     config_of=config_of,
     args_from=args_from_hf,
+    kinds=_KINDS,
     settings_of=settings_of,
 )

@@ -13,6 +13,8 @@ from titan_train.models.qwen3.args import Qwen3Args
 _ONLY_WITH_EXPERTS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "scores", "normalize_weights")
 _ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
 
+_KINDS = ("qwen3", "qwen3_moe")
+
 
 def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     """The arguments of the model that ``config.json`` describes.
@@ -20,7 +22,7 @@ def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     Raises:
         ValueError: It describes what `Qwen3` cannot do; the message names every such field.
     """
-    read = HFConfig(config, kinds=("qwen3", "qwen3_moe"))
+    read = HFConfig(config, kinds=_KINDS)
     read.only("attention_bias", False)
     read.only("hidden_act", "silu")
     read.only("use_sliding_window", False)
@@ -115,5 +117,6 @@ QWEN3_HF = HuggingFace(
     key_map=KeyMap("qwen3", (*DECODER, *ATTENTION, *_HEAD_NORMS, *DENSE, *EXPERTS), IGNORED, NATIVE_ONLY),
     config_of=config_of,
     args_from=args_from_hf,
+    kinds=_KINDS,
     settings_of=settings_of,
 )

@@ -1,0 +1,146 @@
+"""Settings that a published model decides: ``model.init = "hf:DIR"`` fills in what the user did not set.
+
+Names and shapes of weights say little about what a model computes with them, and ids mean nothing without their tokenizer.
+So the folder's ``config.json`` decides the model's arguments, and its tokenizer the ids. What the user set stays as it is;
+where it contradicts the folder, `titan_train.train.warm_start` and `titan_train.train.published_tokenizer` refuse it.
+
+A run that resumes after its folder has gone takes both from what it was started with. No torch is imported.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from titan_train.models.family import Family
+from titan_train.models.hf.folder import PREFIX, folder_of, read_published
+from titan_train.models.registry import families, find_model, list_models
+
+TOKENIZER = "tokenizer"
+"""In ``model.init_changes``: the ids may be those of another tokenizer."""
+
+
+def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A configuration with the model's arguments and the tokenizer that ``model.init`` decides.
+
+    Args:
+        tree: Plain values, as TOML gives them; not validated yet.
+
+    Returns:
+        The tree, and one line that says what was taken; empty if nothing was.
+    """
+    model, tokenizer = _table(tree, "model"), _table(tree, "tokenizer")
+    init = None if model is None else model.get("init")
+    if model is None or tokenizer is None or not isinstance(init, str) or not init.startswith(PREFIX) or init == PREFIX:
+        return tree, ""
+    if not (folder_of(init) / "config.json").is_file():
+        return _as_started(tree, model, tokenizer, init)
+    try:
+        published = read_published(init, key="model.init")
+    except ValueError:
+        return tree, ""  # refused with the model, by the same message
+    taken = _arguments(model, published, init)
+    kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder_of(init))
+    return _merged(tree, taken, kind), _line(init, taken, kind)
+
+
+def published_tokenizer(folder: Path) -> dict[str, str]:
+    """``kind`` and ``path`` of the tokenizer in a published folder; empty if there is none that can be read here."""
+    from titan_train.tokenizers.huggingface import TOKENIZER_JSON  # needs numpy, which other configurations do not
+    from titan_train.tokenizers.saved import MODEL_NAME
+
+    if (folder / TOKENIZER_JSON).is_file():
+        return {"kind": "hf", "path": str(folder)}
+    if (folder / MODEL_NAME).is_file():
+        from titan_train.tokenizers.load import load_tokenizer
+
+        try:
+            kind = load_tokenizer(folder / MODEL_NAME).kind
+        except (ValueError, RuntimeError, OSError):  # a vocabulary of another library
+            return {}
+        return {"kind": kind, "path": str(folder / MODEL_NAME)}
+    return {}
+
+
+def _arguments(model: Mapping[str, Any], published: Mapping[str, Any], init: str) -> dict[str, Any]:
+    """What of the section ``model`` is taken: ``name`` where there is none, and ``args``."""
+    name, given = model.get("name"), model.get("args", {})
+    changes = _strings(model.get("init_changes"))
+    if (name is not None and name not in list_models()) or not isinstance(given, dict):
+        return {}
+    known = families() if name is None else {"": find_model(name)[0]}
+    for family in known.values():
+        args = _args_of(family, published)
+        if args is None:
+            continue
+        own = {name: find_model(name)[1]} if name is not None else family.configs
+        decided = [key for key in family.load_hf().settings_of(args) if key not in given and key not in changes]
+        found = {
+            candidate: {key: getattr(args, key) for key in decided if getattr(args, key) != getattr(shipped, key)}
+            for candidate, shipped in own.items()
+        }
+        nearest = min(found, key=lambda candidate: len(found[candidate]))
+        taken: dict[str, Any] = {"args": found[nearest]}
+        return taken if name is not None else {"name": nearest, **taken}
+    return {} if name is not None else {"name": init}
+
+
+def _args_of(family: Family, published: Mapping[str, Any]) -> Any:
+    """The arguments of a family's model that ``config.json`` describes; None for what the family cannot build."""
+    try:
+        hf = family.load_hf()
+        return hf.args_from(published) if published.get("model_type") in hf.kinds else None
+    except (ValueError, TypeError, KeyError):  # refused with the model, by name
+        return None
+
+
+def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """``kind`` and ``path`` of the folder's tokenizer, where the user named no other."""
+    if given.get("path") or given.get("kind", "sentencepiece") not in ("sentencepiece", "hf"):
+        return {}
+    return published_tokenizer(folder)
+
+
+def _as_started(
+    tree: dict[str, Any], model: Mapping[str, Any], tokenizer: Mapping[str, Any], init: str
+) -> tuple[dict[str, Any], str]:
+    """Where the folder has gone: what the run of this name took from it when it was started."""
+    run = _table(tree, "run") or {}
+    run_dir = Path(str(run.get("dir", "runs"))) / str(run.get("name", "run"))
+    try:
+        started = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+        before, ids = dict(started["model"]), dict(started["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return tree, ""
+    if before.get("init") != init:
+        return tree, ""
+    taken = {"name": before["name"], "args": before["args"]} if model.get("name") in (None, before["name"]) else {}
+    kind = {"kind": ids["kind"], "path": ids["path"]} if not tokenizer.get("path") else {}
+    if kind and (run_dir / "tokenizer").is_dir():
+        kind["path"] = str(run_dir / "tokenizer")
+    return _merged(tree, taken, kind), ""
+
+
+def _merged(tree: dict[str, Any], taken: Mapping[str, Any], kind: Mapping[str, str]) -> dict[str, Any]:
+    model = dict(tree["model"])
+    if "args" in taken:
+        model["args"] = {**taken["args"], **model.get("args", {})}
+    if "name" in taken:
+        model["name"] = taken["name"]
+    return {**tree, "model": model, **({"tokenizer": {**tree.get("tokenizer", {}), **kind}} if kind else {})}
+
+
+def _line(init: str, taken: Mapping[str, Any], kind: Mapping[str, str]) -> str:
+    parts = [f"model.name={taken['name']}"] if "name" in taken else []
+    parts += [f"model.args.{key}={value}" for key, value in taken.get("args", {}).items()]
+    parts += [f"tokenizer.{key}={value}" for key, value in kind.items()]
+    return f"{init} sets {', '.join(parts)}" if parts else ""
+
+
+def _table(tree: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    found = tree.get(name, {})
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+def _strings(values: Any) -> list[str]:
+    return [str(value) for value in cast("list[Any]", values)] if isinstance(values, list) else []

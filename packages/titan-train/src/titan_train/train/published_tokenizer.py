@@ -1,0 +1,71 @@
+"""Weights of a published model belong to the ids of its tokenizer: another tokenizer is refused, by what differs first."""
+
+from titan_train.config import Config
+from titan_train.config.published import TOKENIZER, published_tokenizer
+from titan_train.data import build_tokenizer
+from titan_train.models.hf.folder import folder_of
+from titan_train.tokenizers import HfTokenizer, Tokenizer, load_tokenizer
+
+_TEXTS = ("Hello, world!", "def f(x):\n    return x ** 2", "  two  spaces\t1234567890", "Grüße, 你好, привет 👋🏽")
+"""Words, code, spaces and digits, other scripts: what vocabularies cut in different ways."""
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
+    """Compare the run's ids with those of the folder that its weights come from.
+
+    Args:
+        config: Of the run.
+        tokenizer: The run's; None loads it, if it can be loaded before it is trained.
+
+    Raises:
+        ValueError: The size of the vocabulary, a special token, or the ids of a text differ.
+    """
+    init, given = config.model.init, config.tokenizer
+    folder = folder_of(init)
+    published = published_tokenizer(folder) if init and TOKENIZER not in config.model.init_changes else {}
+    if not published or (given.kind, given.path) == (published["kind"], published["path"]):
+        return
+    if tokenizer is None and given.trains_here:
+        raise ValueError(_refusal(init, "the run trains a vocabulary of its own"))
+    own = build_tokenizer(given, config.data) if tokenizer is None else tokenizer
+    if published["kind"] == "hf":
+        named = {"bos_token": given.bos_token, "eos_token": given.eos_token} if given.kind == "hf" else {}
+        theirs: Tokenizer = HfTokenizer.from_folder(folder, **named)
+    else:
+        theirs = load_tokenizer(published["path"])
+    found = difference(own, theirs, larger="vocab_size" in config.model.init_changes)
+    if found:
+        raise ValueError(_refusal(init, found))
+
+
+def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> str:
+    """In words, the first thing in which ``own`` differs from ``theirs``; empty if nothing was found.
+
+    Args:
+        own: Of the run.
+        theirs: Of the published model.
+        larger: ``own`` may have more ids.
+    """
+    if own.fingerprint == theirs.fingerprint:
+        return ""
+    if own.vocab_size < theirs.vocab_size or (own.vocab_size > theirs.vocab_size and not larger):
+        return f"{own.vocab_size} ids here and {theirs.vocab_size} there"
+    for name, number in theirs.special_ids.items():
+        if own.special_ids.get(name, number) != number:
+            return f"the special token {name!r} is {own.special_ids.get(name)} here and {number} there"
+    for name in ("bos_id", "eos_id"):
+        if getattr(own, name) != getattr(theirs, name):
+            return f"{name} is {getattr(own, name)} here and {getattr(theirs, name)} there"
+    for text in _TEXTS:
+        mine, other = own.encode(text).tolist(), theirs.encode(text).tolist()
+        if mine != other:
+            return f"{text!r} is {mine[:8]} here and {other[:8]} there"
+    return ""
+
+
+def _refusal(init: str, found: str) -> str:
+    return (
+        f"model.init={init!r} and the tokenizer of the run do not belong together: {found}. The embeddings are those of the "
+        f"folder's ids. Leave tokenizer.path out, which takes the folder's tokenizer; or, to train new embeddings, write "
+        f"model.init_changes=[{TOKENIZER!r}]."
+    )

@@ -1,0 +1,142 @@
+"""`model.init = "hf:DIR"` sets what config.json and the tokenizer's files decide, and keeps what the user set."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from titan_train.config import dump_config, load_config
+from titan_train.models.gpt.hf import GPT_HF
+from titan_train.models.llama.args import LlamaArgs
+from titan_train.models.llama.hf import LLAMA_HF
+from titan_train.models.registry import families, find_model
+
+LLAMA = LlamaArgs(
+    dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=300, head_dim=16, norm_eps=1e-3,
+    tied_embeddings=True, rope_theta=12345.0, rope_factor=4.0, rope_original_seq_len=64,
+)  # fmt: skip
+
+
+def publish(folder: Path, **changes: object) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_HF.config_of(LLAMA) | changes))
+    return f"hf:{folder}"
+
+
+def load(folder: Path, text: str, *words: str) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    file = folder / "run.toml"
+    file.write_text(text)
+    return load_config(str(file), words, note=lines.append), lines
+
+
+def test_arguments_that_nobody_set_are_those_of_config_json(tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    config, lines = load(tmp_path, f'[model]\nname = "llama3_8b"\ninit = "{init}"\n')
+    assert config.model.name == "llama3_8b"
+    made = LlamaArgs(
+        **{name: getattr(find_model("llama3_8b")[1], name) for name in LLAMA.__dataclass_fields__} | config.model.args
+    )
+    assert made == LLAMA
+    (line,) = lines
+    assert line.startswith(f"{init} sets model.args.dim=32, ")
+    assert "rope_factor=4.0" in line
+
+
+def test_the_command_line_is_enough_and_the_family_is_found(tmp_path: Path) -> None:
+    config, lines = load(tmp_path, "", "--model.init", publish(tmp_path / "m"))
+    assert config.model.name == "llama3_debug"  # the configuration of the family that is nearest
+    assert config.model.args["num_layers"] == 3
+    assert "model.name=llama3_debug" in lines[0]
+    assert load_config_again(tmp_path, config) == config
+
+
+def load_config_again(folder: Path, config: Any) -> Any:
+    file = folder / "again.toml"
+    file.write_text(dump_config(config))
+    return load_config(str(file))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "qwen3", "deepseek"])
+def test_every_shipped_model_is_found_by_its_config_json(family: str, tmp_path: Path) -> None:
+    for name, args in families()[family].configs.items():
+        hf = families()[family].load_hf()
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(hf.config_of(args)))
+        config, _ = load(tmp_path, "", "--model.init", f"hf:{folder}")
+        base = find_model(config.model.name)[1]
+        made = type(args)(**{f: getattr(base, f) for f in type(args).__dataclass_fields__} | config.model.args)
+        assert hf.settings_of(made) == hf.settings_of(args)
+
+
+def test_what_the_user_set_stays(tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    text = f'[model]\ninit = "{init}"\ninit_changes = ["vocab_size"]\nargs = {{ rope_theta = 5.0, dim = 64 }}\n'
+    config, _ = load(tmp_path, text)
+    assert (config.model.args["rope_theta"], config.model.args["dim"]) == (5.0, 64)
+    assert "vocab_size" not in config.model.args  # the tokenizer's, as the user wants another vocabulary
+
+
+def test_a_family_that_is_not_here_is_trained_as_transformers_own(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "granite", "vocab_size": 9}')
+    config, lines = load(tmp_path, f'[model]\ninit = "hf:{tmp_path / "m"}"\n')
+    assert config.model.name == f"hf:{tmp_path / 'm'}"
+    assert config.model.args == {}
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": 3}', '{"model_type": "llama"}'])
+def test_a_damaged_config_json_is_left_to_the_check_of_the_model(content: str, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(content)
+    config, _ = load(tmp_path, f'[model]\nname = "llama3_debug"\ninit = "hf:{tmp_path / "m"}"\n')
+    assert config.model.args == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ("", "hf"),
+        ('kind = "hf"', "hf"),
+        ('kind = "sentencepiece"\nvocab_size = 4096', "hf"),  # no file: it would train one
+        ('kind = "bytes"', "bytes"),
+        ('kind = "sentencepiece"\npath = "mine.model"', "sentencepiece"),
+    ],
+)
+def test_the_tokenizer_is_the_folders_unless_another_is_named(section: str, kind: str, tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    text = f'[model]\ninit = "{init}"\n[tokenizer]\n{section}\n'
+    config, lines = load(tmp_path, text)
+    assert config.tokenizer.kind == kind
+    assert (config.tokenizer.path == str(tmp_path / "m")) == (kind == "hf")
+    assert ("tokenizer.kind=hf" in lines[0]) == (kind == "hf")
+    kept, _ = (
+        load(tmp_path, text.replace("[tokenizer]", 'init_changes = ["tokenizer"]\n[tokenizer]'))
+        if kind == "bytes"
+        else (config, [])
+    )
+    assert kept.tokenizer.kind == kind
+
+
+def test_a_run_goes_on_without_the_folder(tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    text = f'[run]\nname = "r"\ndir = "{tmp_path}"\n[model]\ninit = "{init}"\n'
+    config, _ = load(tmp_path, text)
+    (tmp_path / "r" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "r" / "config.toml").write_text(dump_config(config))
+    (tmp_path / "m" / "config.json").unlink()
+    again, _ = load(tmp_path, text)
+    assert again.model == config.model
+    assert (again.tokenizer.kind, again.tokenizer.path) == ("hf", str(tmp_path / "r" / "tokenizer"))
+
+
+def test_gpt_2_keeps_its_learned_positions(tmp_path: Path) -> None:
+    args = find_model("gpt_debug")[1]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(GPT_HF.config_of(args) | {"n_positions": 96}))
+    config, _ = load(tmp_path, "", "--model.init", f"hf:{tmp_path / 'm'}")
+    assert config.model.args["max_seq_len"] == 96
