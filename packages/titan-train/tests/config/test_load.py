@@ -287,3 +287,27 @@ def test_every_setting_has_a_help_text():
             # skip the lines of a long default
             assert '"""' in after[: after.find("\n\n") if "\n\n" in after else None], f"{cls.__name__}.{setting.name}"
     assert schema.Config is Config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compile.backend", ""], "is not the name of a backend"),
+        (["--compile.backend", "os:system"], "is not the name of a backend"),
+        (["--compile.backend", "eager", "--compile.mode", "max-autotune"], "is a mode of inductor"),
+    ],
+)
+def test_a_backend_of_torch_compile_is_a_name_and_only_inductor_has_modes(words, message):
+    with pytest.raises(ValueError, match=message):
+        load_config("debug", words)
+
+
+def test_a_backend_that_torch_does_not_know_is_refused_with_the_nearest():
+    from titan_train.parallel.compiled import check_backend
+
+    with pytest.raises(
+        ValueError, match=r"compile.backend='aot_eagre': torch.compile has no such backend.*'aot_eager'"
+    ):
+        check_backend("aot_eagre")
+    for backend in ("inductor", "eager", "aot_eager"):
+        check_backend(backend)

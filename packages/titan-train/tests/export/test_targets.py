@@ -134,7 +134,7 @@ def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing
             assert found is not None
             return found * 1.001
 
-    monkeypatch.setattr("titan_train.export.run.load_exported", lambda path: Off(load_exported(path)))
+    monkeypatch.setattr("titan_train.export.run.read_exported", lambda path: Off(load_exported(path)))
     command[-1] = str(tmp_path / "again")
     assert main(command) == 2
     assert "does not compute what the run's model computes (largest difference" in capsys.readouterr().err

@@ -18,7 +18,10 @@ RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
 
 def all_cases() -> dict[str, Case]:
     """Every case, by a name that says where it comes from."""
-    groups = (words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs)
+    groups = (
+        words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs, shown_data,
+        downloads, evaluations, serving, exported_folders, comparisons, other_commands,
+    )  # fmt: skip
     return {f"{group.__name__} {i}": case for group in groups for i, case in enumerate(group())}
 
 
@@ -284,3 +287,136 @@ def outputs() -> Iterator[Case]:
         yield ["export", "RUN", "--out", out], {**TEXT, "folder/x": ""}
     for folder in ("text.txt", "text.txt/below", "/proc/nothing", "x" * 300):
         yield ["run", "debug", "--run.dir", folder, "--launch.nproc", "1"], TEXT
+
+
+def shown_data() -> Iterator[Case]:
+    """`data show`."""
+    for extra in (
+        [], ["zap"], ["show"], ["show", "c.toml", "--samples", "0"], ["show", "c.toml", "--samples", "1001"],
+        ["show", "c.toml", "--first", "-1"], ["show", "c.toml", "--first", "9" * 30], ["show", "c.toml", "--zzz", "1"],
+        ["show", "missing.toml"], ["show", "no_such_config"], ["show", "c.toml", "stray"],
+        ["show", "c.toml", "--model.seq-len", "100000000"], ["show", "c.toml", "--data.sources.0.paths", "missing.txt"],
+        ["show", "c.toml", "--data.validation-fraction", "1"], ["show", "c.toml", "--tokenizer.kind", "hf"],
+    ):  # fmt: skip
+        yield ["data", *extra], {**TEXT, "c.toml": BYTES + DATA + SOURCE}
+    for lines in (
+        '{"messages": 1}\n',
+        '{"messages": [{"role": "user"}]}\n',
+        '{"messages": []}\n',
+        '{"text": "a"}\n',
+        "[]\n",
+    ):
+        source = SOURCE.replace('"text"', '"chat"').replace("text.txt", "chat.jsonl")
+        yield ["data", "show", "c.toml"], {"chat.jsonl": lines, "c.toml": BYTES + DATA + source}
+
+
+def downloads() -> Iterator[Case]:
+    """`download`; the test lets no server answer."""
+    for extra in (
+        [], ["org/name"], ["org/name", "--out", "o"], ["hf:", "--out", "o"], ["hf:datasets/", "--out", "o"],
+        ["hf:a/b/c/d", "--out", "o"], ["hf:../..", "--out", "o"], ["hf:" + "x" * 5000, "--out", "o"],
+        ["hf:org/name", "--out", "text.txt"], ["hf:org/name", "--out", "text.txt/below"], ["hf:org/name", "--out", "a\0b"],
+        ["hf:org/name", "--out", "o", "--only", "zap"], ["hf:org/name", "--out", "o", "--revision", "a\nb"],
+        ["hf:org/name", "--out", "o", "--include"], ["hf:org\0/name", "--out", "o"], ["hf:org/name", "--out", "o"],
+        ["hf:org/name", "hf:org/other", "--out", "o"], ["hf:org/name", "--out", "x" * 300],
+    ):  # fmt: skip
+        yield ["download", *extra], TEXT
+    for record in ("", "{", "[]", "null", '{"repository": 3}', "[" * 9999, b"\xff", '{"repository": "other/name"}'):
+        yield ["download", "hf:org/name", "--out", "o"], {"o/download.json": record}
+
+
+def evaluations() -> Iterator[Case]:
+    """`eval`."""
+    for extra in (
+        [], ["--text"], ["--text", "missing.txt"], ["--text", "empty.txt"], ["--text", "."], ["--text", "b.bin"],
+        ["--text", "a\0b"], ["--text", "n.jsonl"], ["--text", "bad.jsonl"], ["--text", "list.jsonl"],
+        ["--text", "text.txt", "--batch-size", "0"], ["--text", "text.txt", "--max-length", "1"],
+        ["--text", "text.txt", "--step", "77"], ["--text", "text.txt", "--json", "missing/below/x.json"],
+        ["--text", "text.txt", "--json", "folder"], ["--text", "text.txt", "--limit", "x"], ["--tasks", ","],
+        ["--tasks", "no_such_task"], ["--tasks", "x", "--include-path", "missing"],
+        ["--tasks", "mine", "--include-path", "tasks"], ["--text", "text.txt", "--code", "nowhere"],
+        ["--text", "text.txt", "--json", "x" * 300], ["--text", "text.txt", "--json", "a\0b"],
+    ):  # fmt: skip
+        files = {
+            "empty.txt": "", "b.bin": b"\xff\xfe", "n.jsonl": '{"zzz": 1}\n', "bad.jsonl": "{\n", "list.jsonl": "[1]\n",
+            "folder/x": "", "tasks/mine.yaml": "task: [mine",
+        }  # fmt: skip
+        yield ["eval", "RUN", *extra], {**TEXT, **files}
+    for folder in ("missing", ".", "text.txt", "text.txt/below", "a\0b"):
+        yield ["eval", folder, "--text", "text.txt"], TEXT
+    yield ["eval", "RUN", "--text", "text.txt"], {**TEXT, "RUN/config.toml": "[run\n"}
+    yield ["eval", "RUN", "--text", "text.txt"], {**TEXT, "RUN/config.toml": '[model]\nname = "os:system"'}
+
+
+def serving() -> Iterator[Case]:
+    """`serve`, which otherwise does not end."""
+    for extra in (
+        ["--port", "99999"], ["--port", "-1"], ["--port", "x"], ["--max-new-tokens", "0"], ["--step", "77", "--port", "0"],
+        ["--step", "-1"], ["--code", "nowhere", "--port", "0"], ["--zzz"], ["stray"],
+    ):  # fmt: skip
+        yield ["serve", "RUN", *extra], {}
+    for folder in ("missing", ".", "text.txt", "text.txt/below", "a\0b"):
+        yield ["serve", folder, "--port", "0"], TEXT
+    for config in (b"\xff\xfe", "[run\n", '[model]\nname = "os:system"', '[model]\nname = "gpt_debug"'):
+        yield ["serve", "RUN", "--port", "0"], {"RUN/config.toml": config}
+
+
+def exported_folders() -> Iterator[Case]:
+    """Folders that look exported, for `generate` and `eval`; and targets, for `export`."""
+    config = '{"model_type": "llama", "hidden_size": 64}'
+    token = {
+        "E/tokenizer.json": '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "added_tokens": []}'
+    }
+    shape = '{"cache": {"layers": 1, "heads": 1, "width": 8}, "max_positions": null, "step": 1}'
+    for files in (
+        {"E/config.json": config, "E/model.safetensors": b""},
+        {"E/config.json": config, "E/model.safetensors": b"\xff" * 100, **token},
+        {"E/config.json": "{", "E/model.safetensors": b"", **token},
+        {"E/config.json": "[]", "E/model.safetensors": b"", **token},
+        {"E/config.json": '{"model_type": "zap"}', "E/model.safetensors": b"", **token},
+        {"E/config.json": '{"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "model_type": "evil"}',
+         "E/evil.py": "raise SystemExit(77)", "E/model.safetensors": b"", **token},
+        {"E/model.onnx": b""}, {"E/model.onnx": b"garbage", "E/export.json": shape}, {"E/model.onnx": b"", "E/export.json": "[]"},
+        {"E/model.onnx": b"", "E/export.json": "{"}, {"E/model.onnx": b"", "E/export.json": '{"cache": {"zzz": 1}}', **token},
+        {"E/model.pt2": b"garbage", "E/export.json": shape}, {"E/model.pt2": b""},
+        {"E/model.gguf": b""}, {"E/model.gguf": b"GGUF\x03\x00\x00\x00" + b"\xff" * 16}, {"E/model.gguf": b"garbage"},
+    ):  # fmt: skip
+        yield ["generate", "E", "--prompt", "a", "--temperature", "0"], files
+        yield ["eval", "E", "--text", "text.txt"], {**TEXT, **files, "E/tokenizer_config.json": "{}"}
+    for extra in (["--chat"], ["--stop", "a"], ["--compile"], ["--temperature", "1"]):
+        yield ["generate", "E", "--prompt", "a", "--temperature", "0", *extra], {"E/model.onnx": b""}
+    for extra in (
+        ["--to", ""], ["--to", "hf,hf"], ["--to", ","], ["--to", "gguf,zap"], ["--dtype", "float8", "--to", "gguf"],
+        ["--dtype", "q8_0"], ["--max-shard-gb", "nan"], ["--max-shard-gb", "-1"], ["--step", "-1"], ["--code", "nowhere"],
+        ["--dtype", "q8_0", "--to", "gguf,hf"],
+    ):  # fmt: skip
+        yield ["export", "RUN", "--out", "out", *extra], {}
+    yield ["export", "E", "--out", "out"], {"E/model.onnx": b""}
+
+
+def comparisons() -> Iterator[Case]:
+    """`compare`."""
+    for extra in (
+        [], ["RUN"], ["RUN", "RUN"], ["RUN", "."], ["RUN", "text.txt"], ["RUN", "text.txt/below"], ["RUN", "a\0b"],
+        ["RUN"] * 9, ["RUN", "RUN2", "--out", "folder"], ["RUN", "RUN2", "--out", "text.txt/below"], ["RUN", "./RUN"],
+        ["RUN", "RUN2", "--out", "x" * 300], ["RUN", "RUN2", "--zzz"], ["RUN", "x" * 5000],
+    ):  # fmt: skip
+        files = {"RUN2/config.toml": "[train]\nsteps = 2", "RUN2/metrics.jsonl": "", "folder/x": ""}
+        yield ["compare", *extra], {**TEXT, **files}
+    for config in (b"\xff", "[run\n", "", "[" * 9999):
+        yield ["compare", "RUN", "RUN2"], {"RUN2/config.toml": config, "RUN2/metrics.jsonl": ""}
+
+
+def other_commands() -> Iterator[Case]:
+    """What is left, and settings of the newer sections."""
+    for command in ("list", "doctor", "calibrate", "compare", "data", "download", "eval", "serve", "tokenizer"):
+        yield [command, "--nonsense"], {}
+        yield [command, "x" * 5000, "--zzz", "1"], {}
+    yield ["doctor", "--bench", "missing/below/x.toml"], {}
+    yield ["doctor", "--bench", "folder"], {"folder/x": ""}
+    for backend in ("zap", "", "a b", "os:system", "inductorr"):
+        yield ["check", "debug", "--compile.backend", backend], {}
+        yield ["check", "debug", "--compile.backend", backend, "--compile.enabled"], {}
+    yield ["check", "debug", "--compile.backend", "eager", "--compile.mode", "max-autotune"], {}
+    for tracker in ('["zap"]', '[""]', '"x"', "[1]"):
+        yield ["check", "debug", "--metrics.trackers", tracker], {}

@@ -222,3 +222,63 @@ def test_ones_own_run_goes_on_without_being_asked_until_its_code_changes(folder,
     assert main(check) == 2
     assert "has changed since" in capsys.readouterr().err
     assert main([*check, "--code", "code"]) == 0
+
+
+def test_machine_code_in_an_exported_folder_is_loaded_only_if_this_account_wrote_it(folder, capsys, monkeypatch):
+    from titan_train.export.load import load_exported
+    from titan_train.trust import remember_machine_code
+
+    export = folder / "export"
+    export.mkdir()
+    (export / "model.pt2").write_bytes(b"machine code")
+    loaded = []
+    monkeypatch.setattr("titan_train.export.load.read_exported", loaded.append)
+    for words in (
+        ["generate", "export", "--prompt", "a", "--temperature", "0"],
+        ["eval", "export", "--text", "text.txt"],
+    ):
+        assert main(words) == 2
+    assert "model.pt2 is machine code, and this account did not export it" in capsys.readouterr().err
+    assert loaded == []
+    load_exported(export, trust_code=True)  # once
+    load_exported(export)
+    assert loaded == [export] * 2
+    (export / "model.pt2").write_bytes(b"other machine code")
+    with pytest.raises(ValueError, match="--trust-code"):
+        load_exported(export)
+    remember_machine_code(export, export / "model.pt2")  # as `export` does
+    load_exported(export)
+    (folder / "sent").mkdir()
+    shutil.copy(export / "model.pt2", folder / "sent")
+    with pytest.raises(ValueError, match="--trust-code"):
+        load_exported(folder / "sent")
+
+
+def test_an_exported_folder_s_own_python_and_pickles_are_not_read(folder, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    export = folder / "export"
+    settings = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = transformers.LlamaConfig(**settings)
+    transformers.LlamaForCausalLM(config).save_pretrained(export)
+    torch.save({}, export / "pytorch_model.bin")
+    (export / "model.safetensors").rename(export / "other.safetensors")
+    from titan_train.export.load import load_exported
+
+    with pytest.raises(ValueError, match=r"cannot be used .*model\.safetensors"):
+        load_exported(export)
+    (export / "other.safetensors").rename(export / "model.safetensors")
+    load_exported(export)
+    (export / "evil.py").write_text(f"open({str(folder / 'marker')!r}, 'w')")
+    written = json.loads((export / "config.json").read_text())
+    written |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (export / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="cannot be used"):
+        load_exported(export)
+    assert not (folder / "marker").exists()

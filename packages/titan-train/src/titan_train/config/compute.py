@@ -79,3 +79,15 @@ class CompileConfig:
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """inductor's mode."""
+
+    def __post_init__(self) -> None:
+        if not self.backend.replace("_", "").isalnum():
+            raise ValueError(
+                f"compile.backend={self.backend!r} is not the name of a backend. Use 'inductor' (generates code), 'aot_eager' "
+                "or 'eager' (check the graphs)."
+            )
+        if self.mode != "default" and self.backend != "inductor":
+            raise ValueError(
+                f"compile.mode={self.mode!r} is a mode of inductor, and compile.backend={self.backend!r} has none. Leave the "
+                "mode out, or use backend 'inductor'."
+            )

@@ -118,6 +118,7 @@ def run_tasks(
 
     Raises:
         ValueError: A task is not known.
+        RuntimeError: A task's file or its data cannot be used.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
     known = {*manager.all_tasks, *manager.all_groups, *manager.all_tags}
@@ -127,13 +128,19 @@ def run_tasks(
             "--include-path."
         )
     run: Any = evaluator.simple_evaluate
-    return run(
-        model=HarnessModel(model, batch_size=batch_size, ranks=ranks),
-        tasks=tasks,
-        task_manager=manager,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        bootstrap_iters=0,
-        log_samples=True,
-        confirm_run_unsafe_code=False,
-    )
+    try:
+        return run(
+            model=HarnessModel(model, batch_size=batch_size, ranks=ranks),
+            tasks=tasks,
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            bootstrap_iters=0,
+            log_samples=True,
+            confirm_run_unsafe_code=False,
+        )
+    except Exception as err:  # of the task's file, its data, or the library that loads them
+        text = next((line.strip() for line in str(err).splitlines() if line.strip()), "no message")
+        raise RuntimeError(
+            f"{', '.join(tasks)}: lm-evaluation-harness failed ({type(err).__name__}: {text[:300]})"
+        ) from err

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_train.export.load import load_exported, target_of
+from titan_train.export.load import load_exported, target_of, using
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.generation import LoadedRun, generate, load_run
 
@@ -51,14 +51,14 @@ def load_eval_model(
         step: Which checkpoint of a run; None takes the newest.
         max_length: Tokens to read at once; None takes the length of the training sequences.
         device: Where a run's model goes; None takes a GPU if there is one.
-        trust_code: As in `load_run`.
+        trust_code: As in `load_run`, and in `load_exported`.
         code: As in `load_run`.
 
     Raises:
         ValueError: It is neither, or cannot be loaded.
     """
     if target_of(folder) is not None:
-        return _of_export(folder, max_length)
+        return _of_export(folder, max_length, trust_code)
     run = load_run(folder, step=step, device=device, trust_code=trust_code, code=code)
     return eval_model_of(run, folder.resolve().name, max_length=max_length)
 
@@ -95,25 +95,29 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
     )
 
 
-def _of_export(folder: Path, max_length: int | None) -> EvalModel:
-    ids = folder_ids(folder)
-    config_file = folder / "tokenizer_config.json"
-    if ids("a") is None or not config_file.is_file():
-        raise ValueError(
-            f"{folder} has no tokenizer.json that can be read: install titan-train[hf], or evaluate the run."
-        )
-    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-    exported = load_exported(folder)
-    eos = _token_id(folder, config["eos_token"])
-    bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
+def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalModel:
+    with using(folder):
+        ids = folder_ids(folder)
+        config_file = folder / "tokenizer_config.json"
+        if ids("a") is None or not config_file.is_file():
+            raise ValueError(
+                f"{folder} has no tokenizer.json that can be read: install titan-train[hf], or evaluate the run."
+            )
+        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        exported = load_exported(folder, trust_code=trust_code)
+        eos = _token_id(folder, config["eos_token"])
+        bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
+        length = max_length or int(config["model_max_length"])
 
     def logits(tokens: Tensor) -> Tensor:
-        found = exported.logits(tokens)
+        with using(folder):
+            found = exported.logits(tokens)
         assert found is not None
         return found
 
     def greedy(prompt: Sequence[int], count: int) -> list[int]:
-        found = exported.greedy(prompt, count)
+        with using(folder):
+            found = exported.greedy(prompt, count)
         return found[: found.index(eos)] if eos in found else found
 
     return EvalModel(
@@ -124,7 +128,7 @@ def _of_export(folder: Path, max_length: int | None) -> EvalModel:
         greedy=greedy,
         prefix_id=bos,
         eos_id=eos,
-        max_length=max_length or config["model_max_length"],
+        max_length=length,
     )
 
 

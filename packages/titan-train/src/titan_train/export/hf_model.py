@@ -18,10 +18,15 @@ class HfModel:
             ValueError: transformers is not installed.
         """
         transformers = _transformers()
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().float()
+        # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
+        safe = {"trust_remote_code": False, "local_files_only": True}
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, **safe
+        )
+        self._model: Any = loaded.eval().float()
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """``[B, S]`` to ``[B, S, V]``."""

@@ -1,9 +1,12 @@
 """Load an exported folder by what lies in it, with the library that its users load it with."""
 
+import contextlib
+from collections.abc import Generator
 from pathlib import Path
 
 from titan_train.export.gate import Exported
 from titan_train.export.tokenizer_json import folder_ids, folder_text
+from titan_train.trust import admit_machine_code
 
 TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
 
@@ -21,8 +24,53 @@ def target_of(folder: Path) -> str | None:
     return None
 
 
-def load_exported(folder: Path) -> Exported:
+def load_exported(folder: Path, *, trust_code: bool = False) -> Exported:
     """Load an exported folder; DCP holds weights only, which need the run's model.
+
+    Args:
+        folder: The folder.
+        trust_code: Load an AOTInductor package, which is machine code, though this account has not exported it.
+
+    Raises:
+        ValueError: It is no exported folder, or a damaged one; the library that reads it is not installed; or it holds
+            machine code that is not trusted.
+    """
+    if target_of(folder) == "aoti":
+        admit_machine_code(folder, folder / "model.pt2", trust=trust_code)
+    with using(folder):
+        return read_exported(folder)
+
+
+@contextlib.contextmanager
+def using(folder: Path) -> Generator[None]:
+    """Report what a library raises on a folder's files: they are what it was given, whatever it thinks of them.
+
+    Raises:
+        ValueError: The body raised anything.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as err:
+        if isinstance(err, ValueError) and _raised_by_us(err):
+            raise
+        text = next((line.strip() for line in str(err).splitlines() if line.strip()), "")
+        raise ValueError(
+            f"{folder} cannot be used ({type(err).__name__}: {text[:300]}): a file of it is damaged, missing or not of this "
+            "export. Export the run again."
+        ) from err
+
+
+def _raised_by_us(err: BaseException) -> bool:
+    frame = err.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("titan_")
+
+
+def read_exported(folder: Path) -> Exported:
+    """Load an exported folder that this process has written itself.
 
     Raises:
         ValueError: It is no exported folder, or the library that reads it is not installed.
@@ -57,13 +105,14 @@ def continue_text(exported: Exported, folder: Path, prompt: str, max_new_tokens:
         max_new_tokens: The most tokens to add.
 
     Raises:
-        ValueError: The folder has no ``tokenizer.json``, or the tokenizers library is missing.
+        ValueError: The folder has no ``tokenizer.json``, or a damaged one, or the tokenizers library is missing.
     """
-    ids = folder_ids(folder)(prompt)
-    if not ids:
-        raise ValueError(
-            f"{folder} has no tokenizer.json that turns the prompt into ids, or the tokenizers library is not installed: "
-            "install titan-train[hf]."
-        )
-    found = exported.greedy(ids, max_new_tokens)
-    return folder_text(folder, found)
+    with using(folder):
+        ids = folder_ids(folder)(prompt)
+        if not ids:
+            raise ValueError(
+                f"{folder} has no tokenizer.json that turns the prompt into ids, or the tokenizers library is not "
+                "installed: install titan-train[hf]."
+            )
+        found = exported.greedy(ids, max_new_tokens)
+        return folder_text(folder, found)

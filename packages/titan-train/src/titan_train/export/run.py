@@ -25,13 +25,14 @@ from titan_train.export.hf_folder import (
     write_json,
     write_tokenizer_files,
 )
-from titan_train.export.load import TARGETS, load_exported
+from titan_train.export.load import TARGETS, read_exported
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun, load_run
 from titan_train.models import unwrap
 from titan_train.models.family import Family
 from titan_train.models.registry import family_of
 from titan_train.run_folder import checkpoint_folders
+from titan_train.trust import remember_machine_code
 
 Target = Literal["hf", "gguf", "onnx", "aoti", "dcp"]
 AnyDtype = Literal["fp32", "bf16", "fp16", "float8", "q8_0"]
@@ -112,6 +113,9 @@ def export_run(
             card = model_card(run, job.family, job.name, target, dtype, checks[target])
             write_atomic(folder / "README.md", card)
         staged.rename(out)
+        if "aoti" in to:
+            folder = out if len(to) == 1 else out / "aoti"
+            remember_machine_code(folder, folder / "model.pt2")
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return checks
@@ -209,7 +213,7 @@ def _through_q8(values: torch.Tensor, name: str) -> torch.Tensor:
 
 def _load(target: Target, folder: Path, job: _Export) -> Exported:
     if target != "dcp":
-        return load_exported(folder)
+        return read_exported(folder)
     from titan_train.export.dcp_folder import DcpModel
 
     return DcpModel(folder, unwrap(job.run.model))

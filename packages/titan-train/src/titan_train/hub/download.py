@@ -80,6 +80,7 @@ def download(
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
     total = sum(file.size for file in chosen)
     _check_space(out, total)
+    (out / RECORD_NAME).unlink(missing_ok=True)  # unfinished until everything was compared again
     tell(f"{name} at {info.sha[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
 
     def load(file: RepoFile) -> RepoFile:
@@ -138,10 +139,17 @@ def _check_folder(out: Path, name: str) -> None:
         raise ValueError(f"{out} is not a folder. Name another with --out.")
     record = out / RECORD_NAME
     if record.is_file():
-        before = json.loads(record.read_text(encoding="utf-8")).get("repository")
-        if before != name:
+        before = _repository_of(record)
+        if before is not None and before != name:
             raise ValueError(f"{out} holds {before}, not {name}. Name another folder with --out.")
-        record.unlink()  # unfinished until everything was compared again
+
+
+def _repository_of(record: Path) -> str | None:
+    """What a folder says it holds; None if its record is damaged: every file is then compared again."""
+    try:
+        return str(json.loads(record.read_text(encoding="utf-8"))["repository"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _check_space(out: Path, size: int) -> None:

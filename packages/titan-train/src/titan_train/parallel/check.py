@@ -10,6 +10,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
+from titan_train.parallel.compiled import check_backend
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
 from titan_train.parallel.pipeline import layers_of, stage_layers
@@ -33,6 +34,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     """
     spec = layout.spec
     parallel = config.parallel
+    check_backend(config.compile.backend)
     _check_plan(config, layout, model)
     if spec.tp > 1:
         check_tensor_parallel(

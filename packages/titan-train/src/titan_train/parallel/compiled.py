@@ -8,6 +8,26 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from titan_train.config import ActivationsConfig, CompileConfig
+from titan_train.nearest import did_you_mean
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that torch.compile does not know.
+
+    Raises:
+        ValueError: It is neither torch's own nor an entry point of an installed package.
+    """
+    if backend == "inductor":  # the others are found by importing what compiles, which takes seconds
+        return
+    from torch._dynamo import list_backends
+
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        usual = [name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in known]
+        raise ValueError(
+            f"compile.backend={backend!r}: torch.compile has no such backend. {did_you_mean(backend, known)}The usual ones are "
+            f"{', '.join(usual)}; a package adds one by an entry point of the group torch_dynamo_backends."
+        )
 
 
 def compile_blocks(

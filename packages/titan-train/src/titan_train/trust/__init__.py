@@ -5,20 +5,30 @@
 - `factory` imports the callable, from installed packages and from paths given with ``--code`` only, and takes it only if
   it is declared to build an `nn.Module`.
 - `record` remembers, in the account of the user and not in the run's folder, which code a run was started with. A folder
-  made elsewhere needs ``--trust-code``; the user's own does not, as long as the code has not changed.
+  made elsewhere needs ``--trust-code``; the user's own does not, as long as the code has not changed. The same holds for
+  the machine code in an exported folder.
 
 SECURITY.md says what this protects from, and what it does not. No torch until a factory is imported.
 """
 
 from titan_train.trust.factory import import_factory, names_code, use_code
-from titan_train.trust.record import CodeRecord, admit_own_code, admit_run_code, remember_code
+from titan_train.trust.record import (
+    CodeRecord,
+    admit_machine_code,
+    admit_own_code,
+    admit_run_code,
+    remember_code,
+    remember_machine_code,
+)
 
 __all__ = [
     "CodeRecord",
+    "admit_machine_code",
     "admit_own_code",
     "admit_run_code",
     "import_factory",
     "names_code",
     "remember_code",
+    "remember_machine_code",
     "use_code",
 ]

@@ -92,6 +92,33 @@ def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequen
         )
 
 
+def admit_machine_code(folder: Path, file: Path, *, trust: bool) -> None:
+    """Admit a file of an exported folder that holds machine code, which no reader could check.
+
+    Args:
+        folder: The exported folder.
+        file: Its file.
+        trust: The user gave ``--trust-code``: the file is admitted, and remembered.
+
+    Raises:
+        ValueError: This account has not exported this very file to this folder.
+    """
+    if trust:
+        remember_machine_code(folder, file)
+        return
+    known = _recall(folder)
+    if known is None or known.model != file.name or _hash_of(file) != known.sha256:
+        raise ValueError(
+            f"{file} is machine code, and this account did not export it: loading it could do anything. Add --trust-code if "
+            "you trust where it comes from, or export the run to another target."
+        )
+
+
+def remember_machine_code(folder: Path, file: Path) -> None:
+    """Write the record of an exported file with machine code. Best effort, as `remember_code`."""
+    remember_code(folder, CodeRecord(file.name, (), _hash_of(file)))
+
+
 def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
     """Write the record of a run. Best effort: without it the user is asked again."""
     if record is not None:
@@ -113,6 +140,11 @@ def _file(run_dir: Path) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:32]
     return Path(state) / "titan-train" / "code" / f"{key}.json"
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _source_hash(model_name: str, paths: Sequence[str]) -> str:

@@ -40,6 +40,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError("--tasks needs lm-evaluation-harness, which is not installed. Install titan-train[eval].")
 
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {arguments.json}: there is no such folder to write a file in. Make it first.")
+
     from titan_train.eval.ranks import join_ranks
 
     with join_ranks() as ranks:

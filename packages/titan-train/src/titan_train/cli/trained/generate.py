@@ -171,7 +171,7 @@ def _exported(arguments: argparse.Namespace) -> int:
             )
     from titan_train.export.load import continue_text, load_exported
 
-    exported = load_exported(arguments.run_dir)
+    exported = load_exported(arguments.run_dir, trust_code=arguments.trust_code)
     texts = [continue_text(exported, arguments.run_dir, text, arguments.max_new_tokens) for text in arguments.prompt]
     print(f"\n{'-' * 40}\n".join(prompt + text for prompt, text in zip(arguments.prompt, texts, strict=True)))
     return 0
