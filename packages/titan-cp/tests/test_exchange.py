@@ -1,7 +1,5 @@
 """Packed documents: what a rank sends is what the others' queries see, and planning it costs milliseconds."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -37,6 +35,9 @@ CASES = [
         {"layout": "block", "block_size": 4},
         {"layout": "contiguous", "window": 7},
         {"layout": "contiguous", "window": 7, "causal": False},
+        {"layout": "block", "block_size": 4, "window": 7},
+        {"layout": "per_document", "window": 3},
+        {"layout": "zigzag", "window": 5, "causal": False},
     )
 ]
 
@@ -65,7 +66,7 @@ def test_rows_that_travel_are_exactly_the_keys_that_queries_see(seed, size, opti
             assert [int(held[j][r]) for r in sent] == tokens, "sent in the order in which they are expected"
 
 
-@pytest.mark.parametrize(("seed", "size", "options"), CASES[:4])
+@pytest.mark.parametrize(("seed", "size", "options"), CASES[:4] + CASES[-3:])
 def test_tiles_of_a_rank_and_its_rounds_cover_every_attended_pair_once(seed, size, options):
     bounds = packing(14, 48 * size, seed)
     p = make(bounds, size, **options)
@@ -91,21 +92,6 @@ def test_dealt_documents_are_balanced_and_few_keys_travel(sigma):
     assert {sum(b - a for a, b in held) for held in p.ring_ranges} == {(1 << 18) // 64}
     assert p.imbalance <= 1.05
     assert max(p.sent_rows) <= 0.05 * (1 << 18), "a rank of the ring sends all of it but its own, 63 times as much"
-
-
-def test_a_packed_microbatch_of_1047_documents_on_64_ranks_is_planned_in_milliseconds():
-    spent = []
-    for seed in range(5):
-        bounds = packing(1047, 1 << 20, seed)
-        start = time.process_time()
-        p = make(bounds, 64, layout="auto", rank=seed)
-        p.tiles(p.ring_rank)
-        for index in range(len(p.rounds)):
-            p.round_tiles(index)
-        assert len(p.shard_ranges) == 64
-        spent.append(time.process_time() - start)
-    # 17 ms of CPU time on an idle core of the development machine; a shared one has taken three times as much.
-    assert min(spent) < 0.06, spent
 
 
 def test_the_same_packing_is_planned_once():

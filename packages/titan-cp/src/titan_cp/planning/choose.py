@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from titan_cp.planning.checks import divisors
-from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes, work_matrix
+from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes
 from titan_cp.planning.documents import deal_documents, work_of
 from titan_cp.planning.exchange import rows_needed
 from titan_cp.planning.layouts import layout_multiple, plan_ranges
@@ -148,7 +148,7 @@ def choose_layout(
     for name in ("contiguous", usual, "block"):
         if cu_seqlens[-1] % layout_multiple(name, ring_degree, block_size) == 0:
             ranges = plan_ranges(name, cu_seqlens, ring_degree, causal=causal, window=window, block_size=block_size)
-            work = work_matrix(ranges, cu_seqlens, causal=causal, window=window).sum(axis=1)
+            work = work_of(ranges, cu_seqlens, causal=causal, window=window)
             imbalances[name] = float(work.max() * ring_degree / work.sum())
             if imbalances[name] <= BALANCED:
                 return name, f"auto: {reasons[name]} (imbalance {imbalances[name]:.3f})"

@@ -35,6 +35,8 @@ from titan_cp.planning.ranges import Ranges, RangeTable, attended_pairs, join_ra
 _MANY = 65
 """From this many boundaries on, documents are dealt in turn."""
 _BALANCED = 1.02
+_MANY_BLOCKS = 2048
+"""From this many blocks on, they are dealt in rounds."""
 
 LAYOUTS = ("contiguous", "zigzag", "per_document", "documents", "block")
 
@@ -121,19 +123,9 @@ def _per_document_in_turn(
     start = stop - count
     pairs = piece_pairs(start, stop, np.repeat(length, 2)[None, :], causal=causal, window=window)
     offset = np.repeat(begin, 2)[None, :]
-    return _joined(start + offset, stop + offset), pairs.sum(axis=1)
-
-
-def _joined(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RangeTable:
-    """A row of ascending pieces for each rank; empty ones are dropped, those that touch are joined."""
-    size = len(starts)
-    held = stops > starts
-    owners = np.repeat(np.arange(size), held.sum(axis=1))
-    starts, stops = starts[held], stops[held]
-    apart = np.ones(len(starts) + 1, dtype=bool)
-    apart[1:-1] = (starts[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
-    cuts = np.searchsorted(owners[apart[:-1]], np.arange(size + 1)).tolist()
-    return RangeTable(starts[apart[:-1]], stops[apart[1:]], cuts)
+    owners = np.broadcast_to(turn[:, None], start.shape)
+    ranges = RangeTable.of(owners.reshape(-1), (start + offset).reshape(-1), (stop + offset).reshape(-1), size)
+    return ranges, pairs.sum(axis=1)
 
 
 def _per_document_by_work(
@@ -175,17 +167,37 @@ def _per_document_by_work(
     return tuple(join_ranges(r) for r in ranges)
 
 
-def _block(
-    cu_seqlens: Sequence[int], size: int, block_size: int, *, causal: bool, window: int | None
-) -> tuple[Ranges, ...]:
-    blocks = [(s, s + block_size) for s in range(0, cu_seqlens[-1], block_size)]
-    costs = work_of([(block,) for block in blocks], cu_seqlens, causal=causal, window=window)
+def _block(cu_seqlens: Sequence[int], size: int, block_size: int, *, causal: bool, window: int | None) -> RangeTable:
+    starts = np.arange(0, cu_seqlens[-1], block_size)
+    blocks = RangeTable(starts, starts + block_size, range(len(starts) + 1))
+    costs = work_of(blocks, cu_seqlens, causal=causal, window=window)
+    deal = _one_by_one if len(starts) < _MANY_BLOCKS else _in_rounds
+    return RangeTable.of(deal(costs, size), starts, starts + block_size, size)
+
+
+def _one_by_one(costs: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """The rank of each block: the heaviest first, to the lightest rank that has room."""
+    owners = np.empty(len(costs), dtype=np.int64)
     lightest = [(0.0, rank) for rank in range(size)]
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    each = len(blocks) // size
-    for b in np.argsort(-costs, kind="stable").tolist():
+    room = [len(costs) // size] * size
+    for block in np.argsort(-costs, kind="stable").tolist():
         work, rank = heappop(lightest)
-        ranges[rank].append(blocks[b])
-        if len(ranges[rank]) < each:
-            heappush(lightest, (work + float(costs[b]), rank))
-    return tuple(join_ranges(r) for r in ranges)
+        owners[block] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heappush(lightest, (work + float(costs[block]), rank))
+    return owners
+
+
+def _in_rounds(costs: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """The rank of each block: heaviest first, one to each rank in a round, its heaviest to the rank with the least work.
+
+    Of many blocks that is as even, without looking at one after the other.
+    """
+    owners = np.empty(len(costs), dtype=np.int64)
+    work = np.zeros(size)
+    for dealt in np.argsort(-costs, kind="stable").reshape(-1, size):
+        lightest = np.argsort(work, kind="stable")
+        owners[dealt] = lightest
+        work[lightest] += costs[dealt]
+    return owners

@@ -132,8 +132,11 @@ class PlanNumbers:
     @cached_property
     def hops(self) -> int:
         """How many ranks onward keys must travel: the ring's size less one, or what the window reaches."""
-        needed = np.argwhere(self.pairs > 0)
-        return max(int(i - j) % self.ring_degree for i, j in needed)
+        longest = int(np.diff(self.cu_seqlens).max())
+        if self.layout == "per_document" and self.window is None and longest >= 2 * self.ring_degree:
+            return self.ring_degree - 1  # every rank has head and tail of that document
+        needed = np.argwhere(self.rows_needed > 0)
+        return max((int(i - j) % self.ring_degree for i, j in needed), default=0)
 
     @cached_property
     def rows_needed(self) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,19 @@ class RangeTable(Sequence[Ranges]):
         self._cuts = cuts
         self._made: dict[int, Ranges] = {}
 
+    @classmethod
+    def of(
+        cls, owners: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64], size: int
+    ) -> "RangeTable":
+        """Put ranges in order: those of an owner ascend already. Empty ones are dropped, those that touch are joined."""
+        order = np.argsort(owners, kind="stable")
+        order = order[stops[order] > starts[order]]
+        owners, starts, stops = owners[order], starts[order], stops[order]
+        apart = np.ones(len(starts) + 1, dtype=bool)
+        apart[1:-1] = (starts[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
+        cuts = np.searchsorted(owners[apart[:-1]], np.arange(size + 1)).tolist()
+        return cls(starts[apart[:-1]], stops[apart[1:]], cuts)
+
     def __len__(self) -> int:
         return len(self._cuts) - 1
 
@@ -102,8 +116,8 @@ def range_arrays(
     """Starts, stops and ranks of all ranges."""
     if isinstance(ranges, RangeTable):
         return ranges.arrays()
-    held = np.array([(s, e, rank) for rank, r in enumerate(ranges) for s, e in r], dtype=np.int64).reshape(-1, 3)
-    return held[:, 0], held[:, 1], held[:, 2]
+    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(ranges)), dtype=np.int64)
+    return numbers[::2].copy(), numbers[1::2].copy(), np.repeat(np.arange(len(ranges)), [len(held) for held in ranges])
 
 
 def piece_arrays(

@@ -16,22 +16,25 @@ one. Rows over which both bounds keep their behaviour form one tile, of four kin
 Every query row lies in at most one tile, and no tile has an empty row, so no kernel is ever asked about a row without
 keys (CPU flash answers log-sum-exp 0 there, where -inf is right).
 
-Cost: O(documents) Python per pair of ranks, once per plan.
+How: with ``K(x)`` the number of local keys below token ``x``, ``hi(t) = K(t + ahead)`` and ``lo(t) = K(t - behind)``, both
+kept inside the document. ``K`` bends only where a key piece begins or ends, so the query pieces are cut there, and from one
+row to the next both bounds do the same until the next cut. Runs of equal steps become tiles.
+
+Cost: array operations on the pieces of both ranks, and one Python object per tile.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_cp.planning.ranges import Ranges, document_pieces
+from titan_cp.planning.ranges import Ranges, piece_arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One kernel call: local query rows ``[q_start, q_stop)`` against local key rows ``[k_start, k_stop)``."""
 
     q_start: int
@@ -69,39 +72,6 @@ class Tile:
         return (column >= low) & (column < high)
 
 
-@dataclass(slots=True)
-class _Run:
-    """A tile under construction: bounds at its first row, and how they move (None: one row, not known yet)."""
-
-    q_start: int
-    rows: int
-    lo: int
-    hi: int
-    lo_step: int | None
-    hi_step: int | None
-
-    def tile(self) -> Tile:
-        hi_last = self.hi + (self.hi_step or 0) * (self.rows - 1)
-        return Tile(self.q_start, self.q_start + self.rows, self.lo, hi_last, bool(self.hi_step), bool(self.lo_step))
-
-    def absorb(self, other: "_Run") -> bool:
-        """Take over a run that continues this one; False where it does not."""
-        if other.q_start != self.q_start + self.rows:
-            return False
-        steps: list[int] = []
-        for start, step, other_start, other_step in (
-            (self.lo, self.lo_step, other.lo, other.lo_step),
-            (self.hi, self.hi_step, other.hi, other.hi_step),
-        ):
-            seam = other_start - (start + (step or 0) * (self.rows - 1))
-            if seam not in (0, 1) or step not in (None, seam) or other_step not in (None, seam):
-                return False
-            steps.append(seam)
-        self.rows += other.rows
-        self.lo_step, self.hi_step = steps
-        return True
-
-
 def plan_tiles(
     q_ranges: Ranges, k_ranges: Ranges, cu_seqlens: Sequence[int], *, causal: bool, window: int | None
 ) -> tuple[Tile, ...]:
@@ -117,56 +87,108 @@ def plan_tiles(
     Returns:
         Tiles that cover each attended pair exactly once, and no other pair.
     """
-    keys = _local_pieces(k_ranges, cu_seqlens)
-    runs: list[_Run] = []
-    for document, pieces in _local_pieces(q_ranges, cu_seqlens).items():
-        if document not in keys:
-            continue
-        for run in _runs(pieces, keys[document], causal, window):
-            if not (runs and runs[-1].absorb(run)):
-                runs.append(run)
-    return tuple(run.tile() for run in runs)
+    runs = _visible_runs(q_ranges, k_ranges, cu_seqlens, causal, window)
+    if not len(runs.row):
+        return ()
+    first, count = _longest_alike(runs)
+    row, lo, hi = _rows_at(runs, first)
+    _, last_lo, last_hi = _rows_at(runs, first + count - 1)
+    columns = (row, row + count, lo, last_hi, last_hi > hi, last_lo > lo)
+    return tuple(map(Tile._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
-def _local_pieces(ranges: Ranges, cu_seqlens: Sequence[int]) -> dict[int, list[tuple[int, int, int]]]:
-    """By document: ``(first position, last position + 1, local row of the first)``."""
-    pieces: dict[int, list[tuple[int, int, int]]] = {}
-    row = 0
-    for document, start, stop, _ in document_pieces(ranges, cu_seqlens):
-        pieces.setdefault(document, []).append((start, stop, row))
-        row += stop - start
-    return pieces
+class _Runs(NamedTuple):
+    """Runs of query rows that see keys, ascending; within a run both bounds move by the same step."""
+
+    row: NDArray[np.int64]
+    """First local row."""
+    rows: NDArray[np.int64]
+    lo: NDArray[np.int64]
+    """Of the first row."""
+    hi: NDArray[np.int64]
+    lo_step: NDArray[np.int64]
+    hi_step: NDArray[np.int64]
 
 
-def _runs(
-    queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]], causal: bool, window: int | None
-) -> Iterator[_Run]:
-    starts = [start for start, _, _ in keys]
-    last = keys[-1][2] + keys[-1][1] - keys[-1][0]
-
-    def keys_below(position: int) -> int:
-        """The local row of the first key at or after ``position``."""
-        piece = bisect_right(starts, position) - 1
-        if piece < 0:
-            return keys[0][2]
-        start, stop, row = keys[piece]
-        return row + min(position, stop) - start
-
-    # hi(t) = keys_below(t + ahead), lo(t) = keys_below(t - behind); None where that bound does not depend on t.
+def _visible_runs(
+    q_ranges: Ranges, k_ranges: Ranges, cu_seqlens: Sequence[int], causal: bool, window: int | None
+) -> _Runs:
+    q_start, q_stop, begin, end = _tokens(q_ranges, cu_seqlens)
+    k_start, k_stop, _, _ = _tokens(k_ranges, cu_seqlens)
+    # hi(t) = K(t + ahead), lo(t) = K(t - behind); None where that bound does not depend on t
     ahead = 1 if causal else window
     behind = None if window is None else window - 1
     shifts = [s for s in (ahead, None if behind is None else -behind) if s is not None]
-    # A bound changes behaviour only where it reaches the edge of a key piece.
-    edges = sorted({edge - s + d for s in shifts for start, stop, _ in keys for edge in (start, stop) for d in (0, 1)})
-    for start, stop, row in queries:
-        cuts = [start, *(e for e in edges if start < e < stop), stop]
-        for t, end in pairwise(cuts):
-            hi = last if ahead is None else keys_below(t + ahead)
-            lo = keys[0][2] if behind is None else keys_below(t - behind)
-            if hi <= lo:
-                continue
-            hi_step = lo_step = None
-            if end - t > 1:
-                hi_step = 0 if ahead is None else keys_below(t + 1 + ahead) - hi
-                lo_step = 0 if behind is None else keys_below(t + 1 - behind) - lo
-            yield _Run(row + t - start, end - t, lo, hi, lo_step, hi_step)
+    edges = [edge - s for s in shifts for edge in (k_start, k_stop, begin, end)]
+    cuts = np.sort(np.concatenate([q_start, q_stop, *edges, *(edge + 1 for edge in edges)]))
+    piece = np.searchsorted(q_start, cuts[:-1], side="right") - 1
+    held = (piece >= 0) & (cuts[:-1] < q_stop[piece]) & (cuts[:-1] < cuts[1:])
+    start, stop, piece = cuts[:-1][held], cuts[1:][held], piece[held]
+
+    def bounds(t: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        low, high = begin[piece], end[piece]
+        lo = low if behind is None else np.maximum(t - behind, low)
+        hi = high if ahead is None else np.minimum(t + ahead, high)
+        return _keys_below(lo, k_start, k_stop), _keys_below(hi, k_start, k_stop)
+
+    lo, hi = bounds(start)
+    next_lo, next_hi = bounds(np.minimum(start + 1, stop - 1))
+    row = start - q_start[piece] + (np.cumsum(q_stop - q_start) - (q_stop - q_start))[piece]
+    columns = (row, stop - start, lo, hi, next_lo - lo, next_hi - hi)
+    return _Runs(*(column[hi > lo] for column in columns))
+
+
+def _tokens(ranges: Ranges, cu_seqlens: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
+    """Pieces of documents, as tokens of the sequence: first, last + 1, and those of the whole document."""
+    _, document, start, stop, length = piece_arrays((ranges,), cu_seqlens)
+    begin = np.asarray(cu_seqlens, dtype=np.int64)[document]
+    return begin + start, begin + stop, begin, begin + length
+
+
+def _keys_below(token: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of the held keys lie below each token."""
+    rows = np.concatenate([[0], np.cumsum(stop - start)])
+    piece = np.searchsorted(start, token, side="right")
+    return rows[piece] - np.maximum(np.concatenate([[0], stop])[piece] - token, 0)
+
+
+def _rows_at(runs: _Runs, number: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Local row, ``lo`` and ``hi`` of visible rows, given their numbers among the visible ones."""
+    begins = np.cumsum(runs.rows) - runs.rows
+    at = np.searchsorted(begins, number, side="right") - 1
+    inside = number - begins[at]
+    return runs.row[at] + inside, runs.lo[at] + runs.lo_step[at] * inside, runs.hi[at] + runs.hi_step[at] * inside
+
+
+def _longest_alike(runs: _Runs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each tile's first row, as a number among the visible ones, and its count: always as many rows as go on alike.
+
+    A step leads from a visible row to the next. A tile takes all steps of one kind that follow each other; the step after
+    them leads out of it, to the next tile's first row.
+    """
+    kind, count = _steps(runs)
+    number = np.arange(len(kind))
+    starts = np.cumsum(count) - count
+    # The way out uses up a step of the next group. A group of one is then gone, and the next tile has all of the group
+    # behind it: of several groups of one in a row, every second is used.
+    fresh = np.concatenate([[True], kind[:-1] < 0])  # behind a break no step was used
+    follows = np.concatenate([[False], count[:-1] == 1]) & ~fresh
+    since = np.maximum.accumulate(np.where(follows, 0, number))
+    used = ~fresh[since] ^ ((number - since) % 2 == 1)
+    made = count > used
+    return (starts + used)[made], np.where(kind < 0, 1, count - used + 1)[made]
+
+
+def _steps(runs: _Runs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Kinds and lengths of the groups of equal steps; a break, over which no tile reaches, is a group of its own below 0."""
+    last = runs.rows - 1
+    lo = np.diff(runs.lo, append=0) - runs.lo_step * last
+    hi = np.diff(runs.hi, append=0) - runs.hi_step * last
+    goes_on = (np.diff(runs.row, append=-1) == runs.rows) & ((lo | hi) & ~1 == 0)
+    within = 2 * runs.hi_step + runs.lo_step
+    between = np.where(goes_on, 2 * hi + lo, -1 - np.arange(len(lo)))
+    kind = np.stack([within, between], axis=1).reshape(-1)
+    count = np.stack([last, np.ones_like(last)], axis=1).reshape(-1)
+    kind, count = kind[count > 0], count[count > 0]
+    groups = np.flatnonzero(np.diff(kind, prepend=kind[0] - 1))
+    return kind[groups], np.add.reduceat(count, groups)
