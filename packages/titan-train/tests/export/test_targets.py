@@ -1,5 +1,6 @@
 """Every target holds what the run computes, loaded with the library of its users; the gate refuses what does not."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -11,11 +12,15 @@ import torch
 from exported_runs import trained
 from titan_ckpt import Checkpointer, TrainState
 from titan_train.cli import main
+from titan_train.config.model import ModelConfig
 from titan_train.export.gate import Exported
+from titan_train.export.gguf.folder import check_gguf
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
+from titan_train.export.step_model import StepModel
 from titan_train.generation import load_run
 from titan_train.models import build_model
+from titan_train.models.registry import families
 from titan_train.run_folder import read_config
 
 DENSE = {
@@ -23,18 +28,35 @@ DENSE = {
     "gpt_debug": {},
     "qwen3_debug": {"rope_theta": 5000.0},
 }
-
+YARN = {"deepseek_debug": {"rope_factor": 4.0, "rope_original_seq_len": 16}}
+V2 = {
+    "scores": "softmax", "normalize_weights": False, "bias_rate": 0.0, "num_groups": 1, "top_groups": 1,
+    "num_dense_layers": 0, "tied_embeddings": True,
+}  # fmt: skip
 
 ROWS = ["largest difference of a logit", "same most likely token", "48 greedy tokens", "token ids"]
 
 
-@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe_debug"])
+@pytest.mark.parametrize("name", [*DENSE, "qwen3_moe_debug", "deepseek_debug"])
 def test_gguf_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    run_dir = trained(folder, name, **DENSE.get(name, {}))
+    run_dir = trained(folder, name, **(DENSE | YARN).get(name, {}))
     checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
     assert [check.name for check in checks] == ROWS
     assert checks[2].measured == "3 of 3 prompts equal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "dtype"), [(V2, "fp32"), (YARN["deepseek_debug"], "bf16"), (YARN["deepseek_debug"], "q8_0")]
+)
+def test_gguf_holds_deepseek_v2_and_narrow_weights(
+    args: dict[str, object], dtype: str, folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    run_dir = trained(folder, "deepseek_debug", run=f"gguf-{len(args)}", **args)
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype=dtype)["gguf"]  # type: ignore[arg-type]
+    assert [check.name for check in checks] == ROWS
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "q8_0"])
@@ -49,13 +71,32 @@ def test_gguf_holds_narrow_weights(dtype: str, folder: Path, tmp_path: Path) -> 
     assert kinds["blk.0.ffn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt_debug", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_debug", "qwen3_debug"))]
-)
+@pytest.mark.parametrize("name", ["qwen3_moe_debug", "deepseek_debug"])
+def test_the_step_function_of_a_mixture_of_experts_computes_the_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(name=name), vocab_size=97, device="cpu").requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.1)
+    tokens = torch.randint(97, (2, 12))
+    want = model(tokens)
+    stepped = StepModel(copy.deepcopy(model))
+    positions = torch.arange(12).expand(2, -1)
+    got, caches = stepped(tokens[:, :9], positions[:, :9], stepped.shape.empty(2, 12))
+    assert (got - want[:, :9]).abs().max() <= 1e-5 * want.abs().max()  # the gate's float32 sums, in another order
+    for at in range(9, 12):
+        got, caches = stepped(tokens[:, at : at + 1], positions[:, at : at + 1], caches)
+        assert (got[:, 0] - want[:, at]).abs().max() <= 1e-5 * want.abs().max()
+
+
+SLOW_ONNX = ("llama3_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
+
+
+@pytest.mark.parametrize("name", ["gpt_debug", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_ONNX)])
 def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    run_dir = trained(folder, name, **DENSE[name])
+    run_dir = trained(folder, name, **(DENSE | YARN).get(name, {}))
     checks = export_run(run_dir, tmp_path / "model", to=["onnx"], dtype="fp32")["onnx"]
     assert [check.name for check in checks] == ROWS
     loaded = load_exported(tmp_path / "model")
@@ -70,6 +111,15 @@ def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
     if name == "gpt_debug":
         with pytest.raises(ValueError, match="600 positions are needed, but the model has learned 512"):
             loaded.logits(torch.zeros(1, 600, dtype=torch.int64))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # compiled twice
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_package_of_a_mixture_of_experts_computes_what_the_run_computes(folder: Path, tmp_path: Path) -> None:
+    run_dir = trained(folder, "qwen3_moe_debug")
+    checks = export_run(run_dir, tmp_path / "model", to=["aoti"], dtype="fp32")["aoti"]
+    assert [check.name for check in checks] == ROWS
 
 
 def test_dcp_is_read_by_torch(folder: Path, tmp_path: Path) -> None:
@@ -147,8 +197,6 @@ def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing
         ("qwen3_debug", ["hf", "tf"], "bf16", "--to hf,tf is not a list of targets"),
         ("qwen3_debug", ["hf", "onnx"], "float8", "--dtype float8 is for --to hf alone"),
         ("gpt_debug", ["hf"], "float8", "know no matrix of this model as float8"),
-        ("qwen3_moe_debug", ["onnx"], "bf16", "sizes that depend on the data"),
-        ("deepseek_debug", ["gguf"], "bf16", "models of type deepseek_v3 are not written as GGUF"),
     ],
 )
 def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
@@ -160,10 +208,27 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma3_text"}, "models of type gemma3_text are not written as GGUF"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "always normalizes the weights"),
+        ({"n_shared_experts": 0}, "always has shared experts"),
+        ({"q_lora_rank": None}, "only if they have 27 layers, and this one has 3"),
+        ({"model_type": "deepseek_v2", "n_group": 4}, "scores a group of experts by its best two"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused(changes: dict[str, object], words: str) -> None:
+    args = families()["deepseek"].configs["deepseek_debug"]
+    with pytest.raises(ValueError, match=words):
+        check_gguf(families()["deepseek"].load_hf().config_of(args) | changes)
+
+
 _WATCHED = """
 import sys, threading, time
 from pathlib import Path
 from titan_train.export.run import export_run
+from titan_train.export.step_model import StepModel
 import gguf.quants, torch.distributed.checkpoint
 
 def taken():  # memory that is no file's

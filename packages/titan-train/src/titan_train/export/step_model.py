@@ -3,11 +3,16 @@
 Exporters trace functions; the key-value cache that generation puts into a model is state. Here every layer's cache is an
 argument, and what the layer wrote is a result. One function serves the prompt (many tokens) and decoding (one token).
 
+A mixture of experts sorts tokens into groups whose sizes depend on the data, which a traced graph cannot have. Here every
+expert computes every token, and the router's weights, zero where an expert was not chosen, pick the sum. That costs experts
+over experts per token times the products; a step of one token reads every expert's weights.
+
 Shapes: B rows, S new tokens, T positions of the cache, K key-value heads, D head width, E value width, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +20,8 @@ from torch import Tensor, nn
 
 from titan_train.generation import supports_cache
 from titan_train.models import CausalAttention, SequenceContext
+from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.moe.routed import expert_stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class StepModel(nn.Module):
         """Take over a model.
 
         Raises:
-            ValueError: It has no support for a key-value cache, or experts, whose groups no exported graph can size.
+            ValueError: It has no support for a key-value cache.
         """
         super().__init__()
         if not supports_cache(model):
@@ -64,6 +71,8 @@ class StepModel(nn.Module):
                 if isinstance(child, CausalAttention):
                     setattr(parent, name, _StepAttention(number, self._caches))
                     number += 1
+        for stack in expert_stacks(model):
+            stack.holder.dispatch = _EveryExpert(stack.experts)
 
     def forward(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Continue the sequences.
@@ -108,6 +117,23 @@ class _StepAttention(nn.Module):
         keys, values = new
         visible = torch.arange(keys.shape[2], device=at.device) <= at
         return _attend(q.transpose(1, 2), keys, values, visible).transpose(1, 2)
+
+
+class _EveryExpert(nn.Module):
+    """Takes the place of a dispatch; arguments as those of `LocalDispatch.forward`, of which it needs no counts."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self._held = (experts,)  # not a submodule: the weights keep their one name
+
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, experts: Any, beside: Any = None
+    ) -> Tensor:
+        (held,) = self._held
+        of_all = weights.new_zeros(x.shape[0], held.w1.shape[0]).scatter(1, chosen, weights)
+        hidden = F.silu(x @ held.w1.transpose(-2, -1)) * (x @ held.w3.transpose(-2, -1))
+        out = (hidden @ held.w2.transpose(-2, -1)) * of_all.t()[..., None]
+        return out.sum(0) if beside is None else out.sum(0) + beside()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 
 It is made of an exported Hugging Face folder, one tensor at a time. Names come from the `gguf` library. What llama.cpp lays
 out in another way is translated here: its architecture ``llama`` pairs neighbouring rotary channels, so rows of queries and
-keys are reordered; Llama 3.1's stretch is a tensor of factors; GPT-2's matrices are transposed; experts are stacked.
+keys are reordered; Llama 3.1's stretch is a tensor of factors; GPT-2's matrices are transposed; experts are stacked;
+DeepSeek's matrix that makes keys and values from the latent is two tensors, one of them transposed.
 
 Vectors and routers stay float32. Q8_0 stores blocks of 32 weights as int8 with one float16 scale.
 """
@@ -28,7 +29,15 @@ from titan_train.tokenizers import Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
 FILE = "model.gguf"
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt2": "gpt2"}
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gpt2": "gpt2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
+_LITE_LAYERS = 27
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
 
 
@@ -101,6 +110,26 @@ def check_gguf(config: Mapping[str, Any]) -> None:
             "--to gguf: llama.cpp always normalizes the weights of Qwen3's experts, and this model has "
             "normalize_weights=false. Use --to hf."
         )
+    if _ARCHITECTURES[kind] == "deepseek2":
+        _check_deepseek(config)
+
+
+def _check_deepseek(config: Mapping[str, Any]) -> None:
+    """llama.cpp's graph always has shared experts, scores groups as V3 does, and knows plain queries by V2-Lite's depth."""
+    if not config["q_lora_rank"] and config["num_hidden_layers"] != _LITE_LAYERS:
+        raise ValueError(
+            f"--to gguf: llama.cpp reads DeepSeek models without a latent for queries (q_lora_rank=0) only if they have "
+            f"{_LITE_LAYERS} layers, and this one has {config['num_hidden_layers']}. Use --to hf."
+        )
+    if not config["n_shared_experts"]:
+        raise ValueError(
+            "--to gguf: llama.cpp's DeepSeek always has shared experts, and this model has none. Use --to hf."
+        )
+    if config["n_group"] > 1 and config["model_type"] == "deepseek_v2":
+        raise ValueError(
+            "--to gguf: llama.cpp scores a group of experts by its best two, and this model by its best (num_groups above 1 "
+            "with group_score='max'). Use --to hf."
+        )
 
 
 class _Source:
@@ -111,7 +140,7 @@ class _Source:
         shape = views[0].shape
         if change == "transpose":
             shape = shape[::-1]
-        self.shape = (len(views), *shape) if change == "stack" else shape
+        self.shape: tuple[int, ...] = (len(views), *shape) if change == "stack" else shape
 
     def read(self) -> Tensor:
         parts: list[Tensor] = []
@@ -128,6 +157,21 @@ class _Source:
         if self._change == "neighbours":
             return values.unflatten(0, (self._heads, 2, -1)).transpose(1, 2).reshape(values.shape)
         return values
+
+
+class _FromLatent(_Source):
+    """The keys' or the values' part of a matrix ``[H * (N + E), R]``: ``[H, R, N]`` or ``[H, E, R]``."""
+
+    def __init__(self, view: View, config: Mapping[str, Any], *, keys: bool) -> None:
+        super().__init__([view])
+        self._keys = keys
+        self._widths = (config["qk_nope_head_dim"], config["v_head_dim"])
+        heads, rank = config["num_attention_heads"], view.shape[1]
+        self.shape = (heads, rank, self._widths[0]) if keys else (heads, self._widths[1], rank)
+
+    def read(self) -> Tensor:
+        keys, values = super().read().unflatten(0, (-1, sum(self._widths))).split(self._widths, dim=1)
+        return (keys.transpose(1, 2) if self._keys else values).contiguous()
 
 
 class _Factors(_Source):
@@ -154,9 +198,16 @@ def _sources(hf_folder: Path, config: Mapping[str, Any], architecture: str) -> I
     layers = config.get("num_hidden_layers") or config["n_layer"]
     table = gguf.get_tensor_name_map(number, layers)
     stacks: dict[str, dict[int, View]] = {}
-    if config.get("rope_scaling"):
+    if architecture == "llama" and config.get("rope_scaling"):
         yield "rope_freqs.weight", _Factors(config)
     for name, view in SafetensorsReader(hf_folder).views().items():
+        if name.endswith(".kv_b_proj.weight"):
+            for part in ("k", "v"):
+                source = _FromLatent(view, config, keys=part == "k")
+                yield _gguf_name(table, name.replace("kv_b", f"{part}_b")), source
+            continue
+        if architecture == "deepseek2" and config["tie_word_embeddings"] and "embed_tokens" in name:
+            yield "output.weight", _Source([view])
         if expert := _EXPERT.fullmatch(name):
             stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = view
             continue
@@ -166,6 +217,7 @@ def _sources(hf_folder: Path, config: Mapping[str, Any], architecture: str) -> I
 
 
 def _gguf_name(table: Any, name: str) -> str:
+    name = name.replace("correction_bias", "correction.bias")
     found = table.get_name(name, try_suffixes=(".weight", ".bias"))
     if found is None:
         raise ValueError(f"--to gguf: the gguf library has no name for {name!r}. Use --to hf.")
@@ -185,7 +237,7 @@ def _kind(gguf: Any, key: str, source: _Source, dtype: GgufType) -> Any:
     types = gguf.GGMLQuantizationType
     if len(source.shape) == 1 or "ffn_gate_inp" in key or key.startswith("position_embd"):
         return types.F32  # llama.cpp computes with these in float32
-    if dtype == "q8_0" and source.shape[-1] % 32:
+    if dtype == "q8_0" and (source.shape[-1] % 32 or isinstance(source, _FromLatent)):
         return types.F16
     return {"fp32": types.F32, "bf16": types.BF16, "fp16": types.F16, "q8_0": types.Q8_0}[dtype]
 
@@ -209,14 +261,54 @@ def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    if "kv_lora_rank" in config:
+        _write_latent_attention(writer, config)
+        _write_deepseek_experts(writer, config)
+        return
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_vocab_size(config["vocab_size"])
     if config["model_type"] == "qwen3_moe":
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _write_latent_attention(writer: Any, config: Mapping[str, Any]) -> None:
+    """llama.cpp keeps the latent as the one key and value of all heads."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_rope_dimension_count(rotated)
+    if scaling := config.get("rope_scaling"):
+        writer.add_rope_scaling_type(gguf_library().RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def _write_deepseek_experts(writer: Any, config: Mapping[str, Any]) -> None:
+    gating = gguf_library().ExpertGatingFuncType
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gating.SIGMOID if config["scoring_func"] == "sigmoid" else gating.SOFTMAX)
+    if config["n_group"] > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
