@@ -20,7 +20,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
                     "layer_types": ["sliding_attention", "full_attention"] * 2},
     "olmo2": {},
-    "phi3": {"tie_word_embeddings": True, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "phi3": {"tie_word_embeddings": True, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "sliding_window": 11},
     "gpt_neox": {"rotary_pct": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _ROUTED | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},

@@ -27,9 +27,18 @@ LAYOUTS = {
 }
 ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox")
-WINDOWED = ("mistral", "qwen2", "gemma3_text")
+WINDOWED = ("mistral", "qwen2", "gemma3_text", "phi3")
+WINDOWED_LAYOUTS = {
+    f"cp {method} {layout}": (2, {"parallel": {"cp": 2}, "context": {"method": method, "layout": layout}})
+    for method in ("ring", "allgather", "ulysses")
+    for layout in ("contiguous", "zigzag")
+} | {
+    "cp whole rows": (2, {"parallel": {"cp": 2}, "data": {"document_mask": False}}),
+    "cp tp": (4, {"parallel": {"cp": 2, "tp": 2}}),
+    "cp pp": (4, {"parallel": {"cp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+}
 UNPLANNED = ("granite", "gpt2", "bloom")
-DEFAULT = [("phi3", "tp pp"), ("deepseek_v3", "ep tp"), ("qwen3", "cp"), ("gpt2", "fsdp")]
+DEFAULT = [("phi3", "tp pp"), ("deepseek_v3", "ep tp"), ("gemma3_text", "cp"), ("gpt2", "fsdp")]
 WEIGHTS = (
     2e-6  # four steps of SGD at 0.1, clipped to a norm of 0.5, from gradients that differ by 4e-6 of their largest
 )
@@ -40,22 +49,24 @@ def works(kind, layout):
         return layout in ("fsdp", "hsdp", "ddp, selective", "float8 fsdp")
     if kind in ("gpt_neox", "deepseek_v3") and "kv" in layout:
         return False  # as many key-value heads as query heads: nothing to replicate
-    return ("ep" not in layout or kind in ROUTED) and (layout != "cp" or kind not in WINDOWED)
+    return "ep" not in layout or kind in ROUTED
 
 
 CASES = [(kind, layout) for kind in (*DENSE, *ROUTED, *UNPLANNED) for layout in LAYOUTS if works(kind, layout)]
+CASES += [(kind, layout) for kind in WINDOWED for layout in WINDOWED_LAYOUTS]
 
 
 @pytest.fixture(scope="module")
 def single(folder):
     known = {}
 
-    def reference(kind, float8):
-        if (kind, float8) not in known:
-            settings = (UNMASKED if kind == "bloom" else {}) | (FLOAT8 if float8 else {})
+    def reference(kind, float8, masked):
+        key = kind, float8, masked
+        if key not in known:
+            settings = ({} if masked else UNMASKED) | (FLOAT8 if float8 else {})
             tree = hf_runs.sections(hf_runs.publish(folder, kind), settings)
-            known[kind, float8] = run_ranks(hf_runs.run, 1, folder, "single", tree, init=False, timeout_s=120)[0]
-        return known[kind, float8]
+            known[key] = run_ranks(hf_runs.run, 1, folder, "single", tree, init=False, timeout_s=120)[0]
+        return known[key]
 
     return reference
 
@@ -67,12 +78,13 @@ UNMASKED = {"data": {"document_mask": False}}  # its forward takes no positions
     ("kind", "layout"), [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
 )
 def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, kind, layout):
-    ranks, settings = LAYOUTS[layout]
+    ranks, settings = (LAYOUTS | WINDOWED_LAYOUTS)[layout]
     if kind == "bloom":
         settings = settings | UNMASKED
+    masked = "data" not in settings
     tree = hf_runs.sections(hf_runs.publish(folder, kind), settings)
     results = run_ranks(hf_runs.run, ranks, folder, "layout", tree, timeout_s=240)
-    errors, weights = hf_runs.errors(single(kind, "float8" in layout), results)
+    errors, weights = hf_runs.errors(single(kind, "float8" in layout, masked), results)
     assert not failures(errors, float8=False), errors
     assert weights <= WEIGHTS
 
@@ -81,9 +93,9 @@ def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, kind
     ("kind", "layout", "words"),
     [
         ("granite", {"tp": 2}, "has no plan, so it trains under fsdp, hsdp and ddp only"),
-        ("mistral", {"cp": 2}, "look back 7 tokens, fewer than model.seq_len=32"),
         ("llama", {"ep": 2}, "has none"),
         ("llama", {"tp": 4}, "does not divide|more than num_kv_heads=2"),
+        ("mistral", {"cp": 2}, "context.layout='documents' places tokens by the work of one mask"),
     ],
 )
 def test_what_a_plan_does_not_say_is_refused(folder, kind, layout, words):
@@ -91,6 +103,7 @@ def test_what_a_plan_does_not_say_is_refused(folder, kind, layout, words):
     from titan_train.config import parse_config
     from titan_train.launch.validate import validate
 
-    tree = hf_runs.sections(hf_runs.publish(folder, kind), {"parallel": layout})
+    context = {"context": {"layout": "documents"}} if "cp" in layout else {}
+    tree = hf_runs.sections(hf_runs.publish(folder, kind), {"parallel": layout} | context)
     with pytest.raises(ValueError, match=words):
         validate(parse_config(composition.tree(folder, "refused", tree)), 4)

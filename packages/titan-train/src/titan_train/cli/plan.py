@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 2 where nothing fits."""
     parser.add_argument(
-        "model", metavar="MODEL", help="shipped configuration, or a model the planner knows (flux_dev, ...)"
+        "model", metavar="MODEL", help="shipped configuration, hf:DIR, or a model the planner knows (flux_dev, ...)"
     )
     parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
@@ -40,6 +40,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     arguments = parser.parse_args(words)
 
+    from titan_train.models.hf.folder import PREFIX
     from titan_train.models.registry import list_models
     from titan_train.planner.search.refuse import refuse_search
     from titan_train.planner.search.search import search
@@ -64,9 +65,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))
         html = Path(f"{arguments.out}.html")
-        html.write_text(page(ranking.best[0].setup, request.shape.name, request.machine.name))
+        html.write_text(page(ranking.best[0].setup, request.shape, request.machine.name))
         print(f"\npicture: {svg}\npage with sliders, set to the first: {html}")
-        if request.shape.name in list_models():
+        if request.shape.name in list_models() or request.shape.name.startswith(PREFIX):
             toml = Path(f"{arguments.out}.toml")
             nproc = min(request.machine.domain, 8)
             toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc))
@@ -78,10 +79,11 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     """The search that the words ask for."""
+    from titan_train.models.hf.folder import PREFIX
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.translate import shape_named
+    from titan_train.planner.translate import shape_named, unplanned_degrees
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -90,6 +92,8 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         if not (number.isdecimal() and number.isascii() and int(number[:9]) > 0):
             raise ValueError(f"--fix {word!r} must be AXIS=N, such as tp=8.")
         fixed[axis] = int(number)
+    if arguments.model.startswith(PREFIX):
+        fixed = unplanned_degrees(arguments.model) | fixed
     for precision in arguments.precision or ():
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")

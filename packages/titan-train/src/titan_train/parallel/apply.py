@@ -192,7 +192,10 @@ class _Application:
         if self.spec.cp > 1 and mesh is not None:
             dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
             heads = Heads.of(self.whole, config.parallel.tp)
-            self.context = ContextParallelism(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+            self.context = ContextParallelism(
+                config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype,
+                windows=getattr(self.whole, "windows", ()),
+            )  # fmt: skip
 
     def to(self, part: nn.Module) -> tuple[nn.Module, fsdp.WrapPlan | None]:
         """Apply all of it to one part, in the order that works; the part, and how it was wrapped."""

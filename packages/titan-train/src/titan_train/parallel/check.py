@@ -50,8 +50,9 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     if spec.cp > 1:
         _check_inputs(config, model)
         plan_rows(
-            config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32
-        )
+            config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32,
+            windowed=any(window < config.model.seq_len for window in getattr(model, "windows", ())),
+        )  # fmt: skip
         mixed_rows = config.data.document_mask and batch.microbatch > 1
         if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
             raise ValueError(
@@ -101,20 +102,14 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
     if asked and not hasattr(model, "plan"):
         raise ValueError(
             f"{', '.join(asked)}: the family {kind!r} of transformers has no plan, so it trains under fsdp, hsdp and ddp only. "
-            "A plan (titan_train.models.hf.plans) would name the styles of its linears (tp), its attention (cp), its layers "
-            "and ends (pp) and its experts (ep)."
+            "A plan (titan_train.models.hf.plans; a package of yours adds one by an entry point) would name the styles of its "
+            "linears (tp), its attention (cp), its layers and ends (pp) and its experts (ep)."
         )
     cut = [f"parallel.{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(spec, name)) > 1]
     if config.model.lora_rank and cut:
         raise ValueError(
             f"{', '.join(cut)} with model.lora_rank={config.model.lora_rank}: adapters are trained under fsdp, hsdp, ddp and cp "
             "only. Set these degrees to 1."
-        )
-    narrow = [window for window in getattr(model, "windows", ()) if window < config.model.seq_len]
-    if spec.cp > 1 and narrow:
-        raise ValueError(
-            f"parallel.cp={spec.cp}: layers of {config.model.name} look back {narrow[0]} tokens, fewer than model.seq_len="
-            f"{config.model.seq_len}, and context parallelism has no windows. Set parallel.cp=1."
         )
 
 

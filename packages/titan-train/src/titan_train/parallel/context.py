@@ -9,7 +9,7 @@ include the ends of rows. Attention never crosses them, so that is the same comp
 documents.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from titan_train.config import ContextConfig
 from titan_train.data import Batch
 from titan_train.models import CausalAttention, SequenceContext
 
+EMPTY: Mapping[int, titan_cp.AttentionPlan] = {}
+_WINDOWED_LAYOUTS = ("contiguous", "zigzag")
+"""Layouts that put tokens in the same places whatever the window."""
+
 
 class RowsPlan:
     """The plan of one batch's rows, on its way through a model's ``forward``.
@@ -30,10 +34,15 @@ class RowsPlan:
     Not a dataclass on purpose: FSDP2 and DistributedDataParallel rebuild dataclasses that they find in arguments.
     """
 
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "windows")
 
-    def __init__(self, plan: titan_cp.AttentionPlan) -> None:
+    def __init__(self, plan: titan_cp.AttentionPlan, windows: Mapping[int, titan_cp.AttentionPlan] = EMPTY) -> None:
         self.plan = plan
+        self.windows = windows
+
+    def within(self, window: int) -> "RowsPlan":
+        """The plan of a layer whose tokens see ``window`` tokens, itself included; the ranks hold the same tokens."""
+        return RowsPlan(self.windows[window]) if window in self.windows else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +90,25 @@ class Heads:
 class ContextParallelism:
     """ParamShards batches over the ranks that share a sequence, and replaces a model's attention."""
 
-    def __init__(self, config: ContextConfig, mesh: Mesh, heads: Heads, *, seq_len: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ContextConfig,
+        mesh: Mesh,
+        heads: Heads,
+        *,
+        seq_len: int,
+        dtype: torch.dtype,
+        windows: Sequence[int] = (),
+    ) -> None:
         """Prepare. Collective over all ranks where the method needs two groups (USP).
+
+        Args:
+            config: Method and layout.
+            mesh: The ranks.
+            heads: Of this rank.
+            seq_len: Tokens of a row.
+            dtype: Of the queries.
+            windows: Sliding windows of the model's layers, in tokens.
 
         Raises:
             ValueError: Length, heads and method do not fit; the message names the nearest that do.
@@ -91,7 +117,11 @@ class ContextParallelism:
         self._size, self._rank = mesh.size("cp"), mesh.rank_in("cp")
         self._heads = heads
         self._dtype = dtype
-        self._whole = plan_rows(config, self._size, self._rank, heads, seq_len=seq_len, dtype=dtype)
+        self._windows = tuple(window for window in windows if window < seq_len)
+        self._whole = plan_rows(
+            config, self._size, self._rank, heads, seq_len=seq_len, dtype=dtype, windowed=bool(self._windows)
+        )
+        self._seq_len = seq_len
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": mesh.group("cp")}
         if self._whole.method == "usp":
             self._groups = _usp_groups(mesh, self._whole.ulysses_degree)
@@ -111,18 +141,26 @@ class ContextParallelism:
         plan = self._whole
         if batch.cu_seqlens is not None:
             tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
-            plan = plan_rows(
-                self._config, self._size, self._rank, self._heads, dtype=self._dtype,
-                method=self._whole.method, ulysses_degree=self._whole.ulysses_degree,
-                cu_seqlens=joined_documents(batch.cu_seqlens, batch.tokens.shape[1]),
-            )  # fmt: skip
+            documents = joined_documents(batch.cu_seqlens, batch.tokens.shape[1])
+            plan = self._plan(cu_seqlens=documents)
+            windows = {window: self._plan(cu_seqlens=documents, window=window) for window in self._windows}
+        else:
+            windows = {window: self._plan(seq_len=self._seq_len, window=window) for window in self._windows}
         return LocalBatch(
             tokens=plan.shard(tokens),
             labels=plan.shard(labels, pad_value=-100),
             positions=plan.shard(positions.expand_as(tokens)),
             cu_seqlens=None,
-            attention_plan=RowsPlan(plan),
+            attention_plan=RowsPlan(plan, windows),
         )
+
+    def _plan(self, **rows: Any) -> titan_cp.AttentionPlan:
+        """The plan of other rows, or of a window, by the method of the whole rows."""
+        whole = self._whole
+        return plan_rows(
+            self._config, self._size, self._rank, self._heads, dtype=self._dtype, method=whole.method,
+            ulysses_degree=whole.ulysses_degree, layout=whole.layout if self._windows else "", **rows,
+        )  # fmt: skip
 
 
 class ContextAttention(nn.Module):
@@ -160,15 +198,37 @@ def plan_rows(
     cu_seqlens: list[int] | None = None,
     method: str | None = None,
     ulysses_degree: int = 0,
+    layout: str = "",
+    window: int | None = None,
+    windowed: bool = False,
 ) -> titan_cp.AttentionPlan:
     """titan-cp's plan for rows of ``seq_len`` tokens, or for one row of these documents. Needs no ranks.
+
+    Args:
+        config: Method and layout.
+        size: Ranks of the group.
+        rank: This one.
+        heads: Of a rank.
+        dtype: Of the queries.
+        seq_len: Tokens of a row.
+        cu_seqlens: Boundaries of documents.
+        method: Instead of the configured one.
+        ulysses_degree: Instead of the configured one.
+        layout: Instead of the configured one.
+        window: Tokens that a token sees, itself included.
+        windowed: Other plans with windows are to put the tokens where this one does.
 
     Raises:
         ValueError: It cannot work; the message names the nearest length or degree that does.
     """
+    if windowed and config.layout not in ("auto", *_WINDOWED_LAYOUTS):
+        raise ValueError(
+            f"context.layout={config.layout!r} places tokens by the work of one mask, and this model has layers with and "
+            f"without a sliding window. Use 'auto', {' or '.join(map(repr, _WINDOWED_LAYOUTS))}."
+        )
     method = method or config.method
     degree = (ulysses_degree or config.ulysses_degree or None) if method in ("usp", "auto") else None
-    return titan_cp.plan(
+    plan = titan_cp.plan(
         seq_len,
         cu_seqlens=cu_seqlens,
         size=size,
@@ -179,9 +239,16 @@ def plan_rows(
         value_dim=heads.value_dim,
         dtype=dtype,
         method=method,
-        layout=config.layout,
+        layout=layout or config.layout,
         ulysses_degree=degree,
+        window=window,
     )
+    if windowed and plan.layout not in _WINDOWED_LAYOUTS:
+        return plan_rows(
+            config, size, rank, heads, dtype=dtype, seq_len=seq_len, cu_seqlens=cu_seqlens, method=plan.method,
+            ulysses_degree=plan.ulysses_degree, layout="zigzag",
+        )  # fmt: skip
+    return plan
 
 
 def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:

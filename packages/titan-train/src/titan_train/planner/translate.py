@@ -4,18 +4,24 @@ Model arguments are read by the names that the shipped families share (``dim``, 
 a registered family with the same names is understood. No torch is imported.
 """
 
+import json
 from typing import Any
 
 from titan_train.config import Config
 from titan_train.models.arguments import model_args
+from titan_train.models.hf.folder import PREFIX, read_published, with_changes
+from titan_train.models.hf.plans import hf_plans
 from titan_train.models.registry import find_model, list_models
 from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.published import shape_of_published
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 
 def shape_named(name: str) -> ModelShape:
-    """The shape of a shipped or registered configuration, or one the planner knows of itself."""
+    """The shape of a shipped or registered configuration, of a folder ("hf:DIR"), or one the planner knows of itself."""
+    if name.startswith(PREFIX):
+        return shape_of_published(name, read_published(name, key="MODEL"))
     if name in list_models():
         return shape_of_args(name, find_model(name)[1])
     return find_shape(name)
@@ -28,17 +34,22 @@ def shape_of_config(config: Config) -> ModelShape:
         ValueError: The model is a dotted path, whose inside cannot be seen without building it.
     """
     name = config.model.name
-    if name.startswith("hf:"):
-        raise ValueError(
-            f"model.name={name!r} is a folder of Hugging Face, and the planner needs a shape that it knows. Estimate a shipped "
-            "model of similar shape; `titan-train check` measures this one."
-        )
+    if name.startswith(PREFIX):
+        published = read_published(name)
+        known = published | {key.partition(".")[0]: published.get(key.partition(".")[0]) for key in config.model.args}
+        return shape_of_published(name, with_changes(published, config.model.args, known=known))
     if ":" in name:
         raise ValueError(
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
             "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
         )
     return shape_of_args(name, model_args(config.model, vocab_size=None))
+
+
+def unplanned_degrees(name: str) -> dict[str, int]:
+    """Degrees that a folder's family cannot have: all but those of data parallelism, where it has no plan."""
+    kind = read_published(name, key="MODEL").get("model_type")
+    return {} if kind in hf_plans() else {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
 
 
 def shape_of_args(name: str, args: Any) -> ModelShape:
@@ -154,7 +165,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int) -> str:
         'extends = "llama3_1b"',
         "",
         "[model]",
-        f'name = "{name}"',
+        f"name = {json.dumps(name)}",
         f"seq_len = {s.seq_len}",
         "",
         "[train]",

@@ -3,7 +3,8 @@
 The module is transformers' own, built from the folder's ``config.json`` on the meta device; code in the folder is never
 executed. What parallelism must know about a family is one value in a table, as it is for the families here.
 
-- `plans`: the table: one `HFPlan` for each ``model_type``. Start reading here. Plain data, without torch.
+- `plans`: the table: one `HFPlan` for each ``model_type``. Start reading here. Plain data, without torch. Packages add plans
+  by entry points.
 - `folder`: read ``config.json``, and change it by ``model.args``.
 - `build`: the model from the folder.
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.

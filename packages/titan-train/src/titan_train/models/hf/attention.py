@@ -5,10 +5,11 @@ transformers asks a registry for the function that computes attention. Ours hand
 the key-value cache) works here as well, and FLOPs are counted. The context of the rows travels in the keyword arguments
 that transformers passes from the model's forward down to the function.
 
-Layers with a sliding window, where a row is longer, take a mask of their own and do without the child.
+Layers with a sliding window, where a row is longer, take a mask of their own and do without the child. Under context
+parallelism they take a plan of their own instead.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def _attend(
     own_scaling = query.shape[-1] ** -0.5
     if scaling is not None and scaling != own_scaling:
         query = query * (scaling / own_scaling)
-    if sliding_window is not None and sliding_window in context.windows:
+    if sliding_window is not None and context.attention_plan is not None:
+        context = replace(context, attention_plan=context.attention_plan.within(sliding_window))
+    elif sliding_window is not None and sliding_window in context.windows:
         return attend(query, key, value, context.windows[sliding_window]).transpose(1, 2), None
     inner: Any = module.inner_attention
     return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context), None

@@ -11,7 +11,7 @@ from torch import nn
 from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
-from titan_train.models.hf.plans import HF_PLANS, HFPlan
+from titan_train.models.hf.plans import HFPlan, hf_plans
 from titan_train.nearest import did_you_mean
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
@@ -30,7 +30,7 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     name = choice.name
     kind, config, published = _config(name, dict(choice.args))
     _check(name, config, vocab_size, choice.seq_len)
-    plan = HF_PLANS.get(published["model_type"])
+    plan = hf_plans().get(published["model_type"])
     from transformers import AutoModelForCausalLM
 
     from titan_train.models.hf.attention import NAME
@@ -84,7 +84,7 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         )
         raise ValueError(
             f"model.name={name!r}: the installed transformers has no model_type {kind!r}.{own} "
-            f"{did_you_mean(kind, list(HF_PLANS))}Use a folder whose architecture is part of transformers."
+            f"{did_you_mean(kind, list(hf_plans()))}Use a folder whose architecture is part of transformers."
         )
     published.pop("quantization_config", None)  # weights are read into full precision
     cls: Any = CONFIG_MAPPING[kind]

@@ -8,7 +8,7 @@ from torch import nn
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.fused import SplitLinear
 from titan_train.models.hf.lora import BASE
-from titan_train.models.hf.plans import RENAMED, HFPlan
+from titan_train.models.hf.plans import HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
@@ -30,7 +30,7 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             continue
         owner = next((path for path in apart if name.startswith(f"{path}.")), None)
         if owner is None:
-            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), kind))] = None
+            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), plan))] = None
             continue
         module = apart[owner]
         if isinstance(module, RoutedExperts):
@@ -52,8 +52,8 @@ def _template(name: str) -> str:
     return _LAYER.sub(".{i}.", name, count=1)
 
 
-def _renamed(name: str, kind: str) -> str:
-    for here, there in RENAMED.get(kind, {}).items():
+def _renamed(name: str, plan: HFPlan | None) -> str:
+    for here, there in ({} if plan is None else plan.renamed).items():
         name = name.replace(here, there)
     return name
 

@@ -5,15 +5,26 @@ Its plan adds tensor and sequence parallelism (`HFPlan.styles`), context paralle
 perhaps within a window), pipeline parallelism (the names of its parts) and expert parallelism (`HFPlan.experts`).
 
 The words of the styles are those of `titan_train.models.common.tensor_styles`.
+
+An installed package adds a plan by an entry point of the group ``titan_train.hf_plans``, named for the ``model_type``; it
+comes before a plan here for the same family:
+
+    [project.entry-points."titan_train.hf_plans"]
+    granite = "my_package.plans:GRANITE"
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
 
 from titan_train.models.common.tensor_styles import Style, StyleTable
 
 Count = Literal["query", "key_value", "ffn"]
+ENTRY_POINT_GROUP = "titan_train.hf_plans"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,8 @@ class HFPlan:
     each expert's gate, down and up projection, from the layer's name on. Empty for a dense family."""
     fused: Mapping[str, Mapping[str, Count]] = field(default_factory=dict[str, Mapping[str, Count]])
     """Linears of a layer that are several in one, to their parts in order and how wide each is."""
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What files call a part of a tensor's name, where it differs from the module's; ``{i}`` is a layer's number."""
 
 
 def _decoder(attention: StyleTable, **more: Style) -> StyleTable:
@@ -120,10 +133,11 @@ HF_PLANS: Mapping[str, HFPlan] = {
     ),
     "gpt_neox": HFPlan(
         styles=_NEOX, layers="gpt_neox.layers", embedding="gpt_neox.embed_in", norm="gpt_neox.final_layer_norm",
-        attention="attention",
+        attention="attention", renamed={"lm_head.": "embed_out."},
     ),
     "mixtral": HFPlan(
-        styles=_decoder(_QKV, **_ROUTED), experts=_separate("block_sparse_moe.experts", "w1", "w2", "w3")
+        styles=_decoder(_QKV, **_ROUTED), experts=_separate("block_sparse_moe.experts", "w1", "w2", "w3"),
+        renamed={".{i}.mlp.": ".{i}.block_sparse_moe."},
     ),
     "qwen2_moe": HFPlan(
         styles={
@@ -136,13 +150,30 @@ HF_PLANS: Mapping[str, HFPlan] = {
         styles={**_decoder(_LATENT, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_experts")}, experts=_HF_EXPERTS
     ),
 }  # fmt: skip
-"""``model_type`` of ``config.json`` to the plan."""
+"""``model_type`` of ``config.json`` to the plan, for the families that are planned here; `hf_plans` has all."""
 
-RENAMED: Mapping[str, Mapping[str, str]] = {
-    "mixtral": {".{i}.mlp.": ".{i}.block_sparse_moe."},
-    "gpt_neox": {"lm_head.": "embed_out."},
-}
-"""``model_type`` to what files call a part of a name, where it differs from the module's; ``{i}`` is a layer's number."""
+
+@cache
+def hf_plans() -> Mapping[str, HFPlan]:
+    """Every known plan by ``model_type``. One of a package that cannot be loaded is left out with a warning."""
+    return {**HF_PLANS, **_installed()}
+
+
+def _installed() -> dict[str, HFPlan]:
+    found: dict[str, HFPlan] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            plan: Any = entry.load()
+        except Exception as err:  # whatever another package raises must not stop runs that do not use it
+            _logger.warning("entry point %s of %s could not be loaded: %s", entry.name, ENTRY_POINT_GROUP, err)
+            continue
+        if isinstance(plan, HFPlan):
+            found[entry.name] = plan
+        else:
+            _logger.warning(
+                "entry point %s of %s is a %s, not an HFPlan", entry.name, ENTRY_POINT_GROUP, type(plan).__name__
+            )
+    return found
 
 
 def without_dense_region(plan: HFPlan) -> HFPlan:

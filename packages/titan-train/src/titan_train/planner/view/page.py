@@ -24,12 +24,14 @@ MODELS = (
 )  # fmt: skip
 
 
-def page(preset: Setup | None = None, model: str = "llama3_8b", machine: str = "h100") -> str:
+def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", machine: str = "h100") -> str:
     """The page's HTML; ``preset`` is where its sliders stand at first."""
+    shape = find_shape(model) if isinstance(model, str) else model
+    name = model if isinstance(model, str) else model.name
     data = {
-        "shapes": {name: shape_data(find_shape(name)) for name in dict.fromkeys((*MODELS, model))},
+        "shapes": {known: shape_data(find_shape(known)) for known in MODELS} | {name: shape_data(shape)},
         "machines": {name: machine_data(load_machine(name)) for name in list_machines()},
-        "preset": {"model": model, "machine": machine, **(_preset(preset) if preset else {})},
+        "preset": {"model": name, "machine": machine, **(_preset(preset) if preset else {})},
     }
     folder = resources.files("titan_train.planner.view")
     script, html = (folder.joinpath(name).read_text() for name in ("model.js", "page.html"))

@@ -1,0 +1,140 @@
+"""The shape of a published model, from the fields of its ``config.json``. No torch, no transformers.
+
+Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, norms of
+queries and keys, biases) is known by ``model_type``. Matrices are exact for the families with a plan; vectors (norms, biases)
+may be missed by one a layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+
+_TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
+"""Families whose head is the embedding's matrix where the file does not say."""
+_UNGATED = ("gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron")
+_BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
+_NORMED = ("qwen3", "qwen3_moe", "gemma3_text")
+"""Families with a norm of each query and key head."""
+
+
+def shape_of_published(name: str, published: Mapping[str, Any]) -> ModelShape:
+    """The shape that ``config.json`` describes.
+
+    Args:
+        name: Of the model.
+        published: The file's content.
+
+    Raises:
+        ValueError: A size is missing or not a positive number.
+    """
+    inner = published.get("text_config")
+    fields: Mapping[str, Any] = (
+        {**published, **cast("Mapping[str, Any]", inner)} if isinstance(inner, dict) else published
+    )
+    kind = str(fields.get("model_type"))
+    read = _Reader(name, fields)
+    dim, layers = read.size("hidden_size", "n_embd", "d_model"), read.size("num_hidden_layers", "n_layer", "n_layers")
+    heads = read.size("num_attention_heads", "n_head", "n_heads")
+    attention = _attention(read, kind, dim, heads)
+    hidden = read.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * dim)
+    dense = FeedForwardShape(hidden, gated=kind not in _UNGATED, bias=kind in _UNGATED and kind in _BIASED)
+    routed = _experts(read, hidden)
+    norm = 2 if kind in _UNGATED else 1  # LayerNorm has a bias
+    blocks = [
+        Block(count, near, feed, norms=(4 if kind == "gemma3_text" else 2) * norm)
+        for near, feed, count in _groups(fields, layers, attention, dense, routed)
+    ]
+    return ModelShape(
+        name,
+        dim,
+        tuple(blocks),
+        read.size("vocab_size"),
+        tied=bool(fields.get("tie_word_embeddings", kind in _TIED)),
+        positions=read.size("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt") else 0,
+        final_norm=norm,
+        moe=routed is not None,
+    )
+
+
+class _Reader:
+    """Sizes of a file, each under one of several names."""
+
+    def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._name, self.fields = name, fields
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """The first of these fields that is there."""
+        value = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"{self._name!r}: config.json has {names[0]}={value!r}, and a model's shape needs a positive number there. Use "
+                "the folder of a decoder, or estimate a shipped model of similar shape."
+            )
+        return value
+
+
+def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidths:
+    fields = read.fields
+    if fields.get("kv_lora_rank"):
+        rope = read.size("qk_rope_head_dim")
+        return AttentionWidths(
+            heads, heads, read.size("qk_nope_head_dim") + rope, value_dim=read.size("v_head_dim"),
+            q_lora=int(fields.get("q_lora_rank") or 0), kv_lora=read.size("kv_lora_rank"), rope_dim=rope,
+        )  # fmt: skip
+    single = 1 if fields.get("multi_query") and not fields.get("new_decoder_architecture") else heads
+    return AttentionWidths(
+        heads,
+        read.size("num_key_value_heads", "num_kv_heads", default=single),
+        read.size("head_dim", default=max(1, dim // heads)),
+        qk_norm=kind in _NORMED,
+        bias=bool(fields.get("attention_bias", kind in _BIASED)),
+    )
+
+
+def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:
+    fields = read.fields
+    if not any(fields.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    width = read.size("moe_intermediate_size", default=hidden)
+    shared = fields.get("shared_expert_intermediate_size") or int(fields.get("n_shared_experts") or 0) * width
+    groups = int(fields.get("n_group") or 1)
+    return ExpertsShape(
+        read.size("num_experts", "num_local_experts", "n_routed_experts"),
+        read.size("num_experts_per_tok", "experts_per_token"),
+        width,
+        int(shared),
+        max_groups=int(fields.get("topk_group") or 0) if groups > 1 else 0,
+    )
+
+
+def _groups(
+    fields: Mapping[str, Any],
+    layers: int,
+    attention: AttentionWidths,
+    dense: FeedForwardShape,
+    routed: ExpertsShape | None,
+) -> list[tuple[AttentionWidths, FeedForwardShape | ExpertsShape, int]]:
+    """Layers that are alike, and how many there are of each; dense ones first."""
+    window = int(fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
+    types: list[Any] = fields.get("layer_types") or []
+    first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
+    leading = int(fields.get("first_k_dense_replace") or 0)
+    also = fields.get("mlp_only_layers") or []
+    count: dict[tuple[bool, bool], int] = {}
+    for layer in range(layers):
+        near = window > 0 and (types[layer] == "sliding_attention" if layer < len(types) else layer >= first)
+        kind = routed is not None and layer >= leading and layer not in also, near
+        count[kind] = count.get(kind, 0) + 1
+    narrow = AttentionWidths(
+        attention.heads,
+        attention.kv_heads,
+        attention.head_dim,
+        qk_norm=attention.qk_norm,
+        bias=attention.bias,
+        window=window,
+    )
+    return [
+        (narrow if near else attention, routed if is_routed and routed is not None else dense, number)
+        for (is_routed, near), number in sorted(count.items())
+    ]

@@ -1,0 +1,88 @@
+"""The planner reads the shape of a published model from its config.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+from titan_train.cli import main
+from titan_train.config import parse_config
+from titan_train.models.hf.plans import HF_PLANS
+from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.published import shape_of_published
+from titan_train.planner.translate import shape_of_config
+
+LLAMA3_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+PHI_4 = {
+    "model_type": "phi3", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
+    "intermediate_size": 17920, "vocab_size": 100352, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "tie_word_embeddings": False, "n_group": 8,
+    "topk_group": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [
+        (LLAMA3_8B, 8_030_261_248),
+        (PHI_4, 14_659_507_200),  # as its model card's files count
+        (DEEPSEEK_V3, find_shape("deepseek_v3").parameters()),
+    ],
+    ids=["llama3_8b", "phi_4", "deepseek_v3"],
+)
+def test_parameters_of_published_models_are_exact(published: dict[str, object], parameters: int) -> None:
+    assert shape_of_published("hf:x", published).parameters() == parameters
+
+
+def folder(tmp_path: Path, **fields: object) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return f"hf:{tmp_path}"
+
+
+def test_plan_and_estimate_take_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = folder(tmp_path, **PHI_4)
+    assert main(["plan", name, "--gpus", "8", "--global-batch", "64", "--out", str(tmp_path / "p")]) == 0
+    assert f'name = "{name}"' in (tmp_path / "p.toml").read_text()
+    capsys.readouterr()
+    assert main(["estimate", str(tmp_path / "p.toml"), "--gpus", "8"]) == 0
+    assert "tokens/s/device" in capsys.readouterr().out
+
+
+def test_a_family_without_a_plan_is_planned_for_data_parallelism_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = folder(tmp_path, **{**LLAMA3_8B, "model_type": "granite"})
+    assert main(["plan", name, "--gpus", "64", "--global-batch", "64", "--out", str(tmp_path / "p")]) == 0
+    text = (tmp_path / "p.toml").read_text()
+    assert all(f"{axis} = 1\n" in text for axis in ("tp", "cp", "pp", "ep"))
+    assert "granite" not in HF_PLANS
+
+
+def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: Path) -> None:
+    name = folder(tmp_path, **LLAMA3_8B)
+    config = parse_config({"model": {"name": name, "args": {"num_hidden_layers": 2}}})
+    assert shape_of_config(config).num_layers == 2
+    with pytest.raises(ValueError, match=r"config.json has hidden_size=None"):
+        shape_of_published("hf:x", {"model_type": "llama"})
+
+
+def test_windows_and_routed_layers_make_groups_of_their_own() -> None:
+    types = ["sliding_attention", "full_attention"] * 2
+    fields = {
+        **LLAMA3_8B,
+        "num_hidden_layers": 4,
+        "model_type": "gemma3_text",
+        "sliding_window": 6,
+        "layer_types": types,
+    }
+    shape = shape_of_published("hf:x", fields)
+    assert sorted((b.count, b.attention.window) for b in shape.blocks if b.attention) == [(2, 0), (2, 6)]
+    moe = {**LLAMA3_8B, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0]}
+    assert [b.count for b in shape_of_published("hf:x", moe).blocks] == [1, 31]
