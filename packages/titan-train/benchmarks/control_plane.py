@@ -7,7 +7,8 @@ Method: a Ray cluster on this machine. A few actors stand for all nodes: they ho
 each group would hold, and 8 ranks a node whose heartbeats change every second. The driver is the real one: `RayJob`
 keeps a call open for each leader, `WatchedAttempt` judges all heartbeats. Its processor time (all threads, Ray's too) is
 taken over --seconds. Then failures, one after the other: a rank is killed (reported by its agent through its leader), a
-node's Ray is gone without a word (its leader is silent, its raylet refuses), the process of several leaders is killed.
+node's Ray is gone without a word (its leader is silent, its raylet refuses), a machine is gone without a word (its raylet's
+address replies nothing: a socket whose queue is full), the process of several leaders is killed.
 
 Output: one JSON object on the last line of stdout; with --out also OUT.json and OUT.md.
 
@@ -138,10 +139,18 @@ def measure(ray, arguments: argparse.Namespace) -> dict:
         of_node |= {node: actor for nodes in led.values() for node in nodes}
     pids = [ray.get(actor.pid.remote()) for actor, _ in actors]
     with socket.create_server(("127.0.0.1", 0)) as raylet:
-        listening = raylet.getsockname()
+        refuses = raylet.getsockname()
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(3)]
+    for probe in waiting:
+        probe.setblocking(False)
+        probe.connect_ex(full.getsockname())
+    without_power = [group[0] for group in made if group[0] in actors[1][1]][: arguments.failures]
     agents = [
         RayAgent(ray, Handle(of_node[node], node), address=f"10.0.{node // 250}.{node % 250}", node_id=f"{node:08d}",
-                 versions={}, sees=True, raylet=listening)
+                 versions={}, sees=True, raylet=full.getsockname() if node in without_power else refuses)
         for node in range(arguments.nodes)
     ]  # fmt: skip
     job = RayJob(ray, agents, PER_NODE)
@@ -150,6 +159,7 @@ def measure(ray, arguments: argparse.Namespace) -> dict:
               for node in range(5, arguments.nodes, arguments.nodes // arguments.failures)]  # fmt: skip
     leaders = [group[0] for group in made if group[0] in actors[0][1]][: arguments.failures]
     silent = [failure(job, lambda node=node: ray.get(of_node[node].fall_silent.remote(node))) for node in leaders]
+    dark = [failure(job, lambda node=node: ray.get(of_node[node].fall_silent.remote(node))) for node in without_power]
 
     def kill() -> float:
         os.kill(pids[-1], signal.SIGKILL)
@@ -165,6 +175,7 @@ def measure(ray, arguments: argparse.Namespace) -> dict:
         "seen_s": {
             "a rank is killed": spread(killed),
             "a node's Ray is gone without a word": spread(silent),
+            "a machine is gone: nothing comes back": spread(dark),
             "the process of leaders is killed": spread(broken),
         },
         "load": round(os.getloadavg()[0], 1),

@@ -1,10 +1,13 @@
 """Clusters of `ray start --head` and `ray start --address` on loopback, in a network namespace of their own."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +27,11 @@ ADDRESS = "127.0.0.1:6379"
 class Cluster:
     """Nodes of one machine. The head holds no ranks unless it is given processors."""
 
-    def __init__(self, namespace, folder, head_cpus=0):
+    def __init__(self, namespace, folder, files, head_cpus=0):
         self.namespace, self.folder = namespace, folder
         self.environ = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        self.start("--head", "--port", "6379", "--include-dashboard=false", "--num-cpus", head_cpus)
+        head = ("--head", "--port", "6379", "--include-dashboard=false", "--num-cpus", head_cpus)
+        self.start(*head, "--temp-dir", files)
 
     def start(self, *words):
         done = self.namespace.run([*RAY, *SMALL, *words], self.folder, env=self.environ, timeout=170)
@@ -72,10 +76,18 @@ def told(job, name):
     return (job.folder / f"{name}.told").read_text()
 
 
+@contextlib.contextmanager
+def short_folder():
+    """For Ray's files: a long path is too long for its sockets, and clusters of one folder take each other's address."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def nodes(job):
-    with Isolated() as namespace:
-        cluster = Cluster(namespace, job.folder)
+    with short_folder() as files, Isolated() as namespace:
+        cluster = Cluster(namespace, job.folder, files)
         for rack in ("r1", "r2", "r2"):
             cluster.add_node(rack)
         yield cluster
@@ -90,8 +102,8 @@ def cluster(nodes):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_on_a_cluster_has_the_losses_of_local_ranks_though_its_supervisor_is_killed(job, undisturbed):
-    with Isolated() as namespace:
-        cluster = Cluster(namespace, job.folder, head_cpus=2)
+    with short_folder() as files, Isolated() as namespace:
+        cluster = Cluster(namespace, job.folder, files, head_cpus=2)
         slow = ("--launch.faults", "slow rank=0 factor=12 step=5", "--launch.straggler-factor", "0")
         words = ("--launch.nproc", "2", *slow)
         with subprocess.Popen(

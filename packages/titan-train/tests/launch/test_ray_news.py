@@ -1,5 +1,6 @@
 """Reports of a thousand nodes as few messages: the mailbox, the watch over agents, the choice of nodes. Without Ray."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -124,6 +125,51 @@ def test_a_silent_node_is_asked_itself(monkeypatch):
     assert lost["gone"][1] == "node n0 was lost: nothing of Ray runs there any more"
     assert lost["busy"][0] >= 0.4
     assert "no answer in" in lost["busy"][1]
+
+
+@contextlib.contextmanager
+def black_hole():
+    """An address that no reply comes from, as of a machine without power: its queue of connections is full."""
+    with socket.socket() as listening, contextlib.ExitStack() as waiting:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(3):
+            probe = waiting.enter_context(socket.socket())
+            probe.setblocking(False)
+            probe.connect_ex(listening.getsockname())
+        yield listening.getsockname()
+
+
+def test_a_node_that_nothing_comes_back_from_is_asked_three_times_and_lost(monkeypatch):
+    asked = []
+    ask = module.answers
+    monkeypatch.setattr(module, "answers", lambda raylets: asked.append(ask(raylets)) or asked[-1])
+    with black_hole() as raylet:
+        watch = watched(FakeAgent(), FakeAgent(), raylet=raylet)  # a rack without power: its nodes are asked at once
+        found = []
+        while len(found) < 2:
+            found += watch.look(0.01)
+    assert [one.node for one in found] == [0, 1]
+    assert "no answer in" in found[0].lost
+    assert [answer for answer in asked if answer] == [[None, None]] * 3
+
+
+def test_a_node_that_answers_between_two_questions_is_not_lost(monkeypatch):
+    replies = iter([[None], [None], [True], [None], [None], [True]])
+    monkeypatch.setattr(module, "answers", lambda raylets: next(replies) if raylets else [])
+    monkeypatch.setattr(module, "ANSWER_S", 0.0)
+    monkeypatch.setattr(module, "_PROBE_S", 0.001)
+    watch = watched(FakeAgent())
+    found = []
+    with contextlib.suppress(StopIteration):
+        while True:
+            found += watch.look(0.01)
+    assert found == []
+
+
+def test_a_longer_patience_asks_more_often():
+    assert Watch(FakeRay(), [])._probes == Watch(FakeRay(), [], unreachable_s=1.7)._probes == 3
+    assert Watch(FakeRay(), [], unreachable_s=10.0)._probes == 31
 
 
 def test_a_job_is_put_into_the_smallest_domain_that_holds_it():

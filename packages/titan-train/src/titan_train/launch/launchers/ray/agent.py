@@ -118,10 +118,10 @@ class NodeAgent:
         """Bytes that rank 0 has printed, if it is here."""
         return 0 if self._running is None else len(self._running.news(0, 0, 0.0).output)
 
-    def lead(self, children: Sequence[Child]) -> None:
+    def lead(self, children: Sequence[Child], unreachable_s: float) -> None:
         """Watch other nodes too, and report for them."""
         if self._running is not None:
-            self._running.lead(children)
+            self._running.lead(children, unreachable_s)
 
     def news(self, after: int, output_from: int, timeout_s: float) -> News:
         """What changed on this node, and those it leads, since version ``after``; waits up to ``timeout_s`` for it.
@@ -167,8 +167,8 @@ class _Running:
         self._followed = threading.Lock()  # held while the board is read, so that it is not removed meanwhile
         threading.Thread(target=self._follow_ranks, name="ranks", daemon=True).start()
 
-    def lead(self, children: Sequence[Child]) -> None:
-        threading.Thread(target=self._follow_nodes, args=(children,), name="nodes", daemon=True).start()
+    def lead(self, children: Sequence[Child], unreachable_s: float) -> None:
+        threading.Thread(target=self._follow_nodes, args=(children, unreachable_s), name="nodes", daemon=True).start()
 
     def news(self, after: int, output_from: int, timeout_s: float) -> News:
         news = self._mailbox.take(after, timeout_s)
@@ -193,10 +193,10 @@ class _Running:
                 self._mailbox.put(NodeNews(self.job.node, pack_beats(beats), exits))
             self._over.wait(0.0 if ended else _LOOK_S if len(exits) == self.job.per_node else 0.001)
 
-    def _follow_nodes(self, children: Sequence[Child]) -> None:
+    def _follow_nodes(self, children: Sequence[Child], unreachable_s: float) -> None:
         import ray
 
-        watch = Watch(ray, children)
+        watch = Watch(ray, children, unreachable_s=unreachable_s)
         while not self._over.is_set():
             for news in watch.look(_LOOK_S):
                 self._mailbox.put(news)

@@ -20,7 +20,15 @@ _END_S = 60.0  # for an agent to kill its ranks
 class RayJob:
     """The ranks of one attempt."""
 
-    def __init__(self, ray: Any, agents: Sequence["RayAgent"], per_node: int, *, printed: int = 0) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        agents: Sequence["RayAgent"],
+        per_node: int,
+        *,
+        printed: int = 0,
+        unreachable_s: float = 0.0,
+    ) -> None:
         """Watch ranks that run already; `started` starts them.
 
         Args:
@@ -28,6 +36,7 @@ class RayJob:
             agents: One per node, in the order of their ranks.
             per_node: Ranks on each node.
             printed: Bytes of rank 0's output that are not to be shown again.
+            unreachable_s: As in `titan_train.config.launch.RayConfig`.
         """
         self._ray = ray
         self._agents = agents
@@ -38,8 +47,8 @@ class RayJob:
         first = [group[0] for group in groups(len(agents))]
         for group in groups(len(agents)):
             if len(group) > 1:
-                agents[group[0]].handle.lead.remote([children[node] for node in group[1:]])
-        self._watch = Watch(ray, [children[node] for node in first], printed)
+                agents[group[0]].handle.lead.remote([children[node] for node in group[1:]], unreachable_s)
+        self._watch = Watch(ray, [children[node] for node in first], printed, unreachable_s)
 
     @classmethod
     def started(
@@ -69,7 +78,7 @@ class RayJob:
             for node, agent in enumerate(agents)
         ]
         ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first look
-        return cls(ray, agents, per_node)
+        return cls(ray, agents, per_node, unreachable_s=launch.ray.unreachable_s)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.RunningJob`."""

@@ -90,7 +90,9 @@ class RayLauncher:
         self._agents = self._described([handle for _, handle in found], self._token(run_dir))
         attempt = Attempt(job.attempt, parse_config(tomllib.loads(job.config_toml)), run_dir, job.world_size)
         printed = self._ray.get(self._agents[0].handle.printed.remote(), timeout=_ADOPT_S)
-        return attempt, RayJob(self._ray, self._agents, self._per_node, printed=printed)
+        return attempt, RayJob(
+            self._ray, self._agents, self._per_node, printed=printed, unreachable_s=self._launch.ray.unreachable_s
+        )
 
     def capacity(self) -> int:
         """Ranks on whole nodes: before the first attempt those that are large enough, later those held and those free."""

@@ -51,12 +51,10 @@ class RayNodes:
 
     def alive(self) -> dict[str, dict[str, float]]:
         """Resources of every node by its id. A node that comes back has another id."""
-        found: dict[str, dict[str, float]] = {}
-        for node in self._ray.nodes():
-            suspect = node["Alive"] and node["NodeID"] in self._suspects
-            if node["Alive"] and (not suspect or answers(raylets([node])[node["NodeID"]])):
-                found[node["NodeID"]] = node["Resources"]
-        return found
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        suspects = raylets([node for node in nodes if node["NodeID"] in self._suspects])
+        gone = {node for node, answer in zip(suspects, answers(list(suspects.values())), strict=True) if not answer}
+        return {node["NodeID"]: node["Resources"] for node in nodes if node["NodeID"] not in gone}
 
     def labels(self) -> dict[str, Mapping[str, str]]:
         """Labels of every node by its id."""

@@ -1,28 +1,34 @@
 """Watching nodes through their agents: a tree of long calls, and a node that falls silent is asked itself.
 
-Each agent holds one call open and answers it when something changed, or after 0.7 s: that answer says that it lives.
+Each agent holds one call open and answers it when something changed, or after 0.5 s: that answer says that it lives.
 With more than 32 nodes the first agent of each group watches the others and answers for all of them, so the driver of
 1,000 nodes has 32 calls open. The tree is made anew with each attempt; a lost leader ends the attempt like any lost node.
 
-A broken connection is seen at once. A node that loses power breaks none: when an answer is overdue, its raylet is asked
-for a connection. Refused means lost, now. Accepted means busy: nothing follows for half a minute. No reply at all means
-unreachable, and counts as lost after ten seconds.
+A broken connection is seen at once. A node that loses power breaks none: when an answer is 0.3 s overdue, its raylet is
+asked for a connection, all silent nodes at once. Refused means lost, now. Accepted means busy: the kernel accepts for a
+process that has no time, so nothing follows for half a minute. No reply means that the packet was lost, or the node: the
+question is put again, and a node that leaves three in a row without reply counts as lost, 1.7 s after its last answer. A
+packet is lost once in a thousand on a poor network; three of them in a row, to a node that had just missed its answer, are
+not expected in years of 1,000 nodes. What three packets cannot tell from a dead node is a switch that is away for longer:
+``launch.ray.unreachable_s`` waits for it.
 """
 
+import errno
 import math
+import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from titan_train.launch.launchers.ray.news import News, NodeNews
 
-ANSWER_S = 0.7  # an agent answers at least this often
+ANSWER_S = 0.5  # an agent answers at least this often
 _DIRECT = 32  # nodes that the driver watches itself
 _OVERDUE_S = 0.3
 _PROBE_S = 0.3
-_UNREACHABLE_S = 10.0
+_PROBES = 3  # without reply, one after the other
 _BUSY_S = 30.0
 
 
@@ -48,15 +54,19 @@ def groups(nodes: int) -> list[range]:
 class Watch:
     """Some agents, each with one call open. For one thread."""
 
-    def __init__(self, ray: Any, children: Sequence[Child], output_from: int = 0) -> None:
+    def __init__(self, ray: Any, children: Sequence[Child], output_from: int = 0, unreachable_s: float = 0.0) -> None:
         """Prepare.
 
         Args:
             ray: The module, connected.
             children: Whom to watch.
             output_from: Bytes of rank 0's output that are known already.
+            unreachable_s: Seconds from its last answer until a node that nothing comes back from counts as lost; less than
+                three questions take is no less.
         """
         self._ray = ray
+        self._probes = max(_PROBES, round((unreachable_s - ANSWER_S - _OVERDUE_S) / _PROBE_S))
+        self._unanswered: dict[int, int] = {}
         self._children = {child.node: child for child in children}
         self._versions = dict.fromkeys(self._children, 0)
         self._open: dict[Any, int] = {}
@@ -89,6 +99,7 @@ class Watch:
         node = self._open.pop(reference)
         self._asked.pop(node, None)
         self._probed.pop(node, None)
+        self._unanswered.pop(node, None)
         try:
             news: News = self._ray.get(reference)
         except self._ray.exceptions.RayError as err:
@@ -101,17 +112,16 @@ class Watch:
 
     def _overdue(self) -> list[NodeNews]:
         now = time.monotonic()
+        silent = {node: now - since - ANSWER_S for node, since in self._asked.items()}
+        asked = [node for node, s in silent.items() if s >= _OVERDUE_S and now >= self._probed.get(node, 0.0)]
         found: list[NodeNews] = []
-        for node, since in list(self._asked.items()):
-            silent_s = now - since - ANSWER_S
-            if silent_s < _OVERDUE_S or now < self._probed.get(node, 0.0):
-                continue
-            self._probed[node] = now + _OVERDUE_S
-            answer = answers(self._children[node].raylet)
+        for node, answer in zip(asked, answers([self._children[node].raylet for node in asked]), strict=True):
+            self._probed[node] = now + _PROBE_S
+            self._unanswered[node] = self._unanswered.get(node, 0) + 1 if answer is None else 0
             if answer is False:
                 found.append(self._lose(node, "nothing of Ray runs there any more"))
-            elif silent_s > (_BUSY_S if answer else _UNREACHABLE_S):
-                found.append(self._lose(node, f"no answer in {silent_s:.0f} s"))
+            elif self._unanswered[node] >= self._probes or silent[node] > _BUSY_S:
+                found.append(self._lose(node, f"no answer in {time.monotonic() - now + silent[node] + ANSWER_S:.1f} s"))
         return found
 
     def _lose(self, node: int, why: str) -> NodeNews:
@@ -120,15 +130,36 @@ class Watch:
         return NodeNews(node, lost=f"{self._children[node].name} was lost: {why}")
 
 
-def answers(raylet: tuple[str, int]) -> bool | None:
-    """Whether a node takes a connection: True, False if it refuses, None if nothing comes back."""
-    try:
-        socket.create_connection(raylet, timeout=_PROBE_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
-    return True
+def answers(raylets: Sequence[tuple[str, int]]) -> list[bool | None]:
+    """Whether each node takes a connection: True, False if it refuses, None if nothing comes back. All at once."""
+    found: list[bool | None] = [None] * len(raylets)
+    deadline = time.monotonic() + _PROBE_S
+    with selectors.DefaultSelector() as waiting:
+        for number, (host, port) in enumerate(raylets):
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            probe.setblocking(False)
+            error = probe.connect_ex((host, port))
+            if error == errno.EINPROGRESS:
+                waiting.register(probe, selectors.EVENT_WRITE, number)
+            else:
+                found[number] = _meaning(error)
+                probe.close()
+        try:
+            while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
+                for key, _ in waiting.select(left_s):
+                    probe = cast("socket.socket", key.fileobj)
+                    found[key.data] = _meaning(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                    waiting.unregister(probe)
+                    probe.close()
+        finally:
+            for key in list(waiting.get_map().values()):
+                cast("socket.socket", key.fileobj).close()
+    return found
+
+
+def _meaning(error: int) -> bool | None:
+    """An error number of a connection as `answers` means it."""
+    return True if error == 0 else False if error == errno.ECONNREFUSED else None
 
 
 def raylets(nodes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, int]]:
