@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from titan_train.files import write_atomic
+from titan_train.files import parse_json, parse_toml, write_atomic
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -25,3 +25,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         write_atomic(file, "new", sync=True)
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("parse", [parse_json, parse_toml])
+@pytest.mark.parametrize("text", ["{", "[" * 99_999, "x = " + "[" * 99_999])
+def test_a_text_that_is_nested_too_deeply_is_damaged_like_any_other(parse, text):
+    with pytest.raises(ValueError, match="."):
+        parse(text)

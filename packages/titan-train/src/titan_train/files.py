@@ -1,8 +1,35 @@
-"""Writing files so that a reader sees the old content or the new one, never a part."""
+"""Writing files so that a reader sees the old content or the new one, and reading files that may hold anything."""
 
 import contextlib
+import json
 import os
+import tomllib
 from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, but a text that is nested too deeply is damaged like any other.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as err:
+        raise ValueError("it is nested too deeply") from err
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """As `tomllib.loads`, but a text that is nested too deeply is damaged like any other.
+
+    Raises:
+        ValueError: It is not TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError as err:
+        raise ValueError("it is nested too deeply") from err
 
 
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> None:

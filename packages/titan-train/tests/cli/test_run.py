@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,43 @@ def test_a_second_run_on_the_same_folder_is_refused_in_one_line_and_harms_nothin
     assert not (folder / "runs" / "tiny" / "lease.json").exists()
     steps = [json.loads(line)["step"] for line in lines_of(folder) if '"step"' in line and '"loss"' in line]
     assert steps == list(range(1, len(steps) + 1))
+
+
+DELAYS = [0.0, 0.4, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.1, 0.2, 0.8, 1.6, 3.2))]
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_of_two_staggered_starts_one_trains_and_the_folder_is_all_its_own(folder, delay):
+    rates = ["0.001", "0.05"]
+    common = ("run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    common = (*common, "--schedule.warmup-steps", "0", "--optimizer.lr")
+    processes = []
+    try:
+        for rate in rates:
+            processes.append(start(folder, *common, rate))
+            time.sleep(delay)
+        wait_for(lambda: any(process.poll() is not None for process in processes), 100)
+        (loser,) = [process for process in processes if process.poll() is not None]
+        (winner,) = [process for process in processes if process is not loser]
+        assert loser.returncode == 2
+        (line,) = [line for line in loser.stdout.read().splitlines() if line.startswith("error: ")]
+        assert f"is in use: process {winner.pid} on host " in line
+        wait_for(lambda: len(lines_of(folder)) > 4, 100)
+        winner.send_signal(signal.SIGTERM)
+        winner.communicate(timeout=100)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert winner.returncode == 0
+    rate = float(rates[processes.index(winner)])
+    config = tomllib.loads((folder / "runs" / "tiny" / "config.toml").read_text())
+    assert config["optimizer"]["lr"] == rate
+    steps = [line for line in map(json.loads, lines_of(folder)) if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert all(abs(line["lr"] / rate - 1) < 0.01 for line in steps)  # the decay is over 100,000 steps
+    report = run(folder, "report", "runs/tiny")
+    assert report.returncode == 0, report.stderr
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(folder):

@@ -50,7 +50,7 @@ def can_isolate():
     return subprocess.run(["unshare", "-n", "-p", "-f", "--mount-proc", "true"], check=False).returncode == 0
 
 
-def wait_for(condition, seconds=120.0):
+def wait_for(condition, seconds=400.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from isolated import Isolated, can_isolate, wait_for
 
+pytestmark = pytest.mark.timeout(900)  # each waits for a run that may share its cores with twenty others
 SLOW = (
     "--launch.faults",
     "slow rank=0 factor=8 step=5",
@@ -50,7 +51,7 @@ class Disturbed:
 
     def ends(self):
         """The exit code; the run must not have shown a traceback of the supervisor's."""
-        code = self.process.wait(timeout=200)
+        code = self.process.wait(timeout=400)
         assert "titan_train/launch/supervise" not in self.told(), self.told()
         return code
 

@@ -83,7 +83,7 @@ def test_an_owner_elsewhere_lives_while_it_touches_its_lease(tmp_path):
     lease.release()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "null", '{"host": 1}', "\x00\x01"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "null", '{"host": 1}', "\x00\x01", "[" * 9999])
 def test_a_damaged_lease_has_no_owner(tmp_path, content):
     (tmp_path / "lease.json").write_text(content)
     with Lease(tmp_path):

@@ -1,3 +1,4 @@
+import pytest
 from titan_train.config import Config, RunConfig, TrainConfig
 from titan_train.observe import RunInfo, read_run_info
 from titan_train.run_folder import changes, commit, discard, read_config, stage, staged_folder
@@ -32,8 +33,9 @@ def test_an_attempt_that_is_lost_before_it_takes_effect_leaves_the_one_before_it
     assert [a["status"] for a in read_run_info(tmp_path)["attempts"]] == ["killed"]
 
 
-def test_a_damaged_configuration_does_not_stop_the_next_attempt(tmp_path):
-    (tmp_path / "config.toml").write_text("[train\nsteps = ")
+@pytest.mark.parametrize("content", ["[train\nsteps = ", "x = " + "[" * 9999], ids=["torn", "deep"])
+def test_a_damaged_configuration_does_not_stop_the_next_attempt(tmp_path, content):
+    (tmp_path / "config.toml").write_text(content)
     assert changes(FIRST, tmp_path) == []
     stage(FIRST, tmp_path)
     commit(tmp_path, SECOND)

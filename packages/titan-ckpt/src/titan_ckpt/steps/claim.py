@@ -169,7 +169,7 @@ def owner_of(folder: StorePath) -> Process | None:
     """Who makes an unfinished save; None in the moment before it is named."""
     try:
         return _owner(folder)[0]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -183,7 +183,7 @@ def owner_alive(folder: StorePath) -> bool:
     """Whether the process that makes a save may be alive; True unless it is proven not to be."""
     try:
         owner, began = _owner(folder)
-    except (*ABSENT, ValueError, KeyError, TypeError):
+    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
         # On a file system it is named in a moment, or never. Of objects, the name is the first to be written and, but
         # for a commit, goes with the rest: this is half deleted.
         return renames(folder) and _age_s(folder, 0.0) < _NAMELESS_AGE_S
@@ -236,5 +236,5 @@ def _read_lock(root: StorePath) -> tuple[Process | None, int]:
     try:
         value = json.loads((root / LOCK_NAME).read_bytes())
         return Process.decode(value), int(value.get("holders", 1))
-    except (*ABSENT, ValueError, KeyError, TypeError, AttributeError):
+    except (*ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, 0

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import parse_json
+
 FILE_NAME = "metrics.blocks.jsonl"
 STEPS = 64
 QUANTITIES = (
@@ -143,7 +145,7 @@ def read_blocks(run_dir: Path, metrics: Path) -> Iterator[tuple[StepBlock, int]]
     try:
         with (run_dir / FILE_NAME).open("rb") as file:
             for raw in file:
-                values = json.loads(raw)
+                values = parse_json(raw)
                 if not raw.endswith(b"\n") or values.keys() != names or values["format"] != _FORMAT:
                     break
                 position += len(raw)
@@ -160,6 +162,6 @@ def _is_of(block: StepBlock, metrics: Path) -> bool:
         with metrics.open("rb") as file:
             file.seek(max(0, block.end - 2**16))
             last = file.read(block.end - file.tell()).splitlines(keepends=True)[-1]
-            return last.endswith(b"\n") and json.loads(last)["step"] == block.at and metrics.stat().st_size >= block.end
+            return last.endswith(b"\n") and parse_json(last)["step"] == block.at and metrics.stat().st_size >= block.end
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False

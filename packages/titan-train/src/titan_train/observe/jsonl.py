@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.files import parse_json
 from titan_train.observe import blocks
 from titan_train.observe.records import StepRecord, ValidationRecord
 
@@ -221,7 +222,7 @@ def lines_of(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None
         for raw in file:
             start += len(raw)
             try:
-                line: object = json.loads(raw) if raw.endswith(b"\n") else None
+                line: object = parse_json(raw) if raw.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 line = None
             yield (cast("dict[str, Any]", line) if isinstance(line, dict) else None), raw, start
@@ -256,7 +257,7 @@ def _late_lines(path: Path, start: int, step: int) -> Iterator[tuple[dict[str, A
             if raw.startswith(b'{"kind":"step"') or not raw.endswith(b"\n"):
                 continue
             with contextlib.suppress(ValueError, RecursionError):
-                line: object = json.loads(raw)
+                line: object = parse_json(raw)
                 if isinstance(line, dict) and line.get("kind") != "step" and _step_of(line) <= step:  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
                     yield cast("dict[str, Any]", line), raw
 

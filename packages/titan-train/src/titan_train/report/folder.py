@@ -1,10 +1,10 @@
 """What a run's folder holds, read without complaint: any file may be missing, torn or half written."""
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.files import parse_toml
 from titan_train.observe import History, read_history, read_run_info
 
 CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
@@ -67,7 +67,7 @@ def read_folder(run_dir: str | Path) -> RunFolder:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 

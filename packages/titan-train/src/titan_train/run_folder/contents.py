@@ -1,12 +1,11 @@
 """Reading a run's folder."""
 
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
-from titan_train.files import write_atomic
+from titan_train.files import parse_toml, write_atomic
 
 _HF = "hf:"
 _MODEL = "model"
@@ -28,7 +27,7 @@ def read_config(run_dir: Path) -> Config:
         raise ValueError(
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
-    config = parse_config(tomllib.loads(file.read_text(encoding="utf-8")), source=str(file))
+    config = parse_config(parse_toml(file.read_text(encoding="utf-8")), source=str(file))
     return with_kept_model(config, run_dir)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import write_atomic
+from titan_train.files import parse_json, write_atomic
 from titan_train.trust.factory import find_code, names_code, use_code
 
 
@@ -128,7 +128,7 @@ def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
 
 def _recall(run_dir: Path) -> CodeRecord | None:
     try:
-        values: Any = json.loads(_file(run_dir).read_text(encoding="utf-8"))
+        values: Any = parse_json(_file(run_dir).read_text(encoding="utf-8"))
         if values["run"] != str(run_dir.resolve()):
             return None
         return CodeRecord(str(values["model"]), tuple(map(str, cast("list[Any]", values["paths"]))), values["sha256"])

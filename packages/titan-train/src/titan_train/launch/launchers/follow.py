@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import Config
-from titan_train.files import write_atomic
+from titan_train.files import parse_json, write_atomic
 from titan_train.launch.job import Attempt, RunningJob
 from titan_train.launch.rank.heartbeat import Phase
 from titan_train.launch.rank.orders import Order
@@ -230,7 +230,7 @@ def _text(file: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     """The values in a file; none if it is missing, torn or something else."""
     try:
-        values = json.loads(_text(file))
+        values = parse_json(_text(file))
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -5,7 +5,6 @@ row, or that a `lose` fault took, stays out of use for a while in elastic mode.
 """
 
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from titan_train.config import Config, dump_config
 from titan_train.config.faults import parse_faults, struck_file
+from titan_train.files import parse_json
 from titan_train.launch.job import Attempt, RankExit, RankJob
 from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
 from titan_train.launch.rank.heartbeat import Beat
@@ -124,7 +124,7 @@ def _asked_for(attempt: Attempt, rank: int) -> float:
         file = struck_file(attempt.run_dir, fault)
         if fault.kind == "lose" and fault.rank == rank and file.exists():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                struck = float(json.loads(file.read_text(encoding="utf-8"))["time"])
+                struck = float(parse_json(file.read_text(encoding="utf-8"))["time"])
                 if time.time() - struck < fault.seconds:
                     return fault.seconds
     return 0.0

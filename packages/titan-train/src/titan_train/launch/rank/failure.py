@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import write_atomic
+from titan_train.files import parse_json, write_atomic
 
 # ValueErrors that a damaged file causes, not a setting
 _DAMAGE = (UnicodeError, json.JSONDecodeError)
@@ -79,7 +79,7 @@ def first_failure(run_dir: Path) -> Failure | None:
     with contextlib.suppress(OSError):  # the disk fails: the exit codes are known still
         for file in sorted(_folder(run_dir).glob("rank-*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged: says nothing
-                found.append(_read(json.loads(file.read_text(encoding="utf-8"))))
+                found.append(_read(parse_json(file.read_text(encoding="utf-8"))))
     return min(found, key=lambda f: f.time_s) if found else None
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import write_atomic
+from titan_train.files import parse_json, write_atomic
 
 _ENTRIES = "2000"
 
@@ -66,7 +66,7 @@ def read_dumps(folder: Path, world_size: int) -> Reading:
     dumps: dict[int, list[dict[str, Any]]] = {}
     for rank in range(world_size):
         with contextlib.suppress(OSError, ValueError):
-            dumps[rank] = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            dumps[rank] = parse_json((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     silent = tuple(rank for rank in range(world_size) if rank not in dumps)
     if silent:
         return Reading(silent, f"{_ranks(silent)} did not respond: stopped, or stuck below Python")
