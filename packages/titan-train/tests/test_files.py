@@ -30,5 +30,5 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize("parse", [parse_json, parse_toml])
 @pytest.mark.parametrize("text", ["{", "[" * 99_999, "x = " + "[" * 99_999])
 def test_a_text_that_is_nested_too_deeply_is_damaged_like_any_other(parse, text):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         parse(text)

@@ -14,6 +14,7 @@ SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up t
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -46,6 +47,8 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
     parser.add_config()
     kept = words[1] if words[:1] == [_KEPT] else ""
+    if kept:  # until the supervisor listens: a stop is an end, not a crash that the actor starts again
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments, settings = parser.parse_with_settings(words[2:] if kept else words, written_out)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
     if note:

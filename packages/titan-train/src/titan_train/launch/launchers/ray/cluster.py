@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import signal
 import socket
+import threading
 from typing import Any
 
 from titan_train.config import LaunchConfig
@@ -35,12 +37,15 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
         _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), options)
         return ray
     _check_reachable(address)
+    before = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
         ray.init(address=address, **options)
     except ConnectionError as err:
         raise ValueError(f"no Ray cluster at launch.ray.address={address!r}: {first_line(err)}") from err
     except RuntimeError as err:
         raise ValueError(f"the Ray cluster at {address!r} cannot be used: {first_line(err)}") from err
+    if before is not None:  # Ray takes SIGTERM for itself
+        signal.signal(signal.SIGTERM, before)
     return ray
 
 
