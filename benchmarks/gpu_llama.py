@@ -22,13 +22,13 @@ import json
 import statistics
 import time
 from importlib.metadata import version
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from titan_mesh import build
 from titan_train.config import parse_config
+from titan_train.data import TensorBatch
 from titan_train.models import Llama, LlamaArgs, flops_per_token, init_for
 from titan_train.parallel.apply import build_parallel_model
 from titan_train.plan.layout import build_layout, resolve_mode
@@ -58,18 +58,10 @@ class Titan:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, tokens, labels):
-        loss = self.parallel.token_loss(Rows(tokens), labels) / labels.numel()
+        loss = self.parallel.loss_sum(TensorBatch((tokens,), {}, labels, 0)) / labels.numel()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-class Rows(NamedTuple):
-    """Whole documents of equal length."""
-
-    tokens: torch.Tensor
-    positions: None = None
-    cu_seqlens: None = None
 
 
 class HandWritten:

@@ -16,30 +16,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_train.config import Config, load_config
+    from titan_train.data import BatchSource, TensorBatch
     from titan_train.generation import LoadedRun, Sampling, generate, load_run
     from titan_train.models import Family, build_model, register_family
+    from titan_train.task import Task, TaskBatch, TaskInputs, register_task
     from titan_train.train import Trainer
 
     __version__: str
 
 _HOMES = {
+    "BatchSource": "titan_train.data",
     "Config": "titan_train.config",
     "Family": "titan_train.models",
     "LoadedRun": "titan_train.generation",
     "Sampling": "titan_train.generation",
+    "Task": "titan_train.task",
+    "TaskBatch": "titan_train.task",
+    "TaskInputs": "titan_train.task",
+    "TensorBatch": "titan_train.data",
     "Trainer": "titan_train.train",
     "build_model": "titan_train.models",
     "generate": "titan_train.generation",
     "load_config": "titan_train.config",
     "load_run": "titan_train.generation",
     "register_family": "titan_train.models",
+    "register_task": "titan_train.task",
 }
 
 __all__ = [
+    "BatchSource",
     "Config",
     "Family",
     "LoadedRun",
     "Sampling",
+    "Task",
+    "TaskBatch",
+    "TaskInputs",
+    "TensorBatch",
     "Trainer",
     "__version__",
     "build_model",
@@ -47,6 +60,7 @@ __all__ = [
     "load_config",
     "load_run",
     "register_family",
+    "register_task",
 ]
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +26,12 @@ from titan_train.data import (
     show_progress,
 )
 from titan_train.files import write_atomic
+from titan_train.observe.records import ValidationRecord
 from titan_train.tokenizers import ChatTemplate, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TOKENIZER_FOLDER = "tokenizer"
 """Where a run's folder keeps its tokenizer."""
@@ -34,7 +39,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a rank reads."""
+    """What a rank reads: the `titan_train.task.TaskInputs` of text."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -44,6 +49,22 @@ class Inputs:
     """None if nothing is held out."""
     bytes_per_token: float
     """UTF-8 bytes an average training token stands for; 0 where it is not known."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's."""
+        return self.tokenizer.vocab_size
+
+    def keep(self, run_dir: Path) -> None:
+        """Keep the tokenizer."""
+        save_tokenizer(run_dir, self)
+
+    def record(self, step: int, loss: float, count: int) -> ValidationRecord:
+        """Nats per token, and bits per byte of text."""
+        return ValidationRecord(step=step, loss=loss, bits_per_byte=self.bits_per_byte(loss), tokens=count)
+
+    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> None:
+        """Nothing: `titan-train generate` continues a prompt."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per UTF-8 byte of text, by the average token."""

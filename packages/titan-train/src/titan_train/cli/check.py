@@ -71,7 +71,6 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
 
     import titan_fsdp as fsdp
 
-    from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model, count_parameters, flops_per_token
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
@@ -79,11 +78,12 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
     from titan_train.run_folder import with_kept_model
+    from titan_train.task import load_task
     from titan_train.train.published_tokenizer import check_tokenizer
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
-    model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
     freeze(model, config.train.freeze)
     check_model(config, layout, batch, model)

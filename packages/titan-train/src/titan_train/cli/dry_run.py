@@ -18,7 +18,6 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument("--world", type=integer(1, 10**7), required=True, help="ranks of the run")
     arguments, settings = parser.parse_with_settings(words)
 
-    from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
@@ -26,6 +25,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.translate import setup_of_config, shape_of_config
     from titan_train.run_folder import run_folder
+    from titan_train.task import load_task
     from titan_train.trust import admit_own_code
 
     config = parser.read_config(arguments.config, settings)
@@ -34,7 +34,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     nodes = max(1, arguments.world // per_node)
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
     plan = plan_run(config, arguments.world)
-    vocabulary = vocab_size_without_training(config)
+    vocabulary = load_task(config).vocab_size(config)
     model = build_model(config.model, vocab_size=vocabulary, device="meta")
     freeze(model, config.train.freeze)
     ranks = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule)

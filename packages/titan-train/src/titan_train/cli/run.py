@@ -130,8 +130,8 @@ def _supervise(
         f"run      {run_dir}  ({world_size} {launcher.device} rank{'s' if world_size > 1 else ''}{where})", flush=True
     )
 
-    from titan_train.inputs import prepare_inputs
     from titan_train.launch.supervise.supervisor import Supervisor
+    from titan_train.task import load_task
 
     infos = [RunInfo.running(run_dir)] if before.adopted is not None else []
     attempts_before = len(read_run_info(run_dir).get("attempts", []))
@@ -140,7 +140,7 @@ def _supervise(
         lease.attempt(attempt.number)
         infos.append(_stage(config, run_dir, launcher.device, attempt.world_size, source))
 
-    prepare_inputs(config)
+    load_task(config).prepare(config)
     for change in changes(config, run_dir):
         print(f"changed  {change}")
     supervisor = Supervisor(
@@ -169,11 +169,11 @@ def _stage(config: Config, run_dir: Path, device: str, world_size: int, source: 
 
 def _follow(config: Config, run_dir: Path, per_node: int) -> int:
     """Be one of several machines under launcher `torchrun`, not the first."""
-    from titan_train.inputs import prepare_inputs
     from titan_train.launch.launchers.follow import follow
     from titan_train.launch.launchers.torchrun import TorchrunJob
+    from titan_train.task import load_task
 
-    prepare_inputs(config, quiet=True)
+    load_task(config).prepare(config, quiet=True)
     device = device_type(config.launch)
     return follow(config, run_dir, per_node, lambda attempt, place: TorchrunJob(attempt, per_node, device, place))
 
@@ -205,16 +205,16 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
     ranks = ranks_from_torchrun(config.launch)
     _check_layout(config, ranks.world_size)
 
-    from titan_train.inputs import prepare_inputs
     from titan_train.launch.rank.worker import torchrun_worker
+    from titan_train.task import load_task
 
     run_dir = run_folder(config)
     if ranks.rank != 0:
-        prepare_inputs(config, quiet=True)
+        load_task(config).prepare(config, quiet=True)
         return torchrun_worker(config, ranks, run_dir)
     with Lease(run_dir):
         remember_code(run_dir, source)
-        prepare_inputs(config)
+        load_task(config).prepare(config)
         clear_failures(run_dir)
         attempts_before = len(read_run_info(run_dir).get("attempts", []))
         info = _stage(config, run_dir, ranks.device_type, ranks.world_size, source)

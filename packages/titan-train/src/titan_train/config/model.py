@@ -22,6 +22,9 @@ class ModelConfig:
     """Changes to the shipped model's arguments, such as {num_layers = 4}, to fields of config.json ("hf:DIR"; a dot leads
     into an object: {"rope_parameters.rope_theta" = 1e6}), or the arguments of your own callable."""
 
+    task: str = ""
+    """What the model is trained on: "text", or a task of an installed package; empty takes what the model's family says."""
+
     seq_len: int = 512
     """Tokens in one training sequence."""
 

@@ -24,6 +24,7 @@ from titan_train.data.build import (
 from titan_train.data.loader.batch import Batch
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.packed import PackedDataset, SampleLocation
+from titan_train.data.loader.source import BatchSource, HostMicrobatch, TensorBatch
 from titan_train.data.progress import PrepareProgress, ProgressCallback, show_progress
 from titan_train.data.shards.megatron import MegatronTokens
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
@@ -33,7 +34,9 @@ from titan_train.data.sources.stream import stream_windows
 __all__ = [
     "BadDocument",
     "Batch",
+    "BatchSource",
     "DataLoader",
+    "HostMicrobatch",
     "MalformedInputError",
     "MegatronTokens",
     "PackedDataset",
@@ -41,6 +44,7 @@ __all__ = [
     "ProgressCallback",
     "SampleLocation",
     "ShardedTokens",
+    "TensorBatch",
     "TokenSource",
     "build_chat_template",
     "build_datasets",

@@ -16,20 +16,20 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ValueError: The model's arguments, the layout or the schedule cannot work.
     """
-    from titan_train.inputs import vocab_size_without_training
     from titan_train.models import build_model
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.structure import freeze
     from titan_train.plan.run import plan_run
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
+    from titan_train.task import load_task
     from titan_train.train.published_tokenizer import check_tokenizer
     from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
     plan = plan_run(config, world_size)
     check_schedule(config.schedule, config.train.steps)
-    model = build_model(config.model, vocab_size=vocab_size_without_training(config), device="meta")
+    model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
     freeze(model, config.train.freeze)
     check_model(config, plan.layout, plan.batch, model)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:

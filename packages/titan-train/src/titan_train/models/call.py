@@ -1,6 +1,7 @@
 """Call any model on a batch, handing it only what its forward accepts."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Protocol
 
 from titan_fsdp import unwrap
@@ -49,9 +50,9 @@ def call_model(model: nn.Module, batch: TokenBatch, *, labels: Tensor | None = N
     return model(batch.tokens, **passed)
 
 
-def accepted_inputs(model: nn.Module) -> frozenset[str]:
-    """Which of ``positions``, ``cu_seqlens`` and ``attention_plan`` the model's ``forward`` takes; costs some 20 microseconds."""
+def accepted_inputs(model: nn.Module, names: Sequence[str] = _OPTIONAL) -> frozenset[str]:
+    """Which of ``names`` the model's ``forward`` takes; costs some 20 microseconds."""
     parameters = inspect.signature(unwrap(model).forward).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return frozenset(_OPTIONAL)
-    return frozenset(name for name in _OPTIONAL if name in parameters)
+        return frozenset(names)
+    return frozenset(name for name in names if name in parameters)

@@ -29,6 +29,8 @@ class Family:
     """The module class, called with the arguments: ``"package.module:Class"``, where the class is defined."""
     tensor_styles: StyleTable
     """How each module takes part in tensor parallelism."""
+    task: str = "text"
+    """What its models are trained on: the name of a `titan_train.Task`."""
     hf: str | None = None
     """Its `titan_train.models.common.hf.HuggingFace` value, as ``"package.module:NAME"``. None: no import or export."""
 

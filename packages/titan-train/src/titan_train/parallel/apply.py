@@ -20,13 +20,12 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models import InitFn, TokenBatch, build_model, call_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
+from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.common.loss import TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks
-from titan_train.parallel.context import ContextParallelism, Heads
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert import apply_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8, share_scales
@@ -49,6 +48,7 @@ from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, 
 from titan_train.parallel.tensor.styles import style_of
 from titan_train.plan.batch import plan_batch
 from titan_train.plan.layout import Mode
+from titan_train.task import ContextCut, Task, TaskBatch, load_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,12 @@ class ParallelModel:
     """How each part was wrapped; empty in mode "none"."""
     cuts: Mapping[str, ParamShard]
     """Which box of each parameter is here, where tensor or expert parallelism cut it."""
+    task: Task
+    """What the model is trained on."""
     loss: TokenLoss
-    """From (local) logits and labels to the sum of the cross-entropy, for a model whose head does not compute it."""
+    """From the output (of a decoder: its local logits) and the target to the sum of the loss, unless the head computes it."""
     gradients: Gradients
-    context: ContextParallelism | None
+    context: ContextCut | None
     pipeline: Pipeline | None
     names: tuple[str, ...]
     """Of all parameters of the whole model."""
@@ -79,12 +81,14 @@ class ParallelModel:
     fused_loss: bool = False
     """The head computes the loss, a chunk of tokens at a time."""
 
-    def token_loss(self, batch: TokenBatch, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy in nats over the valid labels ``[B, S]`` of a batch; not under a pipeline."""
+    def loss_sum(self, batch: TaskBatch) -> Tensor:
+        """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""
         (module,) = self.parts
+        taken = accepted_inputs(module, self.task.keywords)
+        passed = {name: value for name, value in batch.keywords.items() if name in taken and value is not None}
         if self.fused_loss:
-            return call_model(module, batch, labels=labels)
-        return self.loss(call_model(module, batch), labels)
+            return module(*batch.inputs, **passed, labels=batch.target)
+        return self.loss(module(*batch.inputs, **passed), batch.target)
 
 
 def build_parallel_model(
@@ -94,8 +98,9 @@ def build_parallel_model(
     mode: Mode,
     mesh: Mesh | None,
     schedule: Schedule | None,
-    vocab_size: int,
+    vocab_size: int | None,
     device: torch.device,
+    task: Task | None = None,
 ) -> ParallelModel:
     """Build, cut, wrap and initialise this rank's part of the model.
 
@@ -105,22 +110,25 @@ def build_parallel_model(
         mode: The data-parallel wrapping, from `titan_train.plan.layout.resolve_mode`.
         mesh: The ranks; None without a process group.
         schedule: The pipeline's; None without one.
-        vocab_size: The tokenizer's, which sizes the embedding and the head.
+        vocab_size: The tokenizer's, which sizes the embedding and the head; None for a model without one.
         device: Where the weights live.
+        task: What the model is trained on; None takes the configuration's.
     """
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     freeze(whole, config.train.freeze)
     check_model(config, layout, plan_batch(config, layout), whole)
-    loss = whole_vocabulary_loss(vocab_size, z_loss=config.train.z_loss)
-    applied = _Application(config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
+    task = task or load_task(config)
+    task.check(config, whole)
+    loss = task.loss(config, vocab_size)
+    applied = _Application(task, config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
     parts = [part for part, _ in wrapped]
     pipeline = None
     copies = None
     if schedule is not None and mesh is not None:
         pipeline = Pipeline(
-            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, fused_loss=applied.fused_loss,
-            config=config.pipeline,
+            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, keywords=task.keywords,
+            fused_loss=applied.fused_loss, config=config.pipeline,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
         copies = _tied_copies(applied.tied, mesh, schedule)
@@ -128,6 +136,7 @@ def build_parallel_model(
         parts=parts,
         plans=[plan for _, plan in wrapped if plan is not None],
         cuts=applied.cuts,
+        task=task,
         loss=applied.loss,
         gradients=Gradients(parts, applied.cuts, tied=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
         context=applied.context,
@@ -168,6 +177,7 @@ def _parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Me
 class _Application:
     """Every kind of parallelism, applied to the parts of this rank's model one after the other."""
 
+    task: Task
     config: Config
     layout: Layout
     mode: Mode
@@ -177,7 +187,7 @@ class _Application:
     whole: nn.Module
     loss: TokenLoss
     """From (local) logits and labels to the sum of the cross-entropy."""
-    vocab_size: int
+    vocab_size: int | None
     cuts: dict[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism have cut of all parts so far."""
 
@@ -188,21 +198,17 @@ class _Application:
         self.tied = tied_to_first(self.whole)
         self.fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, self.device) else None
         self.fused_loss = False
-        self.context: ContextParallelism | None = None
+        self.context: ContextCut | None = None
         if self.spec.cp > 1 and mesh is not None:
             dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-            heads = Heads.of(self.whole, config.parallel.tp)
-            self.context = ContextParallelism(
-                config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype,
-                windows=getattr(self.whole, "windows", ()),
-            )  # fmt: skip
+            self.context = self.task.context(config, mesh, self.whole, dtype)
 
     def to(self, part: nn.Module) -> tuple[nn.Module, fsdp.WrapPlan | None]:
         """Apply all of it to one part, in the order that works; the part, and how it was wrapped."""
         config = self.config
         self._float8(part)
         head = None
-        if config.train.fused_loss:
+        if config.train.fused_loss and self.vocab_size is not None:
             head = fuse_head_loss(part, z_loss=config.train.z_loss, vocab_size=self.vocab_size)
         self._tensor(part)
         if head is not None:

@@ -59,6 +59,23 @@ class LocalBatch:
     """As in `titan_train.data.Batch`; None where the plan knows the documents."""
     attention_plan: RowsPlan
     """For `ContextAttention`."""
+    samples_consumed: int = 0
+    """As in `titan_train.data.Batch`."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Positional arguments of the model."""
+        return (self.tokens,)
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """What the model may accept by name."""
+        return {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "attention_plan": self.attention_plan}
+
+    @property
+    def target(self) -> Tensor:
+        """The labels."""
+        return self.labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +169,7 @@ class ContextParallelism:
             positions=plan.shard(positions.expand_as(tokens)),
             cu_seqlens=None,
             attention_plan=RowsPlan(plan, windows),
+            samples_consumed=batch.samples_consumed,
         )
 
     def _plan(self, **rows: Any) -> titan_cp.AttentionPlan:

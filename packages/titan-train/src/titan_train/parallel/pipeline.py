@@ -24,11 +24,10 @@ from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, Tor
 from torch import Tensor, nn
 
 from titan_train.config import Config, PipelineConfig
-from titan_train.data import Batch
 from titan_train.models import accepted_inputs, flops_per_token
 from titan_train.models.common.loss import TokenLoss
-from titan_train.parallel.context import LocalBatch
 from titan_train.parallel.float8 import DEFERRING_RULES
+from titan_train.task import TaskBatch
 
 _FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
 
@@ -143,6 +142,7 @@ class Pipeline:
         transport: Transport,
         *,
         loss: TokenLoss,
+        keywords: Sequence[str],
         fused_loss: bool,
         config: PipelineConfig,
         gather_each_microbatch: bool,
@@ -154,6 +154,7 @@ class Pipeline:
             parts: This rank's stages, in the order of ``schedule.stages_of(rank)``.
             transport: See `make_transport`.
             loss: From logits and labels to the sum over labels; used by the last stage.
+            keywords: What the stages may take by name.
             fused_loss: The last stage's module is given the labels and returns that sum itself.
             config: Of the pipeline.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
@@ -168,31 +169,35 @@ class Pipeline:
                 part,
                 index,
                 loss=loss_of if index == last else None,
-                keywords=(*sorted(accepted_inputs(part)), *(["labels"] if fused_loss and index == last else [])),
+                keywords=(
+                    *sorted(accepted_inputs(part, keywords)),
+                    *(["labels"] if fused_loss and index == last else []),
+                ),
                 gather="microbatch" if gather_each_microbatch else "step",
                 rules=DEFERRING_RULES,
             )
             for index, part in zip(schedule.stages_of(transport.rank), parts, strict=True)
         ]
+        self._keywords = keywords
         self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
 
-    def step(self, batches: Sequence[Batch] | Sequence[LocalBatch], num_labels: int) -> float:
+    def step(self, batches: Sequence[TaskBatch], num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
 
         Returns:
             Sum of the loss over this replica's labels, divided by ``num_labels``.
         """
-        return self.executor.step(*_arguments(batches), extras=_extras(batches), denominator=float(num_labels)).loss
+        return self.executor.step(
+            *_arguments(batches), extras=self._extras(batches), denominator=float(num_labels)
+        ).loss
 
-    def evaluate(self, batches: Sequence[Batch] | Sequence[LocalBatch]) -> float:
+    def evaluate(self, batches: Sequence[TaskBatch]) -> float:
         """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""
-        return self.executor.evaluate(*_arguments(batches), extras=_extras(batches), denominator=1.0).loss
+        return self.executor.evaluate(*_arguments(batches), extras=self._extras(batches), denominator=1.0).loss
+
+    def _extras(self, batches: Sequence[TaskBatch]) -> list[dict[str, Any]]:
+        return [{**{name: b.keywords.get(name) for name in self._keywords}, "labels": b.target} for b in batches]
 
 
-def _arguments(batches: Sequence[Batch] | Sequence[LocalBatch]) -> tuple[list[Any], list[_Target]]:
-    return [b.tokens for b in batches], [_Target(b.labels) for b in batches]
-
-
-def _extras(batches: Sequence[Batch] | Sequence[LocalBatch]) -> list[dict[str, Any]]:
-    names = ("positions", "cu_seqlens", "attention_plan", "labels")
-    return [{name: getattr(batch, name, None) for name in names} for batch in batches]
+def _arguments(batches: Sequence[TaskBatch]) -> tuple[list[Any], list[_Target]]:
+    return [b.inputs if len(b.inputs) > 1 else b.inputs[0] for b in batches], [_Target(b.target) for b in batches]

@@ -18,10 +18,9 @@ import titan_fsdp as fsdp
 import torch
 from torch import Tensor
 
-from titan_train.data import Batch
-from titan_train.models.common.loss import count_valid
 from titan_train.models.common.moe.balance import LayerRouting, routing_statistics, share_routing, update_expert_bias
 from titan_train.parallel.apply import ParallelModel
+from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
 
 
@@ -30,11 +29,11 @@ class StepResult:
     """What one optimizer step did, the same on every rank."""
 
     loss: float
-    """Mean cross-entropy in nats over all valid labels."""
+    """The mean loss; of text, cross-entropy in nats over all valid labels."""
     grad_norm: float
     """2-norm of the whole gradient before clipping."""
     num_labels: int
-    """Valid labels, over all ranks."""
+    """What the loss was divided by, over all ranks: labels, or elements."""
     skipped: bool
     """Loss or gradient was not finite: nothing was updated."""
     requests: tuple[bool, ...]
@@ -75,7 +74,7 @@ class OptimizerStep:
         # Float8 layers cast each weight once for all micro-batches of a step.
         self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
 
-    def __call__(self, batches: Sequence[Batch], requests: Sequence[bool] = ()) -> StepResult:
+    def __call__(self, batches: Sequence[TaskBatch], requests: Sequence[bool] = ()) -> StepResult:
         """Train on one step's micro-batches.
 
         Args:
@@ -85,7 +84,7 @@ class OptimizerStep:
         counts = torch.tensor([0, *requests], dtype=torch.int64, device=self._device)
         if self._scope.counts_labels:
             for batch in batches:
-                counts[0] += count_valid(batch.labels)
+                counts[0] += self._model.task.count(batch)
         counts = self._scope.sum(counts)
 
         with self._constant_weights:
@@ -114,7 +113,7 @@ class OptimizerStep:
         flags = tuple(flag > 0 for flag in agreed)
         return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing))
 
-    def _forward_backward(self, batches: Sequence[Batch], num_labels: Tensor) -> Tensor:
+    def _forward_backward(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> Tensor:
         """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar.
 
         Args:
@@ -129,7 +128,7 @@ class OptimizerStep:
         (module,) = model.parts
         for index, batch in enumerate(cut):
             with fsdp.accumulate(module, index, len(cut), keep=self._accumulate):
-                loss = model.token_loss(batch, batch.labels) / num_labels
+                loss = model.loss_sum(batch) / num_labels
                 loss.backward()
             total += loss.detach()
         return total

@@ -24,15 +24,13 @@ from titan_ckpt import Checkpointer, LocalShard, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
-from titan_train.data import Batch, DataLoader, PackedDataset
-from titan_train.inputs import Inputs, open_inputs, prepare_inputs, save_tokenizer
+from titan_train.data import BatchSource, DataLoader
 from titan_train.models import accepted_inputs, build_model, named_parameters
 from titan_train.observe import (
     StepRecord,
     Throughput,
     Tracker,
     TrainProgress,
-    ValidationRecord,
     add_run_info,
     build_trackers,
     device_peak_flops,
@@ -42,6 +40,7 @@ from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, with_kept_model
+from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
@@ -60,7 +59,14 @@ class Trainer:
     configuration).
     """
 
-    def __init__(self, config: Config, run_dir: str | Path | None = None, monitor: StepMonitor | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: str | Path | None = None,
+        monitor: StepMonitor | None = None,
+        *,
+        task: Task | None = None,
+    ) -> None:
         """Build everything and resume from the run's last valid checkpoint, if it has one.
 
         In one process that no launcher started, the tokenizer and the token shards are prepared first if they are
@@ -70,6 +76,7 @@ class Trainer:
             config: The run's configuration.
             run_dir: The run's folder; the default is ``run.dir/run.name``.
             monitor: Receives every step, save and validation; None for a run without a launcher.
+            task: What the model is trained on; None takes the configuration's.
 
         Raises:
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
@@ -79,6 +86,7 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
         self._as_given = config
         self.config = config = with_kept_model(config, self.run_dir)
+        self.task = task or load_task(config)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = _device(config)
@@ -108,22 +116,23 @@ class Trainer:
         layout, mode, schedule = plan.layout, plan.mode, plan.schedule
         self._scope = ReduceScope.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         if self._unattended and world_size == 1:
-            prepare_inputs(config)
-        self._inputs: Inputs = open_inputs(config)
+            self.task.prepare(config)
+        self._inputs: TaskInputs = self.task.open(config)
         self.model = build_parallel_model(
             config,
             layout=layout,
             mode=mode,
             mesh=self.mesh,
             schedule=schedule,
-            vocab_size=self._inputs.tokenizer.vocab_size,
+            vocab_size=self._inputs.vocab_size,
             device=self.device,
+            task=self.task,
         )
         self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train)
         self._inputs.train.check_samples(config.train.steps * config.train.global_batch)
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[TaskBatch] | None = None
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -271,7 +280,7 @@ class Trainer:
             )
 
     def _record(
-        self, result: StepResult, microbatches: list[Batch], learning_rate: float, step_s: float, wait_s: float
+        self, result: StepResult, microbatches: list[TaskBatch], learning_rate: float, step_s: float, wait_s: float
     ) -> None:
         tokens = self.batch_plan.global_batch * self.config.model.seq_len
         self._throughput.update(tokens, step_s)
@@ -308,15 +317,13 @@ class Trainer:
                 scope=self._scope,
                 device=self.device,
             )
-        record = ValidationRecord(
-            step=self.step, loss=loss, bits_per_byte=self._inputs.bits_per_byte(loss), tokens=tokens
-        )
+        record = self._inputs.record(self.step, loss, tokens)
         for tracker in self._trackers:
             tracker.log_validation(record)
         if self._progress is not None:
             self._progress.validation(record)
 
-    def _make_loader(self, dataset: PackedDataset, *, steps: int | None = None) -> DataLoader:
+    def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
         return DataLoader(
             dataset,
             global_batch=self.batch_plan.global_batch,
@@ -353,9 +360,10 @@ class Trainer:
             )
         step = self._checkpointer.restore(self._state(), fallback=True)
         if step == 0 and self.config.model.init:
-            check_tokenizer(self.config, self._inputs.tokenizer)
-            vocab_size = self._inputs.tokenizer.vocab_size
-            whole = build_model(self.config.model, vocab_size=vocab_size, device="meta")
+            tokenizer = getattr(self._inputs, "tokenizer", None)
+            if tokenizer is not None:
+                check_tokenizer(self.config, tokenizer)
+            whole = build_model(self.config.model, vocab_size=self._inputs.vocab_size, device="meta")
             load_init(
                 self.config.model.init, self.model.parts, whole=whole, config=self.config.model, shards=self._shards()
             )
@@ -369,12 +377,13 @@ class Trainer:
     def _open_run_folder(self, layout_text: str) -> None:
         commit(self.run_dir, self._as_given)
         keep_model(self.config, self.run_dir)
-        save_tokenizer(self.run_dir, self._inputs)
+        self._inputs.keep(self.run_dir)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
         add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
-        if self.config.data.document_mask and "cu_seqlens" not in accepted_inputs(self.model.parts[0]):
+        masked = self.config.data.document_mask and "cu_seqlens" in self.task.keywords
+        if masked and "cu_seqlens" not in accepted_inputs(self.model.parts[0]):
             log.warning(
                 "data.document_mask is on, but the model's forward takes no cu_seqlens: tokens attend across documents. "
                 "Accept cu_seqlens, or set data.document_mask=false."

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 import titan_fp8
 import torch
 
-from titan_train.data import Batch
-from titan_train.models.common.loss import count_valid
 from titan_train.parallel.apply import ParallelModel
+from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
 
 
 @torch.no_grad()
 def validation_loss(
-    model: ParallelModel, batches: Iterable[Batch], *, accumulation: int, scope: ReduceScope, device: torch.device
+    model: ParallelModel, batches: Iterable[TaskBatch], *, accumulation: int, scope: ReduceScope, device: torch.device
 ) -> tuple[float, int]:
     """Mean cross-entropy in nats per valid label over ``batches`` of all ranks, and the number of labels.
 
@@ -39,9 +38,9 @@ def validation_loss(
                 sums[0] += model.pipeline.evaluate(cut) * scope.counts_loss
             else:
                 for batch in cut:
-                    sums[0] += model.token_loss(batch, batch.labels) * scope.counts_loss
+                    sums[0] += model.loss_sum(batch) * scope.counts_loss
             if scope.counts_labels:
-                sums[1] += sum(count_valid(batch.labels) for batch in group)
+                sums[1] += sum(model.task.count(batch) for batch in group)
     scope.sum(sums)
     for part, training in zip(model.parts, was_training, strict=True):
         part.train(training)

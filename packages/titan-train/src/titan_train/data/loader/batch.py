@@ -3,13 +3,14 @@
 Shape legend: B samples of the microbatch, S tokens of a sample, D document boundaries of the fullest row.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data.loader.packed import PackedDataset
+from titan_train.data.loader.rows import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,21 @@ class Batch:
     samples_consumed: int
     """Global samples consumed once the step this microbatch completes is done; unchanged within a step."""
 
+    @property
+    def inputs(self) -> "tuple[Tensor, ...]":
+        """Positional arguments of the model."""
+        return (self.tokens,)
+
+    @property
+    def keywords(self) -> "Mapping[str, Tensor | None]":
+        """What the model may accept by name."""
+        return {"positions": self.positions, "cu_seqlens": self.cu_seqlens}
+
+    @property
+    def target(self) -> "Tensor":
+        """The labels."""
+        return self.labels
+
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
@@ -48,9 +64,33 @@ class HostBatch:
     max_seqlen: int
     samples_consumed: int
 
+    def tensors(self) -> "tuple[Tensor | None, ...]":
+        """Tokens, labels, positions and boundaries as CPU tensors that share the arrays' memory."""
+        import torch  # the data path works without torch up to this point
+
+        arrays = (self.tokens, self.labels, self.positions, self.cu_seqlens)
+        return tuple(None if array is None else torch.from_numpy(array) for array in arrays)
+
+    def on_device(self, tensors: "Sequence[Tensor | None]") -> Batch:
+        """The batch of these copies of `tensors`."""
+        tokens, labels, positions, boundaries = (cast("Any", tensor) for tensor in tensors)
+        return Batch(tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed)
+
+
+class Rows(Protocol):
+    """What `build_batch` reads of a data set; `titan_train.data.PackedDataset` is one."""
+
+    seq_len: int
+    document_mask: bool
+    mask_boundary_labels: bool
+
+    def rows(self, samples: npt.ArrayLike) -> list[Row]:
+        """Samples with these global numbers."""
+        ...
+
 
 def build_batch(
-    dataset: PackedDataset, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int
+    dataset: Rows, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int
 ) -> HostBatch:
     """Assemble the samples with these global numbers.
 
@@ -93,11 +133,3 @@ def _boundaries(starts: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray
     for row, start in enumerate(starts):
         boundaries[row, 1 : start.size + 1] = start
     return boundaries
-
-
-def as_tensors(batch: HostBatch) -> tuple[Any, Any, Any, Any]:
-    """Tokens, labels, positions and boundaries as CPU tensors that share the arrays' memory."""
-    import torch  # the data path works without torch up to this point
-
-    boundaries = None if batch.cu_seqlens is None else torch.from_numpy(batch.cu_seqlens)
-    return torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels), torch.from_numpy(batch.positions), boundaries

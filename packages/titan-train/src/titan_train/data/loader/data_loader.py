@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from titan_train.data.loader.batch import Batch, HostBatch, build_batch
-from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.loader.position import STATE_VERSION, check_state
+from titan_train.data.loader.source import BatchSource, HostMicrobatch
 from titan_train.data.loader.transfer import HostToDevice
 
 if TYPE_CHECKING:
@@ -44,13 +43,12 @@ class _Plan:
     def per_step(self) -> int:
         return self.global_batch // (self.dp_size * self.microbatch)
 
-    def build(self, dataset: PackedDataset, samples: int, number: int) -> HostBatch:
+    def build(self, dataset: BatchSource, samples: int, number: int) -> HostMicrobatch:
         """Microbatch ``number`` of the step that begins after ``samples`` samples."""
         dataset.require(samples + self.global_batch)
         first = samples + self.dp_rank * (self.global_batch // self.dp_size) + number * self.microbatch
         done = samples + self.global_batch if number + 1 == self.per_step else samples
-        return build_batch(
-            dataset,
+        return dataset.build_batch(
             np.arange(first, first + self.microbatch, dtype=np.int64),
             ignore_index=self.ignore_index,
             samples_consumed=done,
@@ -77,7 +75,7 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: BatchSource,
         *,
         global_batch: int,
         dp_rank: int = 0,
@@ -116,10 +114,10 @@ class DataLoader:
         """Global samples of the steps that were taken whole."""
         return self._samples
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         if self._steps is not None and self._samples - self._start >= self._steps * self._plan.global_batch:
             self.close()
             raise StopIteration
@@ -210,12 +208,12 @@ class _Producer:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: BatchSource,
         plan: _Plan,
         samples: int,
         number: int,
         ahead: int,
-        send: Callable[[HostBatch], Any],
+        send: Callable[[HostMicrobatch], Any],
     ) -> None:
         self.stop = threading.Event()
         self._made: queue.Queue[Any] = queue.Queue(maxsize=ahead)
@@ -247,11 +245,11 @@ class _Producer:
 
 
 def _produce(
-    dataset: PackedDataset,
+    dataset: BatchSource,
     plan: _Plan,
     samples: int,
     number: int,
-    send: Callable[[HostBatch], Any],
+    send: Callable[[HostMicrobatch], Any],
     made: "queue.Queue[Any]",
     stop: threading.Event,
 ) -> None:

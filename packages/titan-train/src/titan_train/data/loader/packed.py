@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.data.loader.batch import HostBatch, build_batch
 from titan_train.data.loader.rows import CutRows, Row, StreamedRows, TokenRows, WholeRows
+from titan_train.data.loader.source import BatchSource
 from titan_train.data.order.mixture import Mixture
 from titan_train.data.order.permutation import IndexArray, permute
 from titan_train.data.shards.token_source import TokenSource
@@ -43,7 +45,7 @@ class SampleLocation:
     """Number of the window within the source."""
 
 
-class PackedDataset:
+class PackedDataset(BatchSource):
     """Samples of ``seq_len`` tokens from weighted sources, as a pure function of the sample number.
 
     Args:
@@ -218,6 +220,10 @@ class PackedDataset:
             chosen = epoch == pass_number
             window[chosen] = permute(rest[chosen], total, self.seed, self.source_names[number], pass_number)
         return epoch, window
+
+    def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> HostBatch:
+        """See `titan_train.data.loader.batch.build_batch`."""
+        return build_batch(self, samples, ignore_index=ignore_index, samples_consumed=samples_consumed)
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
         """Samples with these global numbers."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan_train.data.loader.batch import Batch, HostBatch, as_tensors
+from titan_train.data.loader.source import HostMicrobatch
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class SentBatch:
     """A batch on its way; `HostToDevice.receive` makes it safe to use."""
 
-    batch: Batch
+    batch: Any
+    tensors: Sequence[Any]
     copied: "torch.cuda.Event | None"
 
 
@@ -42,11 +43,12 @@ class HostToDevice:
         self._next = 0
         self._stream: Any = None
 
-    def send(self, host: HostBatch) -> SentBatch:
+    def send(self, host: HostMicrobatch) -> SentBatch:
         """Start the copy; called by the thread that makes batches."""
-        tensors = as_tensors(host)
+        tensors = host.tensors()
         if self.device.type != "cuda":
-            return SentBatch(_batch([_moved(tensor, self.device) for tensor in tensors], host), None)
+            moved = [_moved(tensor, self.device) for tensor in tensors]
+            return SentBatch(host.on_device(moved), moved, None)
         import torch
 
         if self._stream is None:
@@ -59,7 +61,7 @@ class HostToDevice:
             moved = [_moved(tensor, self.device) for tensor in staged]
             slot.copied = torch.cuda.Event()
             slot.copied.record(self._stream)
-        return SentBatch(_batch(moved, host), slot.copied)
+        return SentBatch(host.on_device(moved), moved, slot.copied)
 
     def receive(self, sent: SentBatch) -> None:
         """Make the current stream wait for the copy, and the allocator for the current stream."""
@@ -69,7 +71,7 @@ class HostToDevice:
 
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(sent.copied)
-        for tensor in (sent.batch.tokens, sent.batch.labels, sent.batch.positions, sent.batch.cu_seqlens):
+        for tensor in sent.tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -81,7 +83,7 @@ class _PinnedSlot:
         self.copied: Any = None
         self._buffers: list[Any] = []
 
-    def stage(self, tensors: tuple[Any, ...]) -> list[Any]:
+    def stage(self, tensors: Sequence[Any]) -> list[Any]:
         if self.copied is not None:
             self.copied.synchronize()
         if [_shape(t) for t in tensors] != [_shape(b) for b in self._buffers]:
@@ -95,18 +97,6 @@ class _PinnedSlot:
 def _moved(tensor: Any, device: "torch.device") -> Any:
     # On CPU nothing moves; from pinned memory to CUDA the copy runs beside the host.
     return None if tensor is None else tensor.to(device, non_blocking=True)
-
-
-def _batch(tensors: Sequence[Any], host: HostBatch) -> Batch:
-    tokens, labels, positions, cu_seqlens = tensors
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=host.max_seqlen,
-        samples_consumed=host.samples_consumed,
-    )
 
 
 def _shape(tensor: Any) -> Any:

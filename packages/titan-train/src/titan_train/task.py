@@ -1,0 +1,188 @@
+"""What a kind of model brings to a run: its data, how its loss is computed, what validation reports, what it samples.
+
+The trainer knows optimizer steps, parallelism, checkpoints and records; it does not know text. A `Task` is the rest:
+
+    batch  --model-->  output  --loss-->  a sum     divided by     count(batch), summed over all ranks
+
+so that the loss of a step is the same under any layout. Text, the task of every decoder, is `titan_train.tasks.text`. A
+family names its task in ``Family.task``; ``model.task`` names another one: of an installed package, by an entry point,
+
+    [project.entry-points."titan_train.tasks"]
+    audio = "my_package.audio:AudioTask"
+
+or one that `register_task` made known to this process.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from titan_train.config import Config
+from titan_train.data.loader.source import BatchSource
+from titan_train.models.registry import find_model
+from titan_train.nearest import did_you_mean
+from titan_train.observe.records import ValidationRecord
+
+if TYPE_CHECKING:
+    import torch
+    from titan_mesh import Mesh
+    from torch import Tensor, nn
+
+ENTRY_POINT_GROUP = "titan_train.tasks"
+
+_SHIPPED = {"text": "titan_train.tasks.text:TextTask"}
+_registered: dict[str, Callable[[], "Task"]] = {}
+
+
+class TaskBatch(Protocol):
+    """A microbatch on its device; `titan_train.data.TensorBatch` is one."""
+
+    @property
+    def inputs(self) -> "tuple[Tensor, ...]":
+        """Positional arguments of the model; under pipeline parallelism, of its first stage."""
+        ...
+
+    @property
+    def keywords(self) -> "Mapping[str, Any]":
+        """Arguments by name; the model is given those that its ``forward`` accepts."""
+        ...
+
+    @property
+    def target(self) -> Any:
+        """What the loss compares the output with."""
+        ...
+
+    @property
+    def samples_consumed(self) -> int:
+        """Global samples consumed once the step that this microbatch completes is done."""
+        ...
+
+
+class ContextCut(Protocol):
+    """Context parallelism of one kind of model: what each rank of a group computes on."""
+
+    def apply(self, model: "nn.Module", /) -> None:
+        """Replace the attention of a model, or of a pipeline stage, by one that reaches the tokens of other ranks."""
+        ...
+
+    def cut(self, batch: Any, /) -> TaskBatch:
+        """The part of a batch that this rank computes on; the batch is the same on all ranks of the group."""
+        ...
+
+
+class TaskInputs(Protocol):
+    """The open data of one run on one rank; inherit from it to take the defaults."""
+
+    vocab_size: int | None = None
+    """Tokens of the vocabulary; None for a model without one."""
+    train: BatchSource
+    """What is trained on."""
+    validation: BatchSource | None = None
+    """What is validated on; None if nothing is held out."""
+
+    def keep(self, run_dir: Path) -> None:
+        """Write to the run's folder what a later use of the run needs beside weights. On rank 0."""
+
+    def record(self, step: int, loss: float, count: int) -> ValidationRecord:
+        """What a validation found: ``loss`` is the mean over ``count`` of what `Task.count` counts."""
+        return ValidationRecord(step=step, loss=loss, bits_per_byte=None, tokens=count)
+
+    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> None:
+        """Write samples of the model to the run's folder, after a validation.
+
+        Every rank calls it with its wrapped model in evaluation mode and without gradients, so that the forward passes of
+        sharded models meet; rank 0 writes. Not called under pipeline or context parallelism.
+        """
+
+
+class Task(Protocol):
+    """What a kind of model brings; inherit from it to take the defaults. It holds no state of a run."""
+
+    keywords: Sequence[str] = ()
+    """Names in `TaskBatch.keywords` that models of this kind may take."""
+
+    def prepare(self, config: Config, *, quiet: bool = False) -> None:
+        """Make what has to be made once, before ranks start: a cache, shards. Must do nothing if it is there.
+
+        Raises:
+            ValueError: The data cannot be used; the message says what and where.
+        """
+
+    def vocab_size(self, config: Config) -> int | None:
+        """The vocabulary as far as it is known before `prepare`; None where it is not, or where there is none."""
+        return None
+
+    def check(self, config: Config, model: "nn.Module") -> None:
+        """Refuse with a ValueError what this kind of model cannot do, before any rank starts."""
+
+    def open(self, config: Config) -> TaskInputs:
+        """Open what `prepare` made. Nothing in here communicates."""
+        ...
+
+    def loss(self, config: Config, vocab_size: int | None) -> "Callable[[Tensor, Any], Tensor]":
+        """From a model's output and a batch's ``target`` to the sum of the loss, a scalar."""
+        ...
+
+    def count(self, batch: Any) -> "Tensor":
+        """What the sum is divided by, of one batch: labels, or elements. An int64 scalar on the batch's device."""
+        ...
+
+    def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> ContextCut:
+        """Context parallelism over the ranks ``cp`` of a mesh.
+
+        Raises:
+            ValueError: This kind of model has none.
+        """
+        raise ValueError(
+            f"parallel.cp={config.parallel.cp}: {type(self).__name__} does not say how its batches are cut. Set parallel.cp=1, "
+            "or define its method context."
+        )
+
+
+def register_task(name: str, make: Callable[[], Task]) -> None:
+    """Make a task known to this process as ``model.task``; runs with several ranks start others: use an entry point there.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if name in _known():
+        raise ValueError(f"a task named {name!r} is already registered. Give yours another name.")
+    _registered[name] = make
+
+
+def load_task(config: Config) -> Task:
+    """The task of a run: ``model.task``, else the one that the model's family names, else text.
+
+    Raises:
+        ValueError: There is no such task, or it cannot be loaded.
+    """
+    name = config.model.task
+    if not name:
+        own = ":" in config.model.name or config.model.name.startswith("hf:")
+        name = "text" if own else find_model(config.model.name)[0].task
+    known = _known()
+    if name not in known:
+        raise ValueError(
+            f"model.task={name!r} is not a known task. {did_you_mean(name, known)}Known are {', '.join(known)}; others come "
+            f"from entry points of the group {ENTRY_POINT_GROUP!r}."
+        )
+    make = known[name]
+    if not isinstance(make, str):
+        return make()
+    module, _, attribute = make.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as err:
+        raise ValueError(f"model.task={name!r} could not be loaded from {make!r}: {err}") from err
+
+
+def _known() -> dict[str, str | Callable[[], Task]]:
+    return {**_installed(), **_registered, **_SHIPPED}
+
+
+@cache
+def _installed() -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}

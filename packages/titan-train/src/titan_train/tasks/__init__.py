@@ -1,0 +1,4 @@
+"""The kinds of models that a run can train, each as a `titan_train.Task`.
+
+- `text`: decoders on packed tokens, with the cross-entropy of the next token.
+"""
