@@ -83,7 +83,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
 
 def _check_stages(config: Config, stages: Sequence[range], model: nn.Module) -> None:
     """Refuse a pipeline with a stage in which nothing is trained: no gradient would pass through it."""
-    blocks = list(layers_of(model).children())
+    blocks = layers_of(model)
     for number, layers in enumerate(stages):
         if not any(p.requires_grad for layer in layers for p in blocks[layer].parameters()):
             raise ValueError(

@@ -72,7 +72,7 @@ def estimate_ranks(
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
-        blocks = list(layers_of(whole).children())
+        blocks = layers_of(whole)
         measured: dict[Any, _Stage] = {}  # stages of equal layers hold equal amounts
         for stage, here in enumerate(layers):
             kind = rank.kind(blocks[here.start : here.stop], stage, last)

@@ -8,7 +8,7 @@ A model can be cut if it names its repeated blocks in an ``nn.ModuleDict`` calle
 ``forward`` takes hidden states where its embedding is None, and returns them where its head is None. Parts before the
 layers are ``tok_embeddings`` and ``pos_embeddings``, parts after them ``norm`` and ``lm_head``; a model of your own may
 name others in ``first_stage_parts`` and ``last_stage_parts``. Or it has a method ``take_stage(layers, first=, last=)`` of its
-own, and names its repeated blocks in ``pipeline_layers``, as models of transformers do here.
+own, and names what holds its repeated blocks in ``pipeline_layers``, as models of transformers do here.
 """
 
 import copy
@@ -69,14 +69,16 @@ def plan_layers(
 def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
     """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
     check_can_be_cut(whole)
-    costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole).children()]
+    costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
     head = flops_per_token(whole, config.model.seq_len) - sum(costs)
     return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
 
 
-def layers_of(model: nn.Module) -> nn.Module:
-    """What holds the model's repeated blocks: ``layers``, or what its ``pipeline_layers`` names."""
-    return model.get_submodule(getattr(model, "pipeline_layers", "layers"))
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks in order: those in ``layers``, or in what its ``pipeline_layers`` names, one or several."""
+    named: str | Sequence[str] = getattr(model, "pipeline_layers", "layers")
+    containers = (named,) if isinstance(named, str) else named
+    return [block for name in containers for block in model.get_submodule(name).children()]
 
 
 def check_can_be_cut(model: nn.Module) -> None:
@@ -200,4 +202,4 @@ class Pipeline:
 
 
 def _arguments(batches: Sequence[TaskBatch]) -> tuple[list[Any], list[_Target]]:
-    return [b.inputs if len(b.inputs) > 1 else b.inputs[0] for b in batches], [_Target(b.target) for b in batches]
+    return [b.inputs if len(b.inputs) != 1 else b.inputs[0] for b in batches], [_Target(b.target) for b in batches]
