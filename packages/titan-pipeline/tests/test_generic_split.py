@@ -3,6 +3,7 @@
 import copy
 import runpy
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -157,13 +158,88 @@ class CustomProduct(torch.autograd.Function):
         return grad @ weight.t(), x.t() @ grad
 
 
-def test_a_custom_function_runs_once_and_is_reported():
+class Asking(CustomProduct):
+    """Computes what is asked for."""
+
+    halves: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x, scale, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.scale = scale
+        return scale * x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        Asking.halves.append((ctx.needs_input_grad[0], ctx.needs_input_grad[2]))
+        need_x, _, need_weight = ctx.needs_input_grad
+        return (
+            ctx.scale * grad @ weight.t() if need_x else None,
+            None,
+            ctx.scale * x.t() @ grad if need_weight else None,
+        )
+
+
+@pytest.mark.parametrize("use", [lambda x, w: Asking.apply(x, 2, w), lambda x, w: Asking.apply(x, 2, w.t()[:, :3])])
+def test_a_custom_function_that_asks_what_is_wanted_runs_half_and_half(use):
+    Asking.halves.clear()
+    stage = check(nn.Sequential(Product(use, 4, 4), nn.Tanh()), torch.randn(2, 4))
+    assert Asking.halves == [(True, True), (True, False), (False, True)]  # one process, I, W
+    assert stage.not_deferred == {}
+    assert stage.deferred_share == 1
+    assert check(Product(use, 4, 4), torch.randn(2, 4), index=0).deferred_share == 1
+
+
+def test_a_custom_function_that_does_not_ask_runs_once_and_is_reported():
     CustomProduct.runs = 0
-    stage = check(nn.Sequential(Product(CustomProduct.apply, 4, 4), Subclass(4, 4)), torch.randn(2, 4), {"0.weight"})
+    module = nn.Sequential(Product(CustomProduct.apply, 4, 4), Subclass(4, 4))
+    check(module, torch.randn(2, 4), {"0.weight"})
     assert CustomProduct.runs == 2  # one process, and the split
+    stage = TorchStage(module, 1)
+    stage.configure(True)
+    for microbatch in range(2):
+        stage.forward(microbatch, (torch.randn(2, 4, dtype=torch.float64),), None, {}, True)
+        stage.backward(microbatch, (torch.ones(2, 4, dtype=torch.float64),), True)
+        stage.backward_weight(microbatch)
+    assert CustomProduct.runs == 4
     assert list(stage.not_deferred) == ["0.weight"]
-    assert "custom autograd function" in stage.not_deferred["0.weight"]
+    assert "ctx.needs_input_grad" in stage.not_deferred["0.weight"]
     assert stage.deferred_share == 0.5
+
+
+class Rounded(torch.autograd.Function):
+    """A fake quantization, straight through."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return (8 * weight).round() / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_product_with_a_weight_from_a_custom_function_waits():
+    stage = check(nn.Sequential(Product(lambda x, w: x @ Rounded.apply(w), 4, 4), nn.Tanh()), torch.randn(2, 4))
+    assert stage.deferred_share == 1
+
+
+def test_custom_functions_in_a_checkpoint_and_with_hooked_weights_are_right():
+    def use(x, w):
+        return Asking.apply(x, 2, w)
+
+    stage = check(Recomputed(Product(use, 4, 4)), torch.randn(2, 4), {"inner.weight"})
+    assert "checkpoint" in stage.not_deferred["inner.weight"]
+    module, calls = Product(use, 4, 4), []
+    module.weight.register_hook(lambda g: calls.append(g is not None))
+    stage = TorchStage(module, 1)
+    stage.configure(True)
+    stage.forward(0, (torch.randn(2, 4),), None, {}, True)
+    stage.backward(0, (torch.ones(2, 4),), True)
+    stage.backward_weight(0)
+    assert calls == [True]
+    assert "hook" in stage.not_deferred["weight"]
 
 
 class Recomputed(nn.Module):

@@ -10,7 +10,7 @@ testing = pytest.importorskip("titan_testing")
 
 import torch.distributed as dist  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage, split_backend  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -269,7 +269,42 @@ def test_compiled_blocks_are_not_split_and_say_why(how):
             torch.testing.assert_close(p.grad, e, rtol=0, atol=FLOAT64)
     names = {n for n, _ in stage.module.named_parameters() if n.split(".")[1] != "1"}
     assert set(stage.not_deferred) == names
-    assert set(stage.not_deferred.values()) == {"inside a compiled module, whose backward is one piece"}
+    assert all("split_backend" in why for why in stage.not_deferred.values())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks_defer_with_the_split_backend(backend):
+    inputs = data(4)
+    layers = blocks(2)
+    expected = plain(layers, inputs, inputs)
+    torch._dynamo.reset()
+    modules = [torch.compile(layer, backend=split_backend(backend)) for layer in layers]
+    stage = TorchStage(nn.Sequential(*modules), 0, loss=square_sum)
+    seen = []
+
+    def between(*args, after=stage.backward):
+        result = after(*args)
+        seen.append([n for n, p in stage.module.named_parameters() if p.dim() > 1 and p.grad is not None])
+        return result
+
+    stage.backward = between
+    Executor(build_schedule("gpipe", 1, 4), [stage]).step(inputs, inputs)  # as any compiled block, unsplit
+    first = [[p.grad for p in layer.parameters()] for layer in layers]
+    stage.module.zero_grad()
+    seen.clear()
+    Executor(build_schedule("zb_h2", 1, 4), [stage]).step(inputs, inputs)
+    assert stage.not_deferred == {}
+    assert stage.deferred_share == 1
+    assert seen[0] == []
+    for layer, grads, unsplit in zip(layers, expected, first, strict=True):
+        for p, e, u in zip(layer.parameters(), grads, unsplit, strict=True):
+            torch.testing.assert_close(p.grad, e, rtol=0, atol=FLOAT64)
+            torch.testing.assert_close(u, e, rtol=0, atol=FLOAT64)
+
+
+def test_a_backend_that_cannot_be_split_is_refused():
+    with pytest.raises(ValueError, match="aot_eager"):
+        split_backend("eager")
 
 
 class Positioned(nn.Module):

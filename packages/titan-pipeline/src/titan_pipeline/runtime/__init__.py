@@ -28,6 +28,7 @@ from titan_pipeline.runtime.transport.device import DeviceTransport
 from titan_pipeline.runtime.transport.gloo import GlooTransport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
 from titan_pipeline.runtime.transport.threads import ThreadHub, ThreadTransport
+from titan_pipeline.runtime.weight_grad.compiled import split_backend
 from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
 from titan_pipeline.runtime.weight_grad.grouped import grouped_linear
 from titan_pipeline.runtime.weight_grad.queue import WeightGradQueue
@@ -59,6 +60,7 @@ __all__ = [
     "schedule_from_torch",
     "solve_on_rank0",
     "split",
+    "split_backend",
     "split_layers",
     "torch_runtime",
 ]

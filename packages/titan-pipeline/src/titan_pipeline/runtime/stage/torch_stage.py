@@ -125,6 +125,7 @@ class TorchStage:
             else:
                 with self._engine.recording():
                     outputs = self._run(args, target, extra, True)
+                self._engine.arrange(outputs)
         metrics: tuple[Any, ...] = ()
         if target is not None:
             outputs, metrics = outputs[:1], outputs[1:]

@@ -5,6 +5,8 @@
 `queue`        the weight gradients that wait
 `rules`        fast rules: linear layers, embeddings, norms
 `generic`      split any other operation on a parameter
+`functions`    custom autograd functions
+`compiled`     compiled regions: `split_backend`
 `grouped`      grouped products of a mixture of experts
 `accumulate`   add gradients to parameters, with their hooks
 =============  =====================================================================

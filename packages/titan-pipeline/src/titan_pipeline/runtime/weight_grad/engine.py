@@ -27,10 +27,11 @@ engine's ``anchor``, takes its place, so that outputs require gradients even whe
 Pluggable: a rule is a function ``rule(engine, module, plain_forward, *args)`` for a module type. A float8 or
 tensor-parallel layer brings its own function of ``(engine.anchor, x, weight.detach(), [weight], …)`` and calls
 ``engine.defer(parameter, compute)`` from its backward. Outside of a stage's forward and backward every layer runs its
-plain forward, and autograd is untouched. Inside a compiled region too: its backward is one piece.
+plain forward, and autograd is untouched. A compiled region is one custom autograd function; those are split, where their
+backward asks what is wanted, by `titan_pipeline.runtime.weight_grad.functions`.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_pipeline.runtime.weight_grad.functions import COMPILED, FunctionSplit
 from titan_pipeline.runtime.weight_grad.generic import SplitMode, contracting_parameters, split_forward
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Rule, WeightGradQueue
 from titan_pipeline.runtime.weight_grad.rules import DEFAULT_RULES
@@ -74,12 +76,14 @@ class WeightGradEngine:
         """Parameters whose gradients come with the input gradient, and why."""
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._mode = SplitMode(self)
+        self._functions = FunctionSplit(self)
+        self._names = {id(p): n for n, p in module.named_parameters()}
         self._sizes = {n: p.numel() for n, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
         self._expected: dict[str, nn.Parameter] = {}
         for name, layer in module.named_modules():
             rule = table.get(original_type(layer))
             if any(id(inner) in compiled for inner in layer.modules()):
-                self._leave_out(name, layer, "inside a compiled module, whose backward is one piece")
+                self._leave_out(name, layer, COMPILED)
             elif rule is not None and "forward" not in layer.__dict__:
                 self._wrap(layer, self._by_rule(layer, rule))
             elif contracting_parameters(layer):
@@ -92,16 +96,26 @@ class WeightGradEngine:
     def check_observed(self) -> None:
         """After a backward: what was thought to wait and did not goes into `not_deferred`."""
         for name, parameter in self._expected.items():
-            if id(parameter) in self._mode.deferred or parameter.grad is None:
+            if id(parameter) in self._mode.deferred | self._functions.deferred or parameter.grad is None:
                 continue
             self.not_deferred[name] = (
-                "its operations cannot be split: a custom autograd function, in place, a tensor subclass, or inside a "
-                "checkpoint"
+                "its operations cannot be split: in place, a tensor subclass, or inside a checkpoint"
             )
             if id(parameter) in self._mode.cheap:
                 self.not_deferred[name] = "its gradient is cheap: a sum, a scale or the like"
                 self._sizes.pop(name, None)
         self._expected.clear()
+        for identity, reason in self._functions.refused.items():
+            if identity in self._names:
+                self.not_deferred[self._names[identity]] = reason
+        self._functions.refused.clear()
+        for identity in self._functions.deferred:
+            self.not_deferred.pop(self._names.get(identity, ""), None)
+
+    def arrange(self, outputs: Iterable[Any]) -> None:
+        """After a forward that was recorded: let the custom functions in its graph defer too."""
+        if torch.is_grad_enabled():
+            self._functions.arrange(outputs)
 
     @property
     def deferred_share(self) -> float:

@@ -15,12 +15,13 @@ to an unsplit backward where a parameter is used once.
 What depends on parameters alone (a transposed, cast or sliced weight) belongs to the little graph of the operation that
 uses it.
 
+Custom autograd functions are no operations that a mode sees: `titan_pipeline.runtime.weight_grad.functions`.
+
 Not deferred, but right:
 
 - operations without a contraction (a sum, a scale, a concatenation): their weight gradient is cheap, and keeping their
   inputs would cost memory;
 - operations in place, and tensor subclasses;
-- custom autograd functions, whose backward computes both halves at once;
 - what runs inside a checkpoint or another saved-tensor hook: the little graph would be recomputed once more.
 """
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from titan_pipeline.runtime.weight_grad.functions import parameters_behind
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, LittleGraph, others_save
 
 _LEAVES = "_titan_pipeline_leaves"
@@ -166,7 +168,8 @@ def _leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The parameters a tensor depends on, if it depends on nothing else that needs a gradient."""
     if isinstance(tensor, nn.Parameter):
         return (tensor,) if tensor.requires_grad else ()
-    return cast(tuple[Tensor, ...], getattr(tensor, _LEAVES, ()))
+    marked = cast(tuple[Tensor, ...] | None, getattr(tensor, _LEAVES, None))
+    return parameters_behind(tensor) if marked is None else marked
 
 
 def _is_index(tensor: Tensor) -> bool:

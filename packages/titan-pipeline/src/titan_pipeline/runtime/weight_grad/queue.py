@@ -18,8 +18,8 @@ Rule = Callable[..., Any]
 """``rule(engine, module, plain_forward, *args, **kwargs)``: the module's output, deferring if the engine asks to."""
 
 
-Note = tuple[Sequence[Tensor], Callable[..., Sequence[Tensor]], tuple[Any, ...]]
-"""Parameters, and what gives their gradients: ``compute(*given)``."""
+Note = tuple[Sequence[Tensor], Callable[..., Sequence[Tensor | None]], tuple[Any, ...]]
+"""Parameters, and what gives their gradients: ``compute(*given)``; None for one that has no gradient."""
 
 
 def others_save() -> bool:
@@ -51,7 +51,8 @@ class WeightGradQueue:
         with torch.no_grad():
             for parameters, compute, given in self.notes:
                 for parameter, grad in zip(parameters, compute(*given), strict=True):
-                    add(parameter, grad)
+                    if grad is not None:
+                        add(parameter, grad)
             self.notes.clear()
             for parameter, grad in self._of_little_graphs(totals):
                 add(parameter, grad)
