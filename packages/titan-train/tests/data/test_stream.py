@@ -237,8 +237,6 @@ def test_passes_are_limited_if_asked_and_nothing_before_the_limit_is_lost(tmp_pa
     ("options", "message"),
     [
         ({"kind": "tokens"}, "prepared already"),
-        ({"messages_key": "messages"}, "no conversation is"),
-        ({"packing": "whole"}, "decided from all documents"),
         ({"stream_window": 0}, "must be at least 1"),
     ],
 )

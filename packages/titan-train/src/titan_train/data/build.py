@@ -27,6 +27,7 @@ from titan_train.data.shards.prepare import (
     source_folder,
 )
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
+from titan_train.data.sources.chat import conversations_for
 from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.held_out import held_out_fraction
 from titan_train.data.sources.texts import training_texts
@@ -125,6 +126,7 @@ def prepare(
     for source in sources:
         if source.stream:
             list_files(source)  # a path that does not exist is an error now, not when training begins
+            conversations_for(source, tokenizer, template)
         if source.kind not in TEXT_KINDS:
             checked = replace(config, verify=verify or config.verify)
             opened = _open_source(source, checked, tokenizer, cache, template)
@@ -157,11 +159,14 @@ def open_datasets(
         ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
     """
     cache = _cache(config, cache_dir)
+    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     train: dict[str, TokenSource | StreamedRows] = {}
     held_out: dict[str, TokenSource] = {}
     for source in config.sources:
         if source.stream:
-            train[source.name] = TokenStream(source, config, tokenizer, cache, seq_len=seq_len, seed=seed)
+            train[source.name] = TokenStream(
+                source, config, tokenizer, cache, seq_len=seq_len, seed=seed, template=template, pad_id=pad_id
+            )
             continue
         train[source.name], part = _open_source(source, config, tokenizer, cache, template)
         if part is not None:
@@ -194,7 +199,7 @@ def open_datasets(
             mask_boundary_labels=config.mask_document_boundary_labels,
             max_epochs=limits,
             whole=whole,
-            pad_id=tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id,
+            pad_id=pad_id,
         )
 
     limits = {source.name: source.max_epochs for source in config.sources}

@@ -296,6 +296,8 @@ class _Application:
 
 def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:
     """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
+    if config.model.lora_rank:  # an adapter reads what its base reads, before the cast
+        return False
     if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
         return config.float8.recipe != "none" and config.float8.tp_gather == "on"
     splits = schedule is not None and schedule.splits_backward

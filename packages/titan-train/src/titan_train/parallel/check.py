@@ -105,12 +105,20 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
             "A plan (titan_train.models.hf.plans; a package of yours adds one by an entry point) would name the styles of its "
             "linears (tp), its attention (cp), its layers and ends (pp) and its experts (ep)."
         )
-    cut = [f"parallel.{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(spec, name)) > 1]
-    if config.model.lora_rank and cut:
+    if config.model.lora_rank and spec.tp > 1:
+        _check_cut_adapters(config, model)
+
+
+def _check_cut_adapters(config: Config, model: nn.Module) -> None:
+    """Refuse tensor parallelism of adapters where a linear is several in one, or its region is not entered as a whole."""
+    asked = f"parallel.tp={config.parallel.tp} with model.lora_rank={config.model.lora_rank}"
+    fused = sorted(model.plan.fused)
+    if fused:
         raise ValueError(
-            f"{', '.join(cut)} with model.lora_rank={config.model.lora_rank}: adapters are trained under fsdp, hsdp, ddp and cp "
-            "only. Set these degrees to 1."
+            f"{asked}: {' and '.join(fused)} are several linears in one, and so is an adapter beside them. Set parallel.tp=1."
         )
+    if config.parallel.async_tp:
+        raise ValueError(f"{asked} and parallel.async_tp: adapters do not overlap. Set parallel.async_tp=false.")
 
 
 def _check_inputs(config: Config, model: nn.Module) -> None:

@@ -101,16 +101,6 @@ class SourceConfig:
             raise ValueError(
                 f"{where}.stream=true with kind={self.kind!r}: its tokens are prepared already. Remove stream."
             )
-        if self.messages_key:
-            raise ValueError(
-                f"{where}.stream=true with messages_key={self.messages_key!r}: chats are prepared, so that no conversation is "
-                "cut. Remove stream."
-            )
-        if self.packing == "whole":
-            raise ValueError(
-                f'{where}.packing="whole" with stream=true: how samples are filled is decided from all documents. '
-                'Remove stream, or use packing="cut".'
-            )
 
     @property
     def packs_whole(self) -> bool:

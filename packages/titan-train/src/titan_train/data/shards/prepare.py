@@ -26,7 +26,7 @@ from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.progress import PrepareProgress, ProgressCallback
 from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest, write_json, write_manifest
-from titan_train.data.sources.chat import Conversations
+from titan_train.data.sources.chat import Conversations, conversations_for
 from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.encoding import encode_in_order
@@ -99,7 +99,7 @@ def prepare_source(
         ValueError: If a path does not exist, or as `MalformedInputError` for malformed documents.
     """
     files = list_files(source)
-    chats = _conversations(source, tokenizer, template)
+    chats = conversations_for(source, tokenizer, template)
     folder = _folder(source, config, tokenizer, cache_dir, files, template)
     if _is_prepared(folder, source, config):
         return folder
@@ -336,17 +336,6 @@ def _options(source: SourceConfig, config: DataConfig) -> dict[str, Any]:
         "shard_tokens": config.shard_tokens,
         "on_error": config.on_error,
     }
-
-
-def _conversations(source: SourceConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> Conversations | None:
-    if not source.messages_key:
-        return None
-    if template is None:
-        raise ValueError(
-            f"data.sources[{source.name!r}].messages_key={source.messages_key!r}, but the {tokenizer.kind} tokenizer has no chat "
-            'template. Set tokenizer.chat_template to a Jinja file, or to "plain" or "chatml".'
-        )
-    return Conversations.of(tokenizer, template)
 
 
 def _folder(

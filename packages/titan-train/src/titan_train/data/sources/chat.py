@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.config import SourceConfig
 from titan_train.data.sources.document import Document
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, Tokenizer
 from titan_train.tokenizers.chat_template import check_message_text
@@ -69,6 +70,24 @@ class Conversations:
                 f"message {number} contains the special token {found[0]!r}, which would end the turn there. Remove it from "
                 "the text"
             )
+
+
+def conversations_for(
+    source: SourceConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Conversations | None:
+    """What writes the conversations of a source; None for a source of plain text.
+
+    Raises:
+        ValueError: If there is no template for a source of conversations.
+    """
+    if not source.messages_key:
+        return None
+    if template is None:
+        raise ValueError(
+            f"data.sources[{source.name!r}].messages_key={source.messages_key!r}, but the {tokenizer.kind} tokenizer has no chat "
+            'template. Set tokenizer.chat_template to a Jinja file, or to "plain" or "chatml".'
+        )
+    return Conversations.of(tokenizer, template)
 
 
 def encode_conversation(document: Document, tokenizer: Tokenizer) -> StoredTokens:

@@ -17,6 +17,7 @@ from typing import Any
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
+from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.malformed import BadDocuments
 from titan_train.data.stream.cursor import StreamCursor, cursor_from_json
@@ -38,15 +39,23 @@ class StreamBlocks:
         config: Threads, and what malformed documents do.
         tokenizer: Makes the tokens.
         folder: Shared by the processes that read the stream.
-        tokens: Tokens of a block, less the one that it shares with the next.
+        seq_len: Inputs of a sample; a block is ``source.stream_window`` of them.
+        chats: Writes the conversations of a source of chats.
     """
 
     def __init__(
-        self, source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, folder: Path, tokens: int
+        self,
+        source: SourceConfig,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        folder: Path,
+        *,
+        seq_len: int,
+        chats: Conversations | None = None,
     ) -> None:
         self._source, self._config, self._tokenizer = source, config, tokenizer
         self._folder = folder
-        self._tokens = tokens
+        self._seq_len, self._chats = seq_len, chats
         self._files = list_files(source)
         self._given: dict[int, StreamCursor] = {}  # from a checkpoint
         self._lock = threading.Lock()
@@ -103,15 +112,18 @@ class StreamBlocks:
     def _make_one(self, number: int, cursor: StreamCursor | None) -> tuple[ShardInfo, StreamCursor]:
         reader = self._reader_from(cursor)
         try:
-            documents, after = reader.take(self._tokens + 1)
+            if self._source.packs_whole:
+                documents, after = reader.take_rows(self._source.stream_window, self._seq_len + 1)
+            else:  # a block's last token is the next one's first
+                documents, after = reader.take(self._source.stream_window * self._seq_len + 1)
         except BaseException:
-            self.close()
+            self._stop()
             raise
         self._reader_at, self._reader_block = after, number + 1
         writer = ShardWriter(
             self._folder,
             _shard_name(number),
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=self._tokenizer.vocab_size * (1 if self._chats is None else 2),
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             sync=False,  # a block is checked in full when it is opened, and made again if it is damaged
         )
@@ -136,12 +148,16 @@ class StreamBlocks:
     def _reader_from(self, cursor: StreamCursor | None) -> StreamReader:
         """The reader that made the block before, if it stands there; else a new one."""
         if self._reader is None or self._reader_at != cursor:
-            self.close()
-            self._reader = StreamReader(self._source, self._config, self._tokenizer, cursor, self._bad)
+            self._stop()
+            self._reader = StreamReader(self._source, self._config, self._tokenizer, cursor, self._bad, self._chats)
         return self._reader
 
     def close(self) -> None:
-        """Stop the threads that tokenize."""
+        """Stop the threads that tokenize, after a block that another thread is making."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = self._reader_at = None
@@ -175,6 +191,8 @@ class StreamBlocks:
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             fingerprint=shard.tokens_sha256,
             verify="full",
+            vocab_size=self._tokenizer.vocab_size * (1 if self._chats is None else 2),
+            not_learned_from=None if self._chats is None else self._tokenizer.vocab_size,
         )
 
     def _is_current(self, record: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.document import Document
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.encoding import encode_in_order
@@ -51,6 +52,7 @@ class StreamReader:
         tokenizer: Makes the tokens.
         start: Where to begin; None begins at the first document.
         bad: Counts malformed documents.
+        chats: Writes the conversations of a source of chats.
 
     Raises:
         ValueError: If the cursor does not belong to the files.
@@ -63,8 +65,9 @@ class StreamReader:
         tokenizer: Tokenizer,
         start: StreamCursor | None,
         bad: BadDocuments,
+        chats: Conversations | None = None,
     ) -> None:
-        self._source = source
+        self._source, self._chats = source, chats
         self._files = list_files(source)
         self._bad = bad
         first = _Place(0, 0) if start is None else _Place(start.epoch, start.file_number(self._files, source.name))
@@ -92,26 +95,64 @@ class StreamReader:
         self.touched = []
         while True:
             line, byte, tokens = self._document()
-            stamp = self._files[self._place.file].stamp()
-            if stamp not in self.touched:
-                self.touched.append(stamp)
+            self._touch()
             part = tokens[self._used : self._used + count]
             parts.append(part)
             self._used += part.size
             count -= part.size
             if not count:
                 self._used -= 1
-                place, name = self._place, self._files[self._place.file].name
-                return parts, StreamCursor(
-                    epoch=place.epoch,
-                    file=name,
-                    line=line,
-                    byte=byte,
-                    skip=self._used,
-                    before=files_before(self._files, place.file),
-                )
+                return parts, self._cursor(line, byte)
             if self._used == tokens.size:
                 self._held, self._used = None, 0
+
+    def take_rows(self, rows: int, capacity: int) -> tuple[list[Tokens], StreamCursor]:
+        """The documents that fill the next ``rows`` rows, and the cursor of the first one that does not fit.
+
+        Rows are those of `titan_train.data.loader.rows.whole_rows`: a document that does not fit into the rest of a row begins
+        the next one, and one longer than ``capacity`` tokens fills rows of its own, which overlap by a token.
+
+        Raises:
+            ValueError: As `take`.
+        """
+        parts: list[Tokens] = []
+        self.touched = []
+        room = 0  # of the row that is being filled
+        begun: int | None = None  # where this block's part of the document in progress begins
+        while True:
+            line, byte, tokens = self._document()
+            rest = tokens.size - self._used
+            if rest > room:
+                if not rows:
+                    if begun is not None:
+                        parts.append(tokens[begun : self._used + 1])
+                    return parts, self._cursor(line, byte)
+                rows, room = rows - 1, capacity
+            begun = self._used if begun is None else begun
+            self._touch()
+            if rest > room:
+                self._used, room = self._used + capacity - 1, 0
+                continue
+            parts.append(tokens[begun:])
+            room -= rest
+            self._held, self._used, begun = None, 0, None
+
+    def _touch(self) -> None:
+        stamp = self._files[self._place.file].stamp()
+        if stamp not in self.touched:
+            self.touched.append(stamp)
+
+    def _cursor(self, line: int, byte: int) -> StreamCursor:
+        """The place that the document in progress was given up to."""
+        place = self._place
+        return StreamCursor(
+            epoch=place.epoch,
+            file=self._files[place.file].name,
+            line=line,
+            byte=byte,
+            skip=self._used,
+            before=files_before(self._files, place.file),
+        )
 
     def close(self) -> None:
         """Stop the threads."""
@@ -125,7 +166,9 @@ class StreamReader:
             if isinstance(item, Document):
                 assert ids is not None
                 self._bad.add_good()
-                self._held = item.line, item.byte, np.concatenate([*self._bos, ids, self._eos])
+                # a chat template writes what begins and ends a conversation
+                whole = ids if self._chats is not None else np.concatenate([*self._bos, ids, self._eos])
+                self._held = item.line, item.byte, whole
                 self._used, self._skip = self._skip, 0
             elif isinstance(item, BadDocument):
                 self._bad.add(item)
@@ -164,7 +207,9 @@ class StreamReader:
             for number in range(start, len(self._files)):
                 yield _Place(epoch, number)
                 file = self._files[number]
-                for item in read_documents(file, self._source, FileReader(file.path), line, first_byte=byte):
+                for item in read_documents(
+                    file, self._source, FileReader(file.path), line, self._chats, first_byte=byte
+                ):
                     found += isinstance(item, Document)
                     yield item
                 line, byte = 1, 0

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.data.loader.rows import Row
+from titan_train.data.loader.rows import CutRows, Row, TokenRows, WholeRows
 from titan_train.data.order.permutation import permute
-from titan_train.data.shards.token_source import ShardedTokens
+from titan_train.data.sources.chat import conversations_for
 from titan_train.data.stream.blocks import StreamBlocks
 from titan_train.data.stream.cursor import cursor_from_json
-from titan_train.tokenizers import Tokenizer
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 _FORMAT = 1
 
@@ -34,6 +34,11 @@ class TokenStream:
         cache_dir: The blocks go into a folder below it.
         seq_len: Inputs of a sample.
         seed: Of the permutations.
+        template: Writes conversations; needed for a source of chats.
+        pad_id: Fills what whole documents leave of a sample.
+
+    Raises:
+        ValueError: There is no template for a source of chats.
     """
 
     def __init__(
@@ -45,14 +50,18 @@ class TokenStream:
         *,
         seq_len: int,
         seed: int,
+        template: ChatTemplate | None = None,
+        pad_id: int = 0,
     ) -> None:
+        chats = conversations_for(source, tokenizer, template)
+        self._whole, self._pad_id = source.packs_whole, pad_id
         self._name, self._seed = source.name, seed
         self._window, self._seq_len = source.stream_window, seq_len
-        self.fingerprint = _fingerprint(source, config, tokenizer)
+        self.fingerprint = _fingerprint(source, config, tokenizer, template)
         key = hashlib.sha256(json.dumps([self.fingerprint, seq_len, list(source.paths)]).encode()).hexdigest()[:16]
         folder = cache_dir / f"{source.name}-stream-{key}"
-        self._blocks = StreamBlocks(source, config, tokenizer, folder, source.stream_window * seq_len)
-        self._open = lru_cache(maxsize=4)(self._blocks.open)
+        self._blocks = StreamBlocks(source, config, tokenizer, folder, seq_len=seq_len, chats=chats)
+        self._open = lru_cache(maxsize=4)(self._rows)
         self._ahead: threading.Thread | None = None
 
     @property
@@ -63,11 +72,9 @@ class TokenStream:
     def read(self, row: int) -> Row:
         """One sample."""
         number, place = divmod(row, self._window)
-        block = self._block(number)
+        rows = self._block(number)
         places = np.array([place], dtype=np.int64)
-        window = int(permute(places, self._window, self._seed, f"stream {self._name}", number)[0])
-        start, count = window * self._seq_len, self._seq_len + 1
-        return Row(block.window(start, count), block.document_starts(start, count))
+        return rows.read(int(permute(places, self._window, self._seed, f"stream {self._name}", number)[0]))
 
     def require(self, samples: int) -> None:
         """Make the blocks of the first ``samples`` samples that are not made yet: what fails, fails on every rank alike.
@@ -102,7 +109,11 @@ class TokenStream:
             self._ahead.join()
         self._blocks.close()
 
-    def _block(self, number: int) -> ShardedTokens:
+    def _rows(self, number: int) -> TokenRows:
+        block = self._blocks.open(number)
+        return WholeRows(block, self._seq_len, self._pad_id) if self._whole else CutRows(block, self._seq_len)
+
+    def _block(self, number: int) -> TokenRows:
         block = self._open(number)
         busy = self._ahead is not None and self._ahead.is_alive()
         if not busy and self._blocks.stands_at(number + 1):
@@ -117,8 +128,8 @@ class TokenStream:
             self._open(number)
 
 
-def _fingerprint(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer) -> str:
-    content = {
+def _fingerprint(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
+    content: dict[str, Any] = {
         "format": _FORMAT,
         "tokenizer": tokenizer.fingerprint,
         "kind": source.kind,
@@ -129,4 +140,8 @@ def _fingerprint(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer)
         "on_error": config.on_error,
         "exclude": list(source.exclude),
     }
+    if source.packs_whole:
+        content["packing"] = "whole"
+    if source.messages_key and template is not None:
+        content["chat"] = [source.messages_key, template.source, template.special_tokens]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -50,6 +50,15 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str])
     config = LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules=list(targets or linears), lora_dropout=0.0)
     inject_adapter_in_model(config, model, adapter_name=_NAME)
     model.lora = config
+    for name, layer in [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]:
+        holder = model.get_submodule(name.rpartition(".")[0])
+        counts = [
+            (counter, attribute)
+            for counter in (holder, *holder.children())
+            for attribute in ("num_heads", "num_kv_heads")
+            if isinstance(getattr(counter, attribute, None), int)
+        ]
+        layer.head_counts = layer.lora_B.head_counts = counts  # for tensor parallelism, as those of `SplitLinear`
 
 
 def fill_adapter(fqn: str, tensor: Tensor, generator: torch.Generator) -> bool:

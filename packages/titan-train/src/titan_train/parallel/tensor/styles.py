@@ -2,7 +2,7 @@
 
 import fnmatch
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
 from titan_fsdp import clean_fqn
@@ -19,7 +19,31 @@ def table_for(model: nn.Module) -> StyleTable:
     Empty for any other model, which ``parallel.tp_plan`` describes.
     """
     family = family_of(model)
-    return {} if family is None else family.tensor_styles
+    table = {} if family is None else family.tensor_styles
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    return with_adapters(table, adapted) if adapted else table
+
+
+def with_adapters(table: StyleTable, adapted: Sequence[str]) -> StyleTable:
+    """The table of a model in which linears have become a frozen ``base_layer`` with an adapter ``B A`` beside it.
+
+    A linear cut by rows has B cut in the same way, and A whole. One cut by columns has A cut in the same way, and B whole: it
+    is linear, so the sum over ranks of ``B A x`` is taken with the base's.
+
+    Args:
+        table: Of the model without adapters.
+        adapted: Names of the modules that hold base and adapter.
+    """
+    found: dict[str, Style] = {}
+    for pattern, style in table.items():
+        if style in ("region", "replicated") or not any(matches(pattern, name) for name in adapted):
+            found[pattern] = style
+            continue
+        rows = style != "rowwise"
+        found[f"{pattern}.base_layer"] = style
+        found[f"{pattern}.lora_A.*"] = "replicated" if rows else style
+        found[f"{pattern}.lora_B.*"] = style if rows else "replicated"
+    return found
 
 
 def style_of(fqn: str, table: StyleTable) -> Style | None:
