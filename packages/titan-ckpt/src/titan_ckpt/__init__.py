@@ -5,8 +5,8 @@
 >>> start = ck.restore(state)  # 0 if there is nothing yet
 >>> ck.save(step, state)
 
-What needs torch is imported when it is first used, so that the saver process and the command line's ``ls`` and
-``verify`` start without it.
+Modules that need torch are imported on first use: the saver process, ``titan-ckpt ls`` and ``titan-ckpt verify`` run
+without it.
 """
 
 import importlib

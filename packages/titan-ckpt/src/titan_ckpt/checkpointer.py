@@ -1,4 +1,4 @@
-"""The one object a training loop talks to."""
+"""`Checkpointer`: the object that a training loop uses."""
 
 import contextlib
 import logging
@@ -31,37 +31,36 @@ _log = logging.getLogger("titan_ckpt")
 
 
 class Checkpointer:
-    """Saves and restores the state of a training loop below one folder.
+    """Saves and restores the state of a training loop below one folder, the root.
 
-    Without torch.distributed it serves one process. With it, every rank constructs one, and ``save``, ``restore``,
-    ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks see one storage.
+    Without torch.distributed it serves one process. With torch.distributed every rank constructs one, and ``save``,
+    ``prepare``, ``restore``, ``wait`` and ``close`` are collective: every rank calls them, in the same order. All ranks must
+    see the same storage.
+
+    The constructor and reads change nothing on disk. The first save deletes what crashed saves left behind.
 
     Args:
-        root: The folder of the steps; the first save makes it. A path, or a URL that fsspec knows (``s3://bucket/run``), with
-            the extra ``titan-ckpt[fsspec]``.
-        keep_last: Keep this many newest steps; None keeps all. 1 is allowed: a step is deleted only after a newer one
-            is committed, and an unfinished save is never counted.
+        root: A path, or a URL of a store that fsspec knows (``s3://bucket/run``, needs ``titan-ckpt[fsspec]``). The first
+            save creates it.
+        keep_last: Keep this many of the newest steps; None keeps all. 1 is safe: a step is deleted after a newer one is
+            committed.
         keep_every: Also keep steps divisible by this number.
-        keep_best: Also keep the best step by this metric, of those saved with it.
+        keep_best: Also keep the best step by this metric, among those saved with it.
         best_is: Whether "min" or "max" of the metric is best.
-        async_: Save in the background: ``save`` returns when the state's bytes are copied, and a saver process beside
-            each rank brings them to disk, also if the trainer is killed in the meantime. Failures are raised by the
-            next call.
-        on_busy: With ``async_``, what a save does while the last one is in flight: "wait" for it, or "skip".
-        overlap: With ``async_``, copy in a thread while training goes on. Weights must not change before the copy is
-            made: put the optimizer's step inside ``with ck.guard():``.
-        compress: "auto" compresses optimizer state (byte-shuffle and zstd, in the saver process if there is one)
-            wherever a probe gains a tenth: float32 state takes 17 % less, bfloat16 35 %. Worth it where a writer gets
-            less than about 1 GB/s. Weights stay plain safetensors.
-        group: The ranks that save together, over a backend with CPU tensors; None for all.
-        ranks_per_node: Consecutive ranks on each node: messages between nodes then go through the first rank of each, so
-            that no rank needs a connection to all. None: every rank exchanges with every other.
-
-    Constructing one changes nothing on disk, and neither does reading. The first save removes what crashed saves left.
+        async_: Save in the background. ``save`` returns when the state is copied. A saver process per rank writes it to
+            disk, even if the trainer is killed. The next call raises the error of a failed save.
+        on_busy: With ``async_``: "wait" for the previous save, or "skip" the new one.
+        overlap: With ``async_``: copy in a thread while training continues. Weights must not change during the copy: put
+            the optimizer's step inside ``with ck.guard():``.
+        compress: "auto" compresses optimizer state that shrinks by at least a tenth: float32 state by 17 %, bfloat16 by
+            35 %. It pays if a writer gets less than about 1 GB/s. Weights stay plain safetensors.
+        group: The ranks that save together, with a backend for CPU tensors; None for all ranks.
+        ranks_per_node: Consecutive ranks on each node. Messages between nodes then go through the first rank of each
+            node. None: every rank exchanges with every other.
 
     Raises:
-        ValueError: If a retention rule would keep nothing, a group is given without torch.distributed, or ``root`` is in
-            this process's memory only but other processes are to write there.
+        ValueError: If an option is invalid, a group is given without torch.distributed, or other processes must write to
+            a root in this process's memory.
         TypeError: If ``keep_last`` or ``keep_every`` is not a whole number.
     """
 
@@ -83,13 +82,11 @@ class Checkpointer:
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'.")
         if overlap and not async_:
-            raise ValueError(
-                "overlap=True copies in the background, which only asynchronous saves do. Set async_=True."
-            )
+            raise ValueError("overlap=True needs asynchronous saves. Set async_=True.")
         if compress not in ("none", "auto"):
             raise ValueError(f"compress={compress!r} is neither 'none' nor 'auto'.")
         path = as_path(root)
-        # The saver process, and this one later, may have another working folder.
+        # The saver process may have another working folder.
         self.root: StorePath = path.absolute() if isinstance(path, Path) else path
         self._compress = compress == "auto"
         self.retention = Retention(
@@ -110,29 +107,29 @@ class Checkpointer:
         self._pid = os.getpid()
         if (async_ or self._comm.size > 1) and not shared_between_processes(self.root):
             raise ValueError(
-                f"{self.root} can be reached by this process only, but saver processes and other ranks write there too. "
-                "Use a folder or a store that all can reach, or async_=False in a single process."
+                f"{self.root} can be reached by this process only, but saver processes or other ranks must write there. "
+                "Use a folder or a store that all of them can reach, or async_=False in a single process."
             )
 
     def save(self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> SaveJob:
         """Save ``state`` as ``step``. Collective.
 
-        When this returns, the step is on disk and committed; with ``async_``, its bytes are copied (with ``overlap``,
-        being copied) and will be. A step that exists already is replaced: the new one is committed first, the old one
-        deleted after.
+        When this returns, the step is committed. With ``async_``, its bytes are copied (with ``overlap``, are being
+        copied), and it will be committed. An existing step of that number is replaced: it is deleted after the new
+        one is committed.
 
         Args:
-            step: Number of the step, from 0; the same on every rank.
-            state: What to save; every rank passes its own.
-            metrics: Numbers to judge the step by, for ``keep_best``; rank 0's are taken.
+            step: Number of the step, from 0, equal on every rank.
+            state: What to save. Every rank passes its own.
+            metrics: Numbers for ``keep_best``. Rank 0's are saved.
 
         Raises:
-            TypeError: If ``step`` is not a whole number, or the state holds something that is neither plain data nor a
-                tensor; the message has its path.
-            ValueError: If names clash, the ranks' parts do not make up whole tensors, or another running process saves
-                to this folder, such as the one that this one is a fork of.
-            CheckpointError: If a rank cannot write, or the background save before this one failed (raised once; this
-                step is not saved then). Earlier steps are intact.
+            TypeError: If ``step`` is not a whole number, or a value in the state is neither plain data nor a tensor. The
+                message gives its path.
+            ValueError: If names clash, the ranks' parts do not cover whole tensors, or another living process saves to
+                this root.
+            CheckpointError: If a rank cannot write, or the previous asynchronous save failed. That is raised once, and
+                this step is not saved. Earlier steps are intact.
         """
         self._check_open(to_write=True)
         step = _whole(step, "step")
@@ -163,18 +160,11 @@ class Checkpointer:
         return self._flight
 
     def prepare(self, state: TrainState) -> None:
-        """Get ready for asynchronous saves of ``state`` while training goes on, so that the first holds it no longer
-        than the others. Collective.
+        """Prepare asynchronous saves of ``state``: the first then stalls training no longer than the others. Collective.
 
-        Starts the saver processes and, in a thread, takes and page-locks the staging memory. Call it once the
-        optimizer has its state, after the first step; a save that comes earlier than the memory waits for it. Does
-        nothing with synchronous saves.
-
-        Args:
-            state: What will be saved; nothing of it is kept.
-
-        Raises:
-            TypeError, ValueError, CheckpointError: As `save` does.
+        It starts the saver processes and, in a thread, takes and page-locks the staging memory. Call it after the first
+        optimizer step, when the optimizer has its state. A save before the memory is ready waits for it. Does nothing
+        for synchronous saves. Raises as `save`.
         """
         self._check_open(to_write=True)
         if not self._async:
@@ -188,10 +178,10 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
-        """Wait until the state may change: put the optimizer's step inside, if ``overlap`` is set.
+        """Wait until the state is copied. With ``overlap``, put the optimizer's step inside.
 
-        That holds trainable parameters and optimizer state, which are copied in the background. All else (buffers,
-        frozen parameters, tensors in ``extra``) is copied when `save` returns, and needs no guard.
+        Trainable parameters and optimizer state are copied in the background. Everything else (buffers, frozen
+        parameters, tensors in ``extra``) is copied before `save` returns, and needs no guard.
         """
         while self._flight is not None and not self._flight.staged:
             time.sleep(0.0005)
@@ -201,11 +191,11 @@ class Checkpointer:
         """Wait until no save is in flight. Collective.
 
         Args:
-            timeout_s: Seconds, the same on every rank; None for no limit.
+            timeout_s: Limit in seconds, equal on every rank; None for no limit.
 
         Raises:
             CheckpointError: If the save in flight failed on any rank. Raised once.
-            TimeoutError: If it takes longer on any rank. Raised by every rank; the save stays in flight.
+            TimeoutError: On every rank, if it takes longer on any rank. The save stays in flight.
         """
         if not self._async:
             return
@@ -233,26 +223,26 @@ class Checkpointer:
         strict: bool = True,
         fallback: bool = False,
     ) -> int:
-        """Fill ``state`` in place from a step saved by any number of ranks in any layout. Collective.
+        """Fill ``state`` in place from a step of any number of ranks and any layout. Collective.
 
-        Nothing is touched before every rank has matched all names and checked every block it reads.
+        The state does not change before every rank has matched all names and checked every block that it reads.
 
         Args:
-            state: What to fill; parts left out of it are not loaded.
+            state: What to fill. Parts that are left out are not loaded.
             step: A step's number, or "latest".
-            verify: "touched" checks the digest of each 4 MiB block that is read, "all" of every block of the step,
-                "none" only manifest, index, state files and sizes.
-            strict: Refuse names or dtypes that differ. False loads what matches and converts dtypes.
-            fallback: If any rank finds the step damaged, all log what is and take the next older one together, down to
-                the oldest. `passed_over` has the reasons.
+            verify: "touched" checks the 4 MiB blocks that are read, "all" every block of the step, "none" only manifest,
+                index, state files and sizes.
+            strict: Refuse names and dtypes that differ. False loads what matches and converts dtypes.
+            fallback: If any rank finds damage, all ranks log it and take the next older step. `passed_over` has the
+                reasons.
 
         Returns:
-            The step restored, the same on every rank; 0 if ``step`` is "latest" and there is none.
+            The restored step, equal on every rank; 0 if ``step`` is "latest" and there is no step.
 
         Raises:
-            DamageError: If the step is not what was written. Lists file, tensors, block and byte, and is raised by
-                every rank if any finds it. With ``fallback``, only if no older step is intact.
-            ValueError: If the step does not exist, or does not fit the state.
+            DamageError: On every rank, if any rank finds damage. It lists file, tensors, block and byte. With
+                ``fallback``, only if no older step is intact.
+            ValueError: If the step does not exist or does not fit the state.
         """
         self._check_open()
         step = step if step == "latest" else _whole(step, "step")
@@ -267,24 +257,20 @@ class Checkpointer:
             self._distrusted = {number for number, _ in self._passed_over}
 
     def latest(self) -> int | None:
-        """The newest valid step, or None. Skips a damaged one with a warning that says what is wrong.
+        """The newest valid step, or None. Damaged steps are skipped with a warning.
 
-        If the saver of a trainer that is gone is still finishing a step, waits for that.
+        Waits for the saver of a killed trainer, if it still writes a step.
         """
         await_inherited(self.root)
         newest = listing.open_steps(self.root, _warn, most=1)
         return newest[-1].step if newest else None
 
     def steps(self) -> list[int]:
-        """Every valid step in the order of the commits, oldest first: manifest intact, every file present in full size."""
+        """The valid steps in the order of their commits, oldest first. Contents of tensor files are not checked."""
         return [manifest.step for manifest in listing.open_steps(self.root, _warn)]
 
     def path(self, step: int) -> StorePath:
-        """The folder of a step.
-
-        Raises:
-            ValueError: If there is no such step.
-        """
+        """The folder of a step. Raises ValueError if there is no such step."""
         folders = dict(listing.step_folders(self.root))
         if step not in folders:
             raise ValueError(f"{self.root} has no step {step}; it has {sorted(folders)}.")
@@ -292,27 +278,23 @@ class Checkpointer:
 
     @property
     def passed_over(self) -> tuple[tuple[int, DamageError], ...]:
-        """Steps that the last ``restore(fallback=True)`` did not use, newest first, and what is wrong with each.
-
-        The same on every rank. Empty if the first step tried was intact.
-        """
+        """The damaged steps that the last ``restore(fallback=True)`` did not use, newest first. Equal on every rank."""
         return tuple(self._passed_over)
 
     @property
     def last_error(self) -> str | None:
-        """Why the save in flight has failed, if it has; the next call raises it."""
+        """The error of the save in flight, if it failed. The next call raises it."""
         return self._flight.error if self._flight is not None else None
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for the save in flight and end the saver process. Collective. May be called again.
 
         Args:
-            timeout_s: Seconds, the same on every rank; None for as long as the save takes.
+            timeout_s: Limit in seconds, equal on every rank; None for no limit.
 
         Raises:
             CheckpointError: If the save in flight failed.
-            TimeoutError: If it takes longer than ``timeout_s``. The Checkpointer is closed all the same, and the saver
-                process finishes the save.
+            TimeoutError: If it takes longer. The Checkpointer is closed, and the saver process finishes the save.
         """
         if self._closed:
             return
@@ -330,12 +312,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # After an error other ranks may never come; what was handed to the savers is finished by them.
+        # After an error the other ranks may never come. The savers finish what they have.
         if exc[0] is None:
             self.close()
 
     def _skips(self, step: int) -> bool:
-        """Whether this save is left out: it is if any rank's last one is in flight."""
+        """Whether to skip this save: the previous one is in flight on some rank."""
         if self._on_busy == "wait":
             return False
         busy = self._flight is not None and not self._flight.done
@@ -345,7 +327,7 @@ class Checkpointer:
         return skips
 
     def _open(self) -> None:
-        """Before the first save: make the folder, and remove what crashed saves left. Collective."""
+        """Before the first save: claim the root and delete leftovers. Collective."""
         if self._opened:
             return
         error: Exception | None = None
@@ -357,7 +339,7 @@ class Checkpointer:
                 take_root(self.root, owner)
                 self._claim = weakref.finalize(self, _release, self.root, owner)
                 for path in leftovers.sweep(self.root):
-                    _log.info("removed %s, left by a save or deletion that did not finish", path)
+                    _log.info("deleted %s: an unfinished save or deletion", path)
             except OSError as err:
                 error = CheckpointError(f"{self.root} cannot be used as the checkpoint folder: {err}")
             except ValueError as err:
@@ -370,8 +352,8 @@ class Checkpointer:
             raise ValueError(f"the Checkpointer of {self.root} is closed. Make a new one.")
         if to_write and self._pid != os.getpid():
             raise ValueError(
-                f"the Checkpointer of {self.root} was made in process {self._pid}, of which this one, {os.getpid()}, is a "
-                "fork: both would save there. Make a new Checkpointer in this process, with a folder of its own."
+                f"the Checkpointer of {self.root} was made in process {self._pid}, of which process {os.getpid()} is a "
+                "fork: both would save there. Make a new Checkpointer in this process, with its own folder."
             )
 
 
@@ -384,16 +366,12 @@ def _release(root: StorePath, owner: Process) -> None:
         return
     if isinstance(root, Path) or threading.current_thread() is threading.main_thread():
         release_root(root, owner)
-    else:  # collected in the thread of the store's client, say, which cannot wait for its own answer
+    else:  # collected in a thread of the store's client, which cannot wait for itself
         threading.Thread(target=release_root, args=(root, owner), name="titan-ckpt-release").start()
 
 
 def _whole(value: Any, name: str) -> int:
-    """A whole number of any kind (numpy's, a tensor's) as an int.
-
-    Raises:
-        TypeError: If it is not one.
-    """
+    """A whole number of any type (numpy's, a tensor's) as an int. Raises TypeError for anything else."""
     try:
         return operator.index(value)
     except TypeError as err:

@@ -1,7 +1,7 @@
-"""``titan-ckpt``: look at checkpoints, check them, compare them, move them to and from Hugging Face, clean up.
+"""``titan-ckpt``: list, check, compare, convert and delete steps.
 
-No torch.distributed and no GPU; everything but moving to and from other formats runs without torch, so that a step on a
-login node is listed in a fraction of a second.
+No command needs torch.distributed or a GPU. Only the conversions need torch. ``ls`` on a login node takes a fraction of a
+second.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path
 
-_NAMES_HELP = "key map of the model's family: an installed one, or a JSON file (default: keep names)"
+_NAMES_HELP = "key map of the model's family: an installed one or a JSON file (default: keep the names)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if all is well, 1 if something is damaged or different, 2 for a wrong call."""
+    """Run a command. Returns 0, or 1 if something is damaged or different, or 2 for a wrong call."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -95,7 +95,7 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _path(text: str) -> StorePath:
-    """A path or URL; of other errors than ArgumentTypeError argparse does not show the text."""
+    """A path or URL. argparse shows the text of ArgumentTypeError only."""
     try:
         return as_path(text)
     except ValueError as err:
@@ -119,7 +119,7 @@ def _step_number(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """Steps to keep: none would delete every step."""
+    """A number of steps to keep. 0 would delete every step."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} would keep no step. Use 1 or more.")
     return int(text)
@@ -171,7 +171,7 @@ def _import_dcp(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace, pattern: str, run: Callable[[], StorePath]) -> int:
-    """Make a step of a folder of files; its bar follows the files of the step, as they grow."""
+    """Import a folder as a step. The bar shows how the step's files grow."""
     root: StorePath = args.root
     _existing(args.folder)
     present = dict(listing.step_folders(root)) if root.is_dir() else {}
@@ -334,19 +334,19 @@ def _gc(args: argparse.Namespace) -> int:
 
 
 def _require_metric(name: str | None, steps: Sequence[Manifest]) -> None:
-    """Refuse a metric that no step has: with a misspelt name, retention would delete the best step."""
+    """Refuse a metric that no step has: with a misspelled name, the best step would be deleted."""
     values: list[Any] = [step.metrics.get(name or "") for step in steps]
     if name is None or any(type(value) in (int, float) and math.isfinite(value) for value in values):
         return
     known = sorted({metric for step in steps for metric in step.metrics})
     raise ValueError(
-        f"no step has a metric {name!r} to keep the best by; {f'they have {known}' if known else 'they have none'}. "
+        f"no step has a metric {name!r} to keep the best by; {f'they have {known}' if known else 'they have no metrics'}. "
         "Nothing was deleted."
     )
 
 
 def _open_step(path: StorePath) -> StepReader:
-    """A step to read. The error for another path lists the steps there are."""
+    """Open a step. The error for another path lists the existing steps."""
     if not _looks_like_a_step(path):
         below = [folder.name for _, folder in listing.step_folders(path)]
         listed = f"{', '.join(below[-4:])}{' are its newest' if len(below) > 4 else ''}"
@@ -363,7 +363,7 @@ def _steps_below(root: StorePath) -> list[tuple[int, StorePath]]:
 
 
 def _looks_like_a_step(path: StorePath) -> bool:
-    """Also a step that lost its manifest: that is damage, not a wrong argument."""
+    """True also for a step without its manifest: that is damage, not a wrong argument."""
     _existing(path)
     return (path / MANIFEST_NAME).exists() or parse_step_name(path.name) is not None
 

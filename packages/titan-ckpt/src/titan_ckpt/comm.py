@@ -1,10 +1,10 @@
-"""Bytes between ranks: gather to rank 0, broadcast, scatter, and errors that every rank raises alike.
+"""Bytes between ranks: gather to rank 0, broadcast, scatter, and errors that every rank raises.
 
-torch's object collectives pickle, so a checkpoint that used them would unpickle what another process sent. Here
-ranks exchange JSON as uint8 tensors. Without torch.distributed the same class serves one process.
+torch's object collectives would unpickle bytes of another process. Here ranks exchange JSON as uint8 tensors. Without
+torch.distributed the same class serves one process.
 
-With ``ranks_per_node``, bytes of a node's ranks are collected by the first of them, and only these leaders exchange
-across nodes: rank 0 has a connection per node, not one per rank.
+With ``ranks_per_node``, the first rank of each node, its leader, collects the bytes of the node. Only leaders exchange
+across nodes. Rank 0 then has one connection per node instead of one per rank.
 """
 
 import json
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.errors import CheckpointError, Damage, DamageError
+from titan_ckpt.format.tagged_json import join_parts, split_parts
 
 
 class ByteComm:
     """The ranks that save and load together.
 
     Args:
-        group: Their process group, over a backend with CPU tensors (gloo). None takes the default group if it can
-            do that, makes a gloo group of all ranks if it cannot (every rank must then construct at the same
-            point), and serves a single process where torch.distributed is not in use.
-        ranks_per_node: Consecutive ranks on each node, for messages through the nodes' first ranks. Every rank must then
-            construct at the same point. None, nodes that differ, or one node: every rank exchanges with every
-            other.
+        group: Their process group, with a backend for CPU tensors (gloo). None takes the default group if it has gloo,
+            else makes a gloo group of all ranks. Every rank must then construct at the same point. Without
+            torch.distributed, None serves a single process.
+        ranks_per_node: Consecutive ranks on each node. Messages then go through the leaders, and every rank must construct
+            at the same point. None, one node, or nodes of different sizes: every rank exchanges with every other.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None) -> None:
@@ -45,13 +45,13 @@ class ByteComm:
             )
 
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in rank order, on rank 0; None elsewhere."""
+        """Every rank's bytes, in rank order, on rank 0; None on the others."""
         if self.size == 1:
             return [payload]
         if self._node is not None:
             of_node = self._node.gather(payload)
-            of_all = None if self._leaders is None else self._leaders.gather(_joined(of_node or []))
-            return None if of_all is None else [part for node in of_all for part in _split(node)]
+            of_all = None if self._leaders is None else self._leaders.gather(join_parts(of_node or []))
+            return None if of_all is None else [part for node in of_all for part in split_parts(node)]
         lengths = self._lengths(len(payload))
         mine = _padded(payload, max(lengths))
         into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
@@ -64,9 +64,9 @@ class ByteComm:
             return [payload]
         if self._node is not None:
             of_node = self._node.gather(payload)
-            of_all = None if self._leaders is None else self._leaders.all_gather(_joined(of_node or []))
-            whole = self._node.broadcast(None if of_all is None else _joined(of_all))
-            return [part for node in _split(whole) for part in _split(node)]
+            of_all = None if self._leaders is None else self._leaders.all_gather(join_parts(of_node or []))
+            whole = self._node.broadcast(None if of_all is None else join_parts(of_all))
+            return [part for node in split_parts(whole) for part in split_parts(node)]
         lengths = self._lengths(len(payload))
         mine = _padded(payload, max(lengths))
         into = [torch.empty_like(mine) for _ in lengths]
@@ -80,8 +80,8 @@ class ByteComm:
             return payloads[0]
         if self._node is not None:
             each = self._node.size
-            nodes = payloads and [_joined(payloads[i : i + each]) for i in range(0, self.size, each)]
-            of_node = None if self._leaders is None else _split(self._leaders.scatter(nodes))
+            nodes = payloads and [join_parts(payloads[i : i + each]) for i in range(0, self.size, each)]
+            of_node = None if self._leaders is None else split_parts(self._leaders.scatter(nodes))
             return self._node.scatter(of_node)
         lengths = torch.tensor([len(p) for p in payloads or []] or [0] * self.size, dtype=torch.int64)
         dist.broadcast(lengths, group=self.group, group_src=0)
@@ -107,10 +107,9 @@ class ByteComm:
     def agree(self, error: Exception | None, doing: str) -> None:
         """Raise on every rank if any rank has an error. Collective.
 
-        Damage that any rank saw is raised by every rank as one `DamageError` that lists what all ranks saw. It takes
-        precedence over other errors, since a damaged step may cause them. Otherwise a rank that failed raises its own
-        error; the rest raise the first failed rank's, of the same base type (ValueError, TypeError, else
-        `CheckpointError`).
+        If any rank found damage, every rank raises one `DamageError` that lists all places. It takes precedence, since
+        damage may cause other errors. Otherwise a failed rank raises its own error, and the others raise that of the
+        first failed rank as ValueError, TypeError or `CheckpointError`.
         """
         if self.size == 1:
             if error is not None:
@@ -131,8 +130,8 @@ class ByteComm:
         raise kind(f"{doing}: rank {failed[0]} failed ({len(failed)} of {self.size} ranks did): {first['text']}")
 
     def _through_leaders(self, ranks_per_node: int) -> None:
-        """Make this rank's node group, and on the first rank of a node the group of these leaders."""
-        alike = set(self._lengths(ranks_per_node)) == {ranks_per_node}  # nodes may hold different numbers
+        """Make the group of this rank's node and, on a leader, the group of the leaders."""
+        alike = set(self._lengths(ranks_per_node)) == {ranks_per_node}  # nodes may differ in size
         if not alike or not 1 < ranks_per_node < self.size or self.size % ranks_per_node:
             return
         ranks = dist.get_process_group_ranks(self.group)
@@ -176,26 +175,10 @@ def _cpu_group() -> dist.ProcessGroup | None:
 
 
 def _local_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group that only its members make."""
+    """A gloo group; only its members make it."""
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _joined(parts: list[bytes]) -> bytes:
-    """Several payloads as one: each after its length."""
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _split(joined: bytes) -> list[bytes]:
-    """The inverse of `_joined`."""
-    parts: list[bytes] = []
-    start = 0
-    while start < len(joined):
-        end = start + 8 + int.from_bytes(joined[start : start + 8], "little")
-        parts.append(joined[start + 8 : end])
-        start = end
-    return parts
 
 
 def _padded(payload: bytes, length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The errors of this package, and the report of a damaged place."""
+"""The errors of this package, and how damage is reported."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -11,18 +11,18 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One place of a step that is not what was written."""
+    """One damaged place of a step."""
 
     file: str
-    """File, relative to the step's folder."""
+    """The file, relative to the step's folder."""
     what: str
-    """What is wrong, in words."""
+    """What is wrong."""
     tensors: tuple[str, ...] = ()
-    """Tensors with bytes in the damaged block; empty for headers and JSON files."""
+    """Tensors with bytes in the damaged block. Empty for headers and JSON files."""
     block: int | None = None
-    """Number of the 4 MiB block, counted from 0; None where the whole file is at fault."""
+    """Number of the 4 MiB block, from 0. None if the whole file is damaged."""
     offset: int | None = None
-    """Byte of the file at which the block starts."""
+    """First byte of the block in the file."""
 
     def __str__(self) -> str:
         place = "" if self.block is None else f" block {self.block} (from byte {self.offset})"
@@ -31,15 +31,15 @@ class Damage:
 
 
 class DamageError(CheckpointError):
-    """A step is damaged; nothing was loaded from it, by any rank."""
+    """A step is damaged. No rank loaded anything from it."""
 
     def __init__(self, step: str, damages: Sequence[Damage], seen_by: Sequence[int] = ()) -> None:
         self.step = step
         """The step's folder."""
         self.damages = tuple(damages)
-        """What every rank found, each place once."""
+        """Every damaged place that a rank found, once each."""
         self.seen_by = tuple(seen_by)
-        """The ranks that found something; empty outside of collective calls and in a single process."""
+        """The ranks that found damage. Empty in a single process and outside of collective calls."""
         listed = "\n  ".join(str(damage) for damage in self.damages[:20])
         more = f"\n  and {len(self.damages) - 20} more" if len(self.damages) > 20 else ""
         ranks = ", ".join(map(str, self.seen_by))
@@ -49,26 +49,19 @@ class DamageError(CheckpointError):
 
 @contextlib.contextmanager
 def malformed_is_damage(folder: object, name: str) -> Generator[None]:
-    """Turn what malformed contents raise (missing keys, values of the wrong type) into damage.
+    """Turn the errors of malformed contents (missing keys, wrong types) into a `DamageError` of file ``name``.
 
-    So a restore can take an older step.
-
-    Args:
-        folder: The step's folder.
-        name: The file in it that is being read.
-
-    Raises:
-        DamageError: In place of what the block raises on malformed contents.
+    A restore can then take an older step.
     """
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as err:
         reason = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
-        raise DamageError(str(folder), [Damage(name, f"does not hold what it should: {reason}")]) from err
+        raise DamageError(str(folder), [Damage(name, f"has unexpected contents: {reason}")]) from err
 
 
 def write_failure(err: OSError, path: object, rank: int) -> CheckpointError:
-    """An operating system's error, with the rank and what it means."""
+    """The error for an `OSError` of a rank that writes."""
     return CheckpointError(
         f"rank {rank} cannot write below {path}: {err.strerror or err} (errno {err.errno}). Earlier steps are intact."
     )

@@ -1,4 +1,4 @@
-"""A progress bar for work measured in bytes: on a terminal only, on standard error, standard library only."""
+"""A progress bar in bytes: on standard error, and only on a terminal. Standard library only."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ _EVERY_S = 0.1
 
 
 class ByteProgress:
-    """Bytes done of bytes in all, with speed and time left."""
+    """A bar with speed and remaining time."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self.title, self.total = title, max(total_bytes, 1)
@@ -45,7 +45,7 @@ class ByteProgress:
 
     @contextlib.contextmanager
     def measured(self, done: Callable[[], int]) -> Generator[None]:
-        """Show work that does not tell how far it is: ``done`` says, in bytes, and is asked a few times a second."""
+        """Show work that does not report progress: ``done`` returns its bytes and is polled while the block runs."""
         ended = threading.Event()
 
         def follow() -> None:

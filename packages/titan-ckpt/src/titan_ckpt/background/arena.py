@@ -1,9 +1,8 @@
-"""The memory a save is staged in: one anonymous file per rank, which the saver process maps too.
+"""The staging memory of a save: one anonymous file per rank, which the saver process maps too.
 
-It is as large as what the rank writes and kept from save to save, so that staging is a plain memory copy (a fresh
-buffer costs ten times that in page faults). From CUDA tensors the copies go over a stream of their own into page-locked
-memory, one after the other without the host waiting in between, and behind the kernels that were queued when the save
-was called.
+It is as large as what the rank writes, and is kept from save to save. Staging is then a plain memory copy. A new buffer
+would cost ten times as much in page faults. CUDA tensors are copied into page-locked memory on a separate stream, behind
+the kernels that were queued before the save. The host waits once, for all copies.
 """
 
 import logging
@@ -20,7 +19,7 @@ from titan_ckpt.state.dtypes import DTYPES
 
 _log = logging.getLogger("titan_ckpt")
 
-# Fresh pages are written so many bytes at a time.
+# New pages are touched in pieces of this size.
 _TOUCH_BYTES = 64 << 20
 
 
@@ -36,20 +35,20 @@ class Arena:
         self._streams: dict[torch.device, Any] = {}
 
     def reserve(self, nbytes: int) -> bool:
-        """Make room for ``nbytes``, pages in place; True if the file is a new one."""
+        """Take memory for ``nbytes``, with its pages; True if the file is new."""
         if self.memory.numel() >= nbytes:
             return False
         self.close()
         self.fd = os.memfd_create("titan-ckpt-arena", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
         self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
-        # Not with MAP_POPULATE: Python holds its lock in mmap, torch does not while it writes.
+        # Not MAP_POPULATE: Python holds its lock in mmap; torch releases it while it writes.
         for part in self.memory.split(_TOUCH_BYTES):
             part.zero_()
         return True
 
     def targets(self, places: Sequence[tuple[int, int]], entries: Sequence[Entry]) -> list[Tensor]:
-        """The tensors of the arena to stage into: first byte and size, dtype and shape of each."""
+        """The arena's tensors to stage into; ``places`` has the first byte and size of each."""
         return [
             self.memory[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
             for (start, size), entry in zip(places, entries, strict=True)
@@ -57,9 +56,10 @@ class Arena:
 
     @torch.no_grad()
     def stage(self, targets: Sequence[Tensor], views: Sequence[Tensor], ready: Sequence[Any] = ()) -> None:
-        """Copy tensors of any device into the arena; when this returns, they may change.
+        """Copy tensors of any device into the arena. When this returns, the tensors may change.
 
-        ``ready`` has the CUDA events to wait for before reading CUDA tensors, and before returning; see `staging_point`.
+        ``ready`` holds CUDA events (`staging_point`). They are waited for before CUDA tensors are read, and before this
+        returns.
         """
         streams: set[Any] = set()
         for into, view in zip(targets, views, strict=True):
@@ -80,10 +80,10 @@ class Arena:
 
     @torch.no_grad()
     def stage_in_order(self, targets: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-        """Copy tensors into the arena before whatever is done to them next, without waiting for CUDA.
+        """Copy tensors into the arena before they can change, without waiting for CUDA.
 
-        Copies from CUDA tensors are queued on the current stream: record a `staging_point` after them, and have
-        `stage` wait for it.
+        Copies of CUDA tensors are queued on the current stream. Record a `staging_point` after them, and let `stage` wait
+        for it.
         """
         self.lock_pages({view.device for view in views if view.is_cuda})
         for into, view in zip(targets, views, strict=True):
@@ -94,12 +94,12 @@ class Arena:
                 into.copy_(view, non_blocking=self.pinned)
 
     def lock_pages(self, devices: Iterable[torch.device]) -> None:
-        """Do now what the first copy from these CUDA devices would do: lock the pages, make the streams."""
+        """Lock the pages and make the streams now, instead of at the first copy from these CUDA devices."""
         for device in devices:
             self._stream(device)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[attr-defined]
             self.pinned = False
@@ -110,7 +110,7 @@ class Arena:
 
     def _stream(self, device: torch.device) -> Any:
         if not self.pinned and self.memory.numel():
-            with torch.cuda.device(device):  # a thread begins on the first device, and would open a context there
+            with torch.cuda.device(device):  # a new thread is on the first device and would open a context there
                 result = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)  # type: ignore[attr-defined]
             self.pinned = int(result) == 0
             if not self.pinned:
@@ -121,6 +121,6 @@ class Arena:
 
 
 def staging_point(views: Sequence[Tensor]) -> list[Any]:
-    """Events behind all CUDA work queued so far on this thread's streams of the tensors' devices."""
+    """CUDA events after all work that is queued on this thread's streams of the tensors' devices."""
     devices = dict.fromkeys(view.device for view in views if view.is_cuda)
     return [torch.cuda.current_stream(device).record_event() for device in devices]

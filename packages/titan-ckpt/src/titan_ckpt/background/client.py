@@ -1,6 +1,6 @@
-"""Asynchronous saves, the trainer's side: stage into an arena, hand over, go on training.
+"""Asynchronous saves, the trainer's side: stage into the arena, pass the job to the saver process, continue training.
 
-The saver process maps the same arena (`titan_ckpt.background.arena`). One save is in flight at a time: the arena holds it.
+The arena holds one save, so one save is in flight at a time.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from torch import Tensor
 from titan_ckpt.background.arena import Arena, staging_point
 from titan_ckpt.background.inherited import command
 from titan_ckpt.background.rendezvous import give_up
-from titan_ckpt.background.wire import pack, receive, send
+from titan_ckpt.background.wire import receive, send
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError
-from titan_ckpt.format.tagged_json import dump_json
+from titan_ckpt.format.tagged_json import dump_json, join_parts
 from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
 from titan_ckpt.save.prepare import Planned
 from titan_ckpt.steps.claim import Process
@@ -33,12 +33,12 @@ from titan_ckpt.storage.paths import StorePath
 
 
 class SaveJob:
-    """A save that was begun. With synchronous saves it is done when you get it."""
+    """A save. A synchronous one is done when `Checkpointer.save` returns it."""
 
     def __init__(self, step: int, path: StorePath | None = None, *, skipped: bool = False) -> None:
         self.step = step
         self.skipped = skipped
-        """True if nothing is saved, since the last save was still in flight and ``on_busy="skip"``."""
+        """Whether nothing is saved, because the previous save was in flight and ``on_busy="skip"``."""
         self._path = path
         self._error: str | None = None
         self._done = threading.Event()
@@ -49,12 +49,12 @@ class SaveJob:
 
     @property
     def path(self) -> StorePath | None:
-        """The step's folder once it is committed; None before, or if it failed or was skipped."""
+        """The step's folder once it is committed; None before, and for a failed or skipped save."""
         return self._path
 
     @property
     def staged(self) -> bool:
-        """Whether the state may change: its bytes are copied."""
+        """Whether the state is copied and may change."""
         return self._staged.is_set()
 
     @property
@@ -64,7 +64,7 @@ class SaveJob:
 
     @property
     def error(self) -> str | None:
-        """Why it failed; None while it runs or if it is committed."""
+        """Why it failed; None if it did not."""
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> StorePath:
@@ -84,21 +84,21 @@ class SaveJob:
         return self._path
 
     def finish(self, path: StorePath | None, error: str | None) -> None:
-        """Called by the machinery when the save has ended."""
+        """Set the result. Called by this package."""
         self._path, self._error = path, error
         self._staged.set()
         self._done.set()
 
     def mark_staged(self) -> None:
-        """Called by the machinery when the state's bytes are copied."""
+        """Say that the state is copied. Called by this package."""
         self._staged.set()
 
 
 _log = logging.getLogger("titan_ckpt")
 
-# How long savers wait for each other within a step.
-_MEETING_S = 3600.0
-# How long `BackgroundSaver.close` waits for a process that has nothing left to do but to delete old steps.
+# How long the savers of a step wait for each other.
+_RENDEZVOUS_S = 3600.0
+# How long `BackgroundSaver.close` waits for a process that only deletes old steps.
 _ENDING_S = 60.0
 
 
@@ -135,15 +135,15 @@ class BackgroundSaver:
         self._arena_sent = True
         self._arena_used = threading.Lock()
         self._layout: SaveLayout | None = None
-        """The layout that the arena's targets, and after `submit` the process, are made for."""
+        """The layout of the arena's targets."""
         self._layout_sent = True
         self._targets: list[Tensor] = []
         self._preparing: threading.Thread | None = None
         self._submitted: queue.SimpleQueue[tuple[WriteJob, SaveJob] | None] = queue.SimpleQueue()
-        # One thread for all saves: starting one waits until it runs, which a busy machine puts off.
+        # One thread for all saves: on a busy machine, a new thread starts late.
         arguments = (self._link, self._submitted)
         threading.Thread(target=_answers, args=arguments, daemon=True, name="titan-ckpt").start()
-        # One that is dropped unclosed must leave neither thread, process nor arena.
+        # A saver that is dropped without close must leave no thread, process or arena.
         weakref.finalize(self, _drop, self._submitted, self._arena).atexit = False
 
     @property
@@ -152,10 +152,10 @@ class BackgroundSaver:
         return not self._link.ending and self._child.poll() is None
 
     def prepare(self, layout: SaveLayout, devices: Iterable[torch.device]) -> None:
-        """Take the memory for jobs of this layout, with tensors on these CUDA devices, in a thread."""
+        """Take the memory for jobs of this layout, in a thread; ``devices`` are the CUDA devices of the tensors."""
 
         def run() -> None:
-            with contextlib.suppress(Exception):  # the save tries again, and says what is wrong
+            with contextlib.suppress(Exception):  # the save tries again and reports the error
                 self._adopt(layout)
                 self._arena.lock_pages(devices)
 
@@ -164,17 +164,17 @@ class BackgroundSaver:
         self._preparing.start()
 
     def take(self, job: WriteJob, planned: Planned, result: SaveJob, savers: list[Process], *, overlap: bool) -> None:
-        """Copy the state's bytes and hand the job over. A failure is set in ``result`` and reported to the other ranks.
+        """Copy the state and submit the job. A failure is set in ``result`` and reported to the other ranks.
 
-        ``result`` is finished from a thread when the process answers. With ``overlap``, parameters and optimizer state are
-        copied in a thread; all else is copied when this returns.
+        A thread finishes ``result`` when the process answers. With ``overlap``, trainable parameters and optimizer state
+        are copied in a thread; everything else is copied when this returns.
         """
 
         def carry(views: Sequence[Tensor], ready: Sequence[Any], copied: frozenset[int]) -> None:
             try:
                 self.stage(job, views, ready, copied)
                 result.mark_staged()
-                self.submit(job, result, savers, _MEETING_S)
+                self.submit(job, result, savers)
             except BaseException as err:
                 self._fail(job, result, err)
                 if not isinstance(err, Exception):
@@ -197,7 +197,7 @@ class BackgroundSaver:
     def stage(
         self, job: WriteJob, views: Sequence[Tensor], ready: Sequence[Any] = (), copied: frozenset[int] = frozenset()
     ) -> None:
-        """Copy the tensors of a job into the arena, but those ``copied`` already; ``ready`` as for `Arena.stage`."""
+        """Copy the tensors of a job into the arena, except those already ``copied``; ``ready`` as in `Arena.stage`."""
         with self._arena_used:
             self._await_prepared()
             self._adopt(job.layout)
@@ -205,7 +205,7 @@ class BackgroundSaver:
             self._arena.stage([self._targets[i] for i in left], [views[i] for i in left], ready)
 
     def _stage_changing(self, job: WriteJob, planned: Planned, views: Sequence[Tensor]) -> frozenset[int]:
-        """Copy now what may change before the next optimizer step: buffers and extra tensors; which those are."""
+        """Copy now what may change before the next optimizer step (buffers, extra tensors); their numbers."""
         changing = [i for i, piece in enumerate(planned.pieces) if not _waits(planned, piece.held)]
         if changing:
             self._await_prepared()
@@ -214,7 +214,7 @@ class BackgroundSaver:
         return frozenset(changing)
 
     def _adopt(self, layout: SaveLayout) -> None:
-        """Have the arena hold this layout."""
+        """Arrange the arena for this layout."""
         if layout is self._layout:
             return
         places, total = arena_starts(layout)
@@ -229,16 +229,16 @@ class BackgroundSaver:
             self._preparing.join()
             self._preparing = None
 
-    def submit(self, job: WriteJob, result: SaveJob, savers: list[Process], timeout_s: float) -> None:
-        """Hand a staged job over; ``result`` is finished from a thread when the saver answers.
+    def submit(self, job: WriteJob, result: SaveJob, savers: list[Process], timeout_s: float = _RENDEZVOUS_S) -> None:
+        """Send a staged job to the process. A thread finishes ``result`` when it answers.
 
         Raises:
             CheckpointError: If the saver process is gone.
         """
-        meeting = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
-        parts = [meeting, job.encode(), b"" if self._layout_sent else job.layout.encode()]
+        rendezvous = dump_json({"savers": [asdict(saver) for saver in savers], "timeout_s": timeout_s})
+        parts = [rendezvous, job.encode(), b"" if self._layout_sent else job.layout.encode()]
         try:
-            send(self._link.control, pack(parts), None if self._arena_sent else self._arena.fd)
+            send(self._link.control, join_parts(parts), None if self._arena_sent else self._arena.fd)
         except OSError as err:
             raise CheckpointError(
                 f"the saver process {self.process.pid} is gone{self._link.last_words()}; step {job.step} is not saved."
@@ -249,34 +249,34 @@ class BackgroundSaver:
     def _fail(self, job: WriteJob, result: SaveJob, err: BaseException) -> None:
         text = str(err) or type(err).__name__
         if not give_up(job, text):
-            self._child.kill()  # the other savers notice that
+            self._child.kill()  # the other savers see it end
         result.finish(None, text)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Shut down. Pending saves finish in the background if they take longer than ``timeout_s``."""
+        """Shut down. A save that takes longer than ``timeout_s`` finishes in the background."""
         self._await_prepared()
         self._submitted.put(None)
         try:
             self._child.wait(_ENDING_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
             _log.warning("the saver process %d is still working; it exits when it is done", self.process.pid)
-        if self._arena_used.acquire(blocking=False):  # else a copy is being made: it goes with the last user
+        if self._arena_used.acquire(blocking=False):  # else a copy is running: its end frees the memory
             self._targets = []
             self._arena.close()
             self._arena_used.release()
 
 
 class _Link:
-    """What connects a trainer with its saver process."""
+    """The connection of a trainer to its saver process."""
 
     def __init__(self, control: socket.socket, child: "subprocess.Popen[bytes]", errors: int) -> None:
         self.control, self.child = control, child
         self.ending = False
-        """Whether the process announced that it exits."""
+        """Whether the process said that it exits."""
         self._errors = errors
 
     def last_words(self) -> str:
-        """How the process ended, to be put after its name."""
+        """How the process ended, as an addition to a message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(5)
         code = self.child.returncode
@@ -287,9 +287,9 @@ class _Link:
         return how + (f", its last output: {words}" if words else "")
 
     def close(self) -> None:
-        """Have the process end, wait for that, and free what is held for it."""
+        """Let the process end, wait for it, and free its resources."""
         with contextlib.suppress(OSError):
-            # Not only closed: forked children of this process (data loaders) hold this end too.
+            # close() is not enough: forked children (data loaders) hold this end too.
             self.control.shutdown(socket.SHUT_WR)
         self.child.wait()
         self.control.close()
@@ -297,13 +297,13 @@ class _Link:
 
 
 def _waits(planned: Planned, held: int) -> bool:
-    """Whether a tensor is changed by the optimizer's step only: a trainable parameter, or optimizer state."""
+    """Whether only the optimizer's step changes a tensor: a trainable parameter or optimizer state."""
     section, _, tensor = planned.collected.tensors[held]
     return section == "optim" or (section == "model" and tensor.requires_grad)
 
 
 def _answers(link: _Link, submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob] | None]") -> None:
-    """Finish each submitted save as the saver process answers, until None is submitted."""
+    """Finish each submitted save when the saver process answers, until None is submitted."""
     while (sent := submitted.get()) is not None:
         job, result = sent
         answer = receive(link.control, lambda: link.child.poll() is not None)
@@ -324,13 +324,13 @@ def _drop(submitted: "queue.SimpleQueue[tuple[WriteJob, SaveJob] | None]", arena
 
 
 def start_savers(comm: ByteComm, saver: BackgroundSaver | None) -> tuple[BackgroundSaver, list[Process]]:
-    """Start this rank's saver if ``saver`` does not run any more. Collective.
+    """Start this rank's saver unless ``saver`` is alive. Collective.
 
     Returns:
-        This rank's saver and every rank's saver process.
+        This rank's saver, and the saver process of every rank.
 
     Raises:
-        CheckpointError: If a rank cannot start its.
+        CheckpointError: If a rank cannot start its saver.
     """
     error: CheckpointError | None = None
     if saver is not None and not saver.alive:

@@ -8,18 +8,18 @@ from pathlib import Path
 from titan_ckpt.steps import claim, listing
 from titan_ckpt.storage.paths import StorePath
 
-# How long a new Checkpointer waits for a save that a killed trainer's saver is still finishing.
+# How long a new Checkpointer waits for the saver of a killed trainer.
 _INHERITED_SAVE_S = 120.0
 _SERVER = "titan_ckpt.background.server"
 
 
 def command(fd: int) -> list[str]:
-    """How a trainer starts its saver; modules of the trainer's working folder are not imported (``-P``)."""
+    """The command of a saver. ``-P``: no imports from the working folder."""
     return [sys.executable, "-P", "-m", _SERVER, str(fd), str(os.getpid())]
 
 
 def await_inherited(root: StorePath) -> None:
-    """Let savers finish whose trainer is gone, or is this process: their step is the one to resume from."""
+    """Wait for savers whose trainer is gone or is this process: their step is the one to resume from."""
     deadline = time.monotonic() + _INHERITED_SAVE_S
     while time.monotonic() < deadline:
         owners = [claim.owner_of(path) for path in listing.unfinished(root)]
@@ -29,7 +29,7 @@ def await_inherited(root: StorePath) -> None:
 
 
 def _inherited(pid: int) -> bool:
-    """Whether a local process is a saver whose trainer is gone, or is this process."""
+    """Whether a local process is a saver whose trainer is gone or is this process."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,14 +1,14 @@
-"""How the savers of one step meet: in its folder, not over a network.
+"""The rendezvous of one step's savers: in the step's folder, not over a network.
 
-Each saver leaves notes there. ``.life-r<rank>`` is made first, at a fixed size, and written over in place from then
-on: with a count while the saver works, so that a slow saver on another machine differs from a lost one, and with the
-reason if its part fails. On a full disk nothing new can be written, but that note can. ``.report-r<rank>.json`` holds the
-records of the files once they are on disk. Rank 0's saver waits for every other report and commits, which deletes the
-notes; the others wait until the folder became a step, or did not.
+Each saver writes two files. ``.life-r<rank>`` is its note. It is created first, with a fixed size, and overwritten in
+place: with a count while the saver works, so that a slow saver on another machine is told from a lost one, and with the
+reason if its part fails. On a full disk no new file can be written, but this one can. ``.report-r<rank>.json`` holds the
+records of its files once they are on disk. Rank 0's saver waits for all reports and commits, which deletes the notes. The
+other savers wait until the unfinished folder is gone, committed or not.
 
-A saver that dies on this machine is seen at once. One on another machine is waited for as long as the trainer beside
-this saver lives (the launcher ends that if a machine is lost, and a trainer whose saver dies leaves the reason itself),
-and then until it has been silent for 20 s.
+The end of a saver on the same machine is seen at once. A saver on another machine is waited for as long as the own
+trainer is alive: the launcher ends it when a machine is lost, and a trainer whose saver dies writes the reason itself.
+After that, a saver that is silent for 20 s counts as lost.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from titan_ckpt.steps import claim, commit, listing
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.paths import StorePath, renames
 
-# How often a saver looks, on a file system and in a store, where looking is a request; less often as it waits longer.
+# How often a saver polls a file system, or a store, where each poll is a request. It polls less often over time.
 _POLL_S = 0.01
 _REMOTE_POLL_S = 0.5
 _LONGEST_POLL_S = 0.5
-# How often a working saver says that it lives.
+# How often a working saver writes its note.
 _BEAT_S = 4.0
-# A saver of another machine that says nothing for so long is lost, once this one's trainer is gone too.
+# A saver on another machine that is silent for so long counts as lost, once the own trainer is gone.
 _SILENCE_S = 20.0
 
 _NOTE_BYTES = 4096
@@ -43,11 +43,11 @@ _REASON_CHARS = 640
 
 
 class NotCommitted(OSError):
-    """The step will not be: another rank failed, was lost, or the folder is gone."""
+    """The step will not be committed: another rank failed or was lost, or the folder is gone."""
 
 
 class SignOfLife:
-    """A rank's note: says that its saver lives, every few seconds while the block runs."""
+    """Writes this rank's note every few seconds while the block runs."""
 
     def __init__(self, job: WriteJob) -> None:
         self._job = job
@@ -55,17 +55,13 @@ class SignOfLife:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "SignOfLife":
-        """Make the note.
-
-        Raises:
-            OSError: If the disk has no room for it, or the folder is gone.
-        """
+        """Create the note."""
         _write_note(self._job, {"beat": 0}, make=True)
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Say nothing more."""
+        """Stop writing the note."""
         self._stopped.set()
         self._thread.join()
 
@@ -76,16 +72,16 @@ class SignOfLife:
         beats = 0
         while not self._stopped.wait(_BEAT_S):
             beats += 1
-            with contextlib.suppress(Exception):  # the work itself will meet the same fault, and say so
+            with contextlib.suppress(Exception):  # the work itself meets the same error and reports it
                 _write_note(self._job, {"beat": beats}, make=False)
 
 
 class Patience:
-    """How long a saver whose own part is on disk waits for others.
+    """How long a saver whose own part is on disk waits for the others.
 
     Args:
-        timeout_s: At most so long for each step.
-        trainer_gone: Says whether the trainer beside this saver has ended.
+        timeout_s: Limit per step.
+        trainer_gone: Whether the own trainer has ended.
     """
 
     def __init__(self, timeout_s: float, trainer_gone: Callable[[], bool]) -> None:
@@ -95,7 +91,7 @@ class Patience:
         self._heard_at = time.monotonic()
 
     def ended(self, saver: Process, note: dict[str, Any]) -> bool:
-        """Whether to wait no longer for this saver, whose note now says that."""
+        """Whether to stop waiting for ``saver``, given its current note."""
         now = time.monotonic()
         if (saver, note) != self._heard or not self._trainer_gone():
             self._heard, self._heard_at = (saver, note), now
@@ -103,11 +99,7 @@ class Patience:
 
 
 def report(job: WriteJob, records: list[FileRecord]) -> None:
-    """Say that this rank's files are on disk: a report, whole or not at all.
-
-    Raises:
-        OSError: If the disk refuses.
-    """
+    """Report that this rank's files are on disk. The report appears whole or not at all."""
     path, data = job.folder / _report_name(job.rank), json.dumps([r.to_report() for r in records]).encode()
     if not isinstance(path, Path):
         path.write_bytes(data)  # an object appears whole
@@ -118,14 +110,10 @@ def report(job: WriteJob, records: list[FileRecord]) -> None:
 
 
 def give_up(job: WriteJob, reason: str) -> bool:
-    """Tell the savers of the other ranks that this rank's part will not come.
-
-    Returns:
-        False if the disk does not even take that.
-    """
+    """Tell the other savers that this rank's part will not come; False if not even that can be written."""
     try:
         if job.lead is not None:
-            commit.discard(job.folder)  # nobody would commit it; the others see that it is gone
+            commit.discard(job.folder)  # the others see that it is gone
         else:
             _write_note(job, {"error": reason[:_REASON_CHARS]}, make=True)
     except Exception:  # a store's client has its own kinds
@@ -136,14 +124,10 @@ def give_up(job: WriteJob, reason: str) -> bool:
 
 
 def await_report(job: WriteJob, rank: int, saver: Process, patience: Patience) -> list[FileRecord]:
-    """Wait until a rank's files are on disk.
-
-    Raises:
-        NotCommitted: If they will not be; the message says why.
-    """
+    """Wait until a rank's files are on disk. Raises `NotCommitted` if they will not be."""
     path, began = job.folder / _report_name(rank), time.monotonic()
     while True:
-        alive = saver.alive  # asked before looking: a saver may report and end in between
+        alive = saver.alive  # before the look: a saver may report and end in between
         if path.exists():
             return [FileRecord.from_json(record) for record in json.loads(path.read_bytes())]
         note = _read_note(job, rank)
@@ -159,11 +143,7 @@ def await_report(job: WriteJob, rank: int, saver: Process, patience: Patience) -
 
 
 def await_outcome(job: WriteJob, lead: Process, patience: Patience) -> StorePath:
-    """Wait until rank 0's saver has committed the step; its folder.
-
-    Raises:
-        NotCommitted: If it has not, or ended.
-    """
+    """Wait until rank 0's saver has committed the step; its folder. Raises `NotCommitted` if it has not."""
     began = time.monotonic()
     while True:
         alive = lead.alive
@@ -187,7 +167,6 @@ def _outcome(job: WriteJob) -> StorePath:
             with contextlib.suppress(RuntimeError, ValueError):
                 if Manifest.open(path).save_id == job.save_id:
                     return path
-    # A newer save may have replaced or outdated the step already; nothing of this rank's part was wrong.
     reason = "was not committed: another rank failed; rank 0 has the reason"
     raise NotCommitted(f"step {job.step} ({step_name(job.step)}) {reason}")
 
@@ -198,22 +177,22 @@ def in_place(job: WriteJob) -> bool:
 
 
 def _write_note(job: WriteJob, value: dict[str, Any], *, make: bool) -> None:
-    """Write this rank's note over the old one, into the same blocks of the disk."""
+    """Overwrite this rank's note, in the same blocks of the disk."""
     path, data = job.folder / _note_name(job.rank), json.dumps(value).encode().ljust(_NOTE_BYTES)
     if not isinstance(path, Path):
         path.write_bytes(data)
         return
-    # Opened and closed each time: that is when network file systems show it to others.
+    # Opened and closed each time: a network file system shows it to others then.
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o644)
     try:
         if os.pwrite(fd, data, 0) != len(data):
-            raise OSError(f"{path} was written in part only")
+            raise OSError(f"{path} was only partly written")
     finally:
         os.close(fd)
 
 
 def _read_note(job: WriteJob, rank: int) -> dict[str, Any]:
-    """A rank's note; empty if there is none, or while it is written."""
+    """A rank's note; empty if there is none or it is being written."""
     try:
         return dict(json.loads((job.folder / _note_name(rank)).read_bytes()))
     except Exception:  # a store's client has its own kinds

@@ -1,12 +1,10 @@
-"""The saver process: takes staged bytes from one rank's trainer and brings them to disk, without torch.
+"""The saver process: writes the staged bytes of one rank to disk, without torch.
 
-Started as ``python -P -m titan_ckpt.background.server FD TRAINER`` with one end of a socket pair and the trainer's process id.
-Each message is a length word, then the meeting, the job and, where it is a new one, the layout, in JSON; the arena's
-file descriptor travels with the first message that uses it. Once a job is here, it is finished even if the trainer is
-killed: the process has its own session, and reads the end of its input only after the job. Forked children of the
-trainer (data loaders) hold its end of the socket too, so the process also watches the trainer itself.
-
-How the savers of a step meet is `titan_ckpt.background.rendezvous`.
+It is started as ``python -P -m titan_ckpt.background.server FD TRAINER``, with one end of a socket pair and the trainer's
+process id. A message holds the rendezvous, the job and, if it is new, the layout. The arena's file descriptor comes with
+the first message that uses it. Once it has a job, the process finishes it even if the trainer is killed: it has its own
+session, and reads the end of its input only after the job. The trainer's forked children (data loaders) hold its end of
+the socket too, so the process also watches the trainer itself.
 """
 
 import contextlib
@@ -28,7 +26,8 @@ from titan_ckpt.background.rendezvous import (
     in_place,
     report,
 )
-from titan_ckpt.background.wire import receive, send, unpack
+from titan_ckpt.background.wire import receive, send
+from titan_ckpt.format.tagged_json import split_parts
 from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts, commit_job, write_job
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.files import remove_tree
@@ -36,7 +35,7 @@ from titan_ckpt.storage.paths import StorePath
 
 
 def main() -> None:
-    """Serve one trainer until it closes its end, or has exited."""
+    """Serve one trainer until it closes its end or exits."""
     control, trainer = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     arena, layout = memoryview(b""), SaveLayout(())
 
@@ -48,10 +47,10 @@ def main() -> None:
         if fd is not None:
             arena = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
             os.close(fd)
-        meeting, job, new_layout = unpack(head)
+        rendezvous, job, new_layout = split_parts(head)
         if new_layout:
             layout = SaveLayout.decode(new_layout)
-        answer, left = _carry_out(WriteJob.decode(job, layout), arena, json.loads(meeting), trainer_gone)
+        answer, left = _carry_out(WriteJob.decode(job, layout), arena, json.loads(rendezvous), trainer_gone)
         with contextlib.suppress(OSError):  # the trainer may be gone; the step is what matters
             send(control, json.dumps(answer).encode())
         for folder in left:
@@ -61,19 +60,19 @@ def main() -> None:
 
 
 def _carry_out(
-    job: WriteJob, arena: memoryview, meeting: dict[str, Any], trainer_gone: Callable[[], bool]
+    job: WriteJob, arena: memoryview, rendezvous: dict[str, Any], trainer_gone: Callable[[], bool]
 ) -> tuple[dict[str, Any], list[StorePath]]:
-    """Write, meet, commit.
+    """Write, meet the other savers, commit.
 
     Returns:
-        The answer for the trainer, ``path`` (the folder's name) or ``error`` (``ends`` if this process ends with it), and
-        what is to be deleted after it.
+        The answer for the trainer: ``path`` (the folder's name) or ``error`` (``ends`` if this process then exits). And
+        the folders to delete after the answer.
     """
-    peers = [Process(**peer) for peer in meeting["savers"]]
+    peers = [Process(**peer) for peer in rendezvous["savers"]]
     try:
         with SignOfLife(job) as life:
             records = write_job(job, _buffers(job, arena))
-            patience = Patience(meeting["timeout_s"], trainer_gone)
+            patience = Patience(rendezvous["timeout_s"], trainer_gone)
             if job.lead is not None:
                 for rank in range(1, job.world_size):
                     records += await_report(job, rank, peers[rank], patience)
@@ -81,7 +80,7 @@ def _carry_out(
                 path, left = commit_job(job, records)
                 return {"path": path.name}, left
         report(job, records)
-    except Exception as err:  # also what a compressor or a store's client raises: the other ranks must not hang
+    except Exception as err:  # of any kind: the other ranks must not hang
         return _failed(job, err), []
     try:
         return {"path": await_outcome(job, peers[0], patience).name}, []
@@ -90,7 +89,7 @@ def _carry_out(
 
 
 def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
-    """The answer for the trainer; the other savers get it too."""
+    """The answer for the trainer; the other savers are told too."""
     if isinstance(err, NotCommitted):
         text = f"step {job.step} was not committed: {err}"
     elif isinstance(err, FileNotFoundError) and not in_place(job):
@@ -98,7 +97,7 @@ def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
     else:
         kind = "" if isinstance(err, OSError) else f"{type(err).__name__}: "
         text = f"rank {job.rank} cannot write below {job.folder}: {kind}{err}. Earlier steps are intact."
-    # If the disk takes not even a note, the other savers see that this one ends.
+    # If not even a note can be written, the other savers see this process end.
     return {"error": text} if give_up(job, text) else {"error": text, "ends": True}
 
 

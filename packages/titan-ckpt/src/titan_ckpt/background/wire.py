@@ -1,27 +1,11 @@
-"""Messages between a trainer and its saver process: length words, parts, and the arena's file descriptor."""
+"""Messages between a trainer and its saver process. A message may carry the arena's file descriptor."""
 
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-# How often one end of the socket looks whether the other end's process lives.
+# How often a process checks that the other one is alive.
 _WATCH_S = 1.0
-
-
-def pack(parts: Sequence[bytes]) -> bytes:
-    """Several byte strings as one: their lengths, a word each, before them."""
-    return b"".join([len(parts).to_bytes(8, "little"), *(len(p).to_bytes(8, "little") for p in parts), *parts])
-
-
-def unpack(message: bytes) -> list[bytes]:
-    """Undo `pack`."""
-    count = int.from_bytes(message[:8], "little")
-    lengths = [int.from_bytes(message[8 * i : 8 * i + 8], "little") for i in range(1, count + 1)]
-    at, parts = 8 * (count + 1), list[bytes]()
-    for length in lengths:
-        parts.append(message[at : at + length])
-        at += length
-    return parts
 
 
 def send(control: socket.socket, message: bytes, fd: int | None = None) -> None:
@@ -32,11 +16,9 @@ def send(control: socket.socket, message: bytes, fd: int | None = None) -> None:
 
 
 def receive(control: socket.socket, other_gone: Callable[[], bool]) -> tuple[bytes, int | None] | None:
-    """The next message and the descriptor that came with it; None if there will be none.
+    """The next message and its descriptor; None if no more will come.
 
-    Args:
-        control: This process's end.
-        other_gone: Says whether the process of the other end has ended; forked children of it may hold that end open.
+    ``other_gone`` says whether the other process has ended. Its forked children may still hold its end open.
     """
     fds: list[int] = []
 
@@ -62,11 +44,11 @@ def receive(control: socket.socket, other_gone: Callable[[], bool]) -> tuple[byt
 
 
 def _readable(control: socket.socket, other_gone: Callable[[], bool]) -> bool:
-    """Wait until there is something to read; False if the other process is gone and left nothing."""
+    """Wait until there is something to read; False if the other process is gone and sent nothing more."""
     poller = select.poll()
     poller.register(control, select.POLLIN)
     while True:
-        gone = other_gone()  # asked before looking: it may have sent its last and ended in between
+        gone = other_gone()  # before the poll: it may send its last message and end in between
         if poller.poll(0 if gone else 1000 * _WATCH_S):
             return True
         if gone:

@@ -1,4 +1,4 @@
-"""Boxes of a tensor: what two have in common, and whether many together are the whole, each element once."""
+"""Boxes of a tensor: the intersection of two, and whether many cover the tensor, each element once."""
 
 import math
 import random
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number per dimension."""
 
-# Weights are drawn from the integers below this prime: a product of two fits into 64 bits.
+# Random values are below this prime: a product of two fits into 64 bits.
 _PRIME = 2**31 - 1
-# Each draw lets a wrong set of boxes pass with a probability of at most dimensions / _PRIME.
+# In each draw, wrong boxes pass with a probability of at most dimensions / _PRIME.
 _DRAWS = 3
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, or None if they share no element."""
+    """The intersection of two boxes; None if it is empty."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in zip(a[0], a[1], b[0], b[1], strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
@@ -29,20 +29,23 @@ def intersect(a: Box, b: Box) -> Box | None:
 def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any], count: int) -> bool:
     """Whether boxes hold every element of a tensor exactly once: no hole, no overlap.
 
-    Equal volumes do not show that: two equal halves have the volume of the whole. So the volume is taken in random
-    coordinates. Each dimension's coordinates get random values, and a box counts the product of its extents in them.
-    The sum is that of the whole for every choice of values only if the boxes tile it. For a random choice modulo a
-    prime, any other set of boxes agrees with a probability of at most dimensions / 2^31 (Schwartz and Zippel), and a
-    crafted one cannot know the values. The cost is linear in the boxes, but for a sort of each dimension's coordinates.
+    Equal volumes do not prove it: one half, counted twice, has the volume of the whole. So the volume is measured in
+    random coordinates. Each coordinate of a dimension gets a random value, and the volume of a box is the product of its
+    extents in these values. The volumes add up to the whole for every choice of values only if the boxes tile the tensor.
+    For a random choice modulo a prime, other boxes pass with a probability of at most dimensions / 2^31 (Schwartz-Zippel).
+    The cost is linear in the boxes, plus one sort per dimension.
 
-    ``offsets`` and ``sizes`` have an entry per dimension: one number per box, or a single one for all. Every box must lie
-    within the tensor.
+    Args:
+        shape: The tensor's shape.
+        offsets: One entry per dimension: a number per box, or one number for all boxes.
+        sizes: As ``offsets``. Every box must lie within the tensor.
+        count: Number of boxes.
     """
     if not math.prod(shape):
         return True
     if count == 1:
         return not any(map(_only, offsets)) and tuple(map(_only, sizes)) == tuple(shape)
-    import numpy as np  # steps with whole tensors are listed and verified without
+    import numpy as np  # not needed to list and verify steps of whole tensors
 
     draws = np.random.default_rng(random.SystemRandom().getrandbits(128))
     boxes = np.ones((_DRAWS, count), dtype=np.int64)
@@ -62,8 +65,8 @@ def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any]
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or None.
 
-    A sweep along the dimension in which the fewest boxes meet: boxes in order of their begin are compared with the
-    next one, the one after that and so on, until all of those begin past their end.
+    Sweeps along the dimension in which the fewest boxes overlap. Boxes are sorted by their begin, and each is compared
+    with the boxes after it that begin before its end.
     """
     import numpy as np
 
@@ -71,7 +74,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     if len(boxes) < 2:
         return None
     if not boxes[0][0]:
-        return boxes[0], boxes[1]  # two whole scalars
+        return boxes[0], boxes[1]  # two scalars
     begins: NDArray[np.int64] = np.array([box[0] for box in boxes], dtype=np.int64)
     ends = begins + np.array([box[1] for box in boxes], dtype=np.int64)
     dim = min(range(begins.shape[1]), key=lambda d: int(np.searchsorted(np.sort(begins[:, d]), ends[:, d]).sum()))

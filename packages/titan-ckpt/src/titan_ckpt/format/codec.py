@@ -1,16 +1,16 @@
-"""What happens to bytes on their way to a file: digests of its blocks, byte-shuffle and zstd for optimizer state.
+"""Digests of blocks, and compression of optimizer state. No torch; numpy is imported when the first frame is shuffled.
 
-A digest is the xxh3-128 of a 4 MiB block, taken while the file is written, at three times the speed of a memory copy. It
-finds every accident (a flipped bit, a lost page, a swapped file), not an attacker who can rewrite the digests too.
+A digest is the xxh3-128 of a 4 MiB block. It is computed while the file is written, at three times the speed of a memory
+copy. It detects accidents: a flipped bit, a lost page, a swapped file. It does not detect an attacker who rewrites the
+digests too.
 
-Of a float32 number only the sign and exponent byte is predictable; the mantissa looks random. Shuffling puts first
-bytes beside first bytes, second beside second, so that an entropy coder sees the predictable ones together. Measured on
-trained state: moments in float32 shrink by 16 to 19 %, in bfloat16 by 31 to 38 %, where plain zstd gains half of that.
-Level 1 is as small as level 9, since all there is to gain is the distribution of one byte.
+Compression shuffles bytes and applies zstd. In a float32 number only the byte with sign and exponent is predictable. The
+shuffle puts the first bytes of all elements together, then the second bytes, and so on, so that zstd sees predictable
+bytes together. On trained state, float32 moments shrink by 16 to 19 % and bfloat16 moments by 31 to 38 %. Plain
+zstd gains half of that. Level 9 gains no more than level 1.
 
-A tensor is compressed in frames of 4 MiB, each on its own, so that a reader of a part decompresses little more than
-that part. Digests cover the stored bytes: damage is found before a decompressor sees it. No torch here; numpy is
-imported when a frame is first packed or unpacked.
+A tensor is compressed in separate frames of 4 MiB: a reader of one part decompresses little more than that part. Digests
+cover the stored bytes, so damage is found before anything is decompressed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,10 +26,10 @@ FRAME_BYTES = 4 << 20
 """Bytes of a tensor in one frame, before compression; the last frame may be shorter."""
 
 MIN_BYTES = 1 << 20
-"""Smaller boxes are not compressed: they would add more to the index than they save."""
+"""Smaller boxes are not compressed: their entries in the index are larger than what compression saves."""
 
 MAX_JSON_BYTES = 4 << 30
-"""Most bytes of JSON that a compressed file of any size may hold."""
+"""Upper limit of the JSON in a compressed file, in bytes."""
 
 _LEVEL = 1
 _MIN_RATIO = 1.1
@@ -37,20 +37,20 @@ _STREAM_BYTES = 4 << 20
 
 
 class Packer:
-    """Compresses frames; one per file, since a compressor's buffers are worth keeping."""
+    """Compresses frames. One per file, so that the compressor's buffers are reused."""
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
 
     def gains(self, raw: Buffer, item_bytes: int) -> bool:
-        """Whether compressing is worth it, judged by one frame from the middle."""
+        """Whether a frame from the middle shrinks by at least a tenth."""
         view = memoryview(raw).cast("B")
         frames = list(frame_ranges(len(view)))
         begin, end = frames[len(frames) // 2]
         return (end - begin) / len(self._compressed(view[begin:end], item_bytes)) >= _MIN_RATIO
 
     def frames(self, raw: Buffer, item_bytes: int) -> Iterator[Buffer]:
-        """The frames of a tensor in order; one that would not shrink comes as it is."""
+        """The frames of a tensor in order. A frame that does not shrink is returned raw."""
         view = memoryview(raw).cast("B")
         for begin, end in frame_ranges(len(view)):
             packed = self._compressed(view[begin:end], item_bytes)
@@ -61,10 +61,10 @@ class Packer:
 
 
 def unpack_frame(data: Buffer, raw_bytes: int, item_bytes: int) -> Buffer:
-    """A frame as it was before `Packer.frames`: ``raw_bytes`` of elements of ``item_bytes``.
+    """Undo `Packer.frames` for one frame of ``raw_bytes``, with elements of ``item_bytes``.
 
     Raises:
-        ValueError: If the frame is not what it should be. Blocks are checked first, so the writer was at fault.
+        ValueError: If the frame has another size or is not zstd.
     """
     if len(data) == raw_bytes:
         return data
@@ -75,23 +75,22 @@ def unpack_frame(data: Buffer, raw_bytes: int, item_bytes: int) -> Buffer:
 
 
 def unpack_json(data: Buffer) -> bytes:
-    """The text of a compressed JSON file, of a size that such a file can have.
+    """Decompress a JSON file, within a limit: 512 times its size, but at least 64 MiB and at most `MAX_JSON_BYTES`.
 
-    JSON of an index shrinks to a fiftieth, that of 256 equal ranks to a 170th. So 64 MiB may come of any file, and
-    beyond that 512 times its size, up to `MAX_JSON_BYTES`: an index of 10^6 tensors has 150 MB from 3.
+    An index shrinks to a fiftieth, that of 256 equal ranks to a 170th. An index of 10^6 tensors has 150 MB from 3.
 
     Raises:
-        ValueError: If it is not one zstd frame, or holds more.
+        ValueError: If it is not one zstd frame, or is larger.
     """
     return _decompressed(data, min(MAX_JSON_BYTES, max(64 << 20, 512 * len(data))), "it")
 
 
 def _decompressed(data: Buffer, most: int, what: str) -> bytes:
-    """One frame; never more than ``most`` bytes, whatever its header says."""
+    """Decompress one frame, to at most ``most`` bytes whatever its header says."""
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
         if claimed not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
-            if claimed > most:  # zstandard would allocate that much, whatever limit it is given
+            if claimed > most:  # zstandard would allocate them, with any limit
                 raise ValueError(f"{what} holds {claimed} bytes, {most} were expected.")
             return zstandard.ZstdDecompressor().decompress(data)
         pieces: list[bytes] = []
@@ -118,7 +117,7 @@ def _shuffled(frame: memoryview, item_bytes: int) -> Buffer:
 
     items = np.frombuffer(frame, np.uint8).reshape(-1, item_bytes)
     planes = np.empty((item_bytes, len(items)), np.uint8)
-    for place in range(item_bytes):  # a plane at a time: twice as fast as one transpose
+    for place in range(item_bytes):  # twice as fast as one transpose
         planes[place] = items[:, place]
     return planes.data.cast("B")
 
@@ -141,12 +140,12 @@ def digest(data: Buffer) -> str:
 
 
 def root_digest(blocks: Iterable[str]) -> str:
-    """One digest for a file: the digest of its block digests, joined as text."""
+    """The digest of a file: that of its block digests, joined as text."""
     return digest("".join(blocks).encode())
 
 
 class BlockDigester:
-    """Digests of consecutive blocks of a stream, fed in pieces of any size."""
+    """Computes block digests of a stream that comes in pieces of any size."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -154,7 +153,7 @@ class BlockDigester:
         self._open = xxhash.xxh3_128()
 
     def feed(self, data: Buffer) -> None:
-        """Add the stream's next bytes."""
+        """Add the next bytes."""
         view = memoryview(data)
         while len(view):
             room = BLOCK_BYTES - self.size % BLOCK_BYTES

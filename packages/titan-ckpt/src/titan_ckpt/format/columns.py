@@ -1,14 +1,14 @@
-"""Columns of whole numbers: where thousands of boxes lie, without an object per box.
+"""Columns of integers: the places of thousands of boxes, without an object per box.
 
-In memory and on disk a column is one integer (all entries are equal), a list (few entries), or a `PackedColumn`: the
-differences from entry to entry, in the narrowest integers that hold them. Those of evenly cut tensors are nearly all
-equal, so they compress to almost nothing. Packed columns need numpy to be used, but not to be stored.
+In memory and on disk a column is one integer (all entries are equal), a list (few entries), or a `PackedColumn`. That
+stores the difference of each entry from the one before, in the narrowest integer type that holds all of them. In an
+evenly sharded tensor nearly all differences are equal and compress to almost nothing.
 """
 
 import itertools
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 class PackedColumn:
-    """Many whole numbers, as differences.
+    """A long column, stored as differences.
 
     Args:
         width: Bytes per difference: 1, 2, 4 or 8.
-        data: The differences, little-endian; the first is the first entry.
+        data: The differences, little-endian. The first is the first entry.
     """
 
     __slots__ = ("_array", "data", "width")
@@ -37,7 +37,7 @@ class PackedColumn:
 
     @classmethod
     def of(cls, numbers: Any) -> "PackedColumn":
-        """Pack an array of int64, or a list."""
+        """Pack a list or an int64 array."""
         import numpy as np
 
         values = np.asarray(numbers, dtype="<i8")
@@ -73,7 +73,7 @@ Column = int | list[int] | PackedColumn
 
 
 def pack_column(numbers: Any) -> Column:
-    """A column of a list or an array of int64."""
+    """The shortest column that holds a list or an int64 array."""
     if not len(numbers):
         return []
     first = int(numbers[0])
@@ -87,14 +87,14 @@ def pack_column(numbers: Any) -> Column:
 
 
 def column_numbers(column: Column, count: int) -> list[int]:
-    """Every entry of a column, as a list."""
+    """All entries of a column."""
     if isinstance(column, int):
         return [column] * count
     return column.numbers() if isinstance(column, PackedColumn) else column
 
 
 def column_array(column: Column) -> "int | NDArray[np.int64]":
-    """A column for use with numpy: one number, or an array."""
+    """A column for numpy: one number, or an array."""
     if isinstance(column, list):
         import numpy as np
 
@@ -103,7 +103,7 @@ def column_array(column: Column) -> "int | NDArray[np.int64]":
 
 
 class ColumnTable:
-    """The packed columns of many tensors, each different one once."""
+    """The packed columns of many tensors; equal columns are stored once."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, bytes], int] = {}
@@ -111,14 +111,11 @@ class ColumnTable:
         self._columns: list[PackedColumn] = []
 
     def refer(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """A tensor's columns with ``#<place in the table>`` for each packed one."""
-        return {
-            name: [self._refer(c) for c in column] if name in ("offsets", "sizes") else self._refer(column)
-            for name, column in columns.items()
-        }
+        """A tensor's columns, with ``#<place in the table>`` in place of each packed column."""
+        return _mapped(columns, self._refer)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Width in bytes and number of entries of each column of the table."""
+        """Width in bytes and number of entries, per column."""
         return [(column.width, len(column)) for column in self._columns]
 
     def data(self) -> bytes:
@@ -140,13 +137,13 @@ def resolver(sizes: Sequence[Sequence[int]], data: bytes) -> Any:
     """A function that undoes `ColumnTable.refer`.
 
     Raises:
-        ValueError: If sizes and data do not fit. What the function gets may make it raise `LookupError` or `TypeError`.
+        ValueError: If ``sizes`` and ``data`` do not match. The function itself may also raise `LookupError` or `TypeError`.
     """
     table: list[PackedColumn] = []
     at = 0
     for width, count in sizes:
         if width not in _CODES or type(count) is not int or count < 0:
-            raise ValueError(f"a column of {count!r} entries of {width!r} bytes cannot be.")
+            raise ValueError(f"a column cannot have {count!r} entries of {width!r} bytes.")
         table.append(PackedColumn(width, data[at : at + width * count]))
         at += width * count
     if at != len(data):
@@ -156,13 +153,15 @@ def resolver(sizes: Sequence[Sequence[int]], data: bytes) -> Any:
         if not isinstance(column, str):
             return column
         if not column.startswith("#") or not column[1:].isdecimal():
-            raise ValueError(f"{column[:40]!r} is no column.")
+            raise ValueError(f"{column[:40]!r} is not a column.")
         return table[int(column[1:])]
 
-    def columns(value: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: [resolve(c) for c in column] if name in ("offsets", "sizes") else resolve(column)
-            for name, column in value.items()
-        }
+    return lambda columns: _mapped(columns, resolve)
 
-    return columns
+
+def _mapped(columns: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Change every column of a tensor; ``offsets`` and ``sizes`` hold one per dimension."""
+    return {
+        name: [change(c) for c in column] if name in ("offsets", "sizes") else change(column)
+        for name, column in columns.items()
+    }

@@ -1,8 +1,8 @@
-"""The index of a step: which bytes of which file are which part of which tensor, and every block's digest.
+"""The index of a step: where each box of each tensor is stored, and the digest of every block.
 
-JSON compressed with zstd. A tensor's boxes are stored by column (file, start, and per dimension offsets and sizes); a
-column whose entries are all equal is stored as that one number, long ones after the JSON (`titan_ckpt.format.columns`).
-At 1,024 ranks with 3,000 tensors each it opens in well under a second.
+It is JSON compressed with zstd. The boxes of a tensor are stored by column: file, start, and offsets and sizes per
+dimension. Long columns follow the JSON (`titan_ckpt.format.columns`). An index of 3,000 tensors on 1,024 ranks opens in
+well under a second.
 """
 
 import json
@@ -28,11 +28,12 @@ from titan_ckpt.format.names import BLOCK_BYTES, FORMAT_VERSION, ITEM_BYTES, par
 
 
 class Moved(NamedTuple):
-    """Where a tensor of a file with compressed tensors lies."""
+    """The place of a tensor in a file with compressed tensors. Bytes are counted from the start of the file's data."""
 
     planned: int
-    """Where it would start if nothing were compressed; bytes from the start of the file's data, as the next."""
+    """First byte if nothing were compressed."""
     start: int
+    """First byte."""
     frames: tuple[int, ...] | None
     """Stored length of each frame; None if it is not compressed."""
 
@@ -50,15 +51,14 @@ class FileRecord:
     data_start: int = 0
     """Where tensor data begins; 0 for files that hold no tensors."""
     moved: tuple[Moved, ...] = ()
-    """Of a file with compressed tensors: where each tensor went. Reported to the commit, which writes it into the
-    tensors' boxes; not kept with the file."""
+    """For a file with compressed tensors: the place of each. The commit moves it into the tensors' boxes."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; the digests joined, since they are all of one length."""
+        """As in the index."""
         return {"name": self.name, "size": self.size, "blocks": "".join(self.blocks), "data_start": self.data_start}
 
     def to_report(self) -> dict[str, Any]:
-        """As a JSON object, with what the commit needs to know beside."""
+        """As a rank reports it for the commit."""
         return {**self.to_json(), "moved": self.moved}
 
     @classmethod
@@ -71,7 +71,7 @@ class FileRecord:
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor and the bytes that hold it."""
+    """A box of a tensor and where its bytes are."""
 
     file: int
     """Index into `Index.files`."""
@@ -114,7 +114,7 @@ class StoredTensor:
 
     @property
     def chunks(self) -> list[StoredChunk]:
-        """The boxes, unpacked from their columns."""
+        """All boxes, unpacked."""
         n = self.count
         files, starts = (column_numbers(self.columns[name], n) for name in ("file", "start"))
         offsets, sizes = ([column_numbers(c, n) for c in self.columns[name]] for name in ("offsets", "sizes"))
@@ -125,7 +125,7 @@ class StoredTensor:
         return [StoredChunk(*row) for row in zip(files, starts, where, shapes, frames, strict=True)]
 
     def overlapping(self, box: Box) -> list[StoredChunk]:
-        """The boxes that may share an element with ``box``, found without unpacking the others."""
+        """The boxes that may overlap ``box``; the others are not unpacked."""
         if self.count <= PACKED_FROM:
             return self.chunks
         import numpy as np
@@ -168,7 +168,7 @@ def pack_tensor(dtype: str, shape: Sequence[int], chunks: Sequence[StoredChunk])
 def move_boxes(
     tensors: dict[str, dict[str, StoredTensor]], files: Sequence[FileRecord]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """The tensors, with boxes where the files' writers say they went; the same if nothing was compressed."""
+    """The tensors, with each box at the place its writer reported; unchanged if nothing was compressed."""
     places = {
         number: {moved.planned: moved for moved in record.moved} for number, record in enumerate(files) if record.moved
     }
@@ -188,7 +188,7 @@ def move_boxes(
 
 
 def pack_tensors(tensors: Mapping[str, Mapping[str, StoredTensor]], table: ColumnTable) -> dict[str, Any]:
-    """Section to key to tensor, as a JSON object; long columns go to the table."""
+    """Section to key to tensor, as JSON data; long columns go to ``table``."""
     return {
         section: {
             key: {"dtype": t.dtype, "shape": t.shape, "chunks": table.refer(t.columns)} for key, t in entries.items()
@@ -201,7 +201,7 @@ def unpack_tensors(value: Mapping[str, Any], sizes: Any, data: bytes) -> dict[st
     """Undo `pack_tensors`, given the table's sizes and data.
 
     Raises:
-        ValueError: If a column is not there. Values of the wrong type raise that, `LookupError`, `TypeError` or
+        ValueError: If a column is missing. Values of the wrong type may also raise `LookupError`, `TypeError` or
             `AttributeError`.
     """
     resolve = resolver(sizes, data)
@@ -213,28 +213,28 @@ def unpack_tensors(value: Mapping[str, Any], sizes: Any, data: bytes) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything needed to find and check a tensor's bytes."""
+    """What is needed to find and check a tensor's bytes."""
 
     files: tuple[FileRecord, ...]
     tensors: dict[str, dict[str, StoredTensor]]
     """Section to key to tensor."""
     tied: dict[str, str]
-    """Model key to the key it shares its tensor with, for weights saved once."""
+    """Additional name of a model tensor, to the name it is stored under."""
     _numbers: dict[str, int] = field(default_factory=dict[str, int], repr=False, compare=False)
 
     def find(self, section: str, key: str) -> StoredTensor | None:
-        """The tensor of that name, followed through ties; None if there is none."""
+        """The tensor of a name, or of the name it is tied to; None if there is none."""
         tensors = self.tensors.get(section, {})
         return tensors.get(key) or (tensors.get(self.tied.get(key, "")) if section == "model" else None)
 
     def file_number(self, name: str) -> int | None:
-        """Index in `files` of a file name; None if it is not there."""
+        """Index in `files` of a file name; None if it is not listed."""
         if not self._numbers:
             self._numbers.update({record.name: number for number, record in enumerate(self.files)})
         return self._numbers.get(name)
 
     def encode(self) -> tuple[bytes, int]:
-        """As stored, and the lowest version of the format that holds it."""
+        """The bytes to store, and the lowest version of the format that can hold them."""
         table = ColumnTable()
         tensors = pack_tensors(self.tensors, table)
         compressed = any("frames" in t.columns for entries in self.tensors.values() for t in entries.values())
@@ -256,13 +256,11 @@ class Index:
 
     @classmethod
     def decode(cls, data: bytes) -> "Index":
-        """Undo `encode`. The bytes must have been checked against the manifest's digest.
-
-        What comes out may still name anything; `titan_ckpt.format.validate` checks it before it is used.
+        """Undo `encode`. Check the bytes against the manifest's digest first, and the result with `validate` afterwards.
 
         Raises:
-            ValueError: If they are not an index, or of a newer format. Where keys are missing or values are of the wrong
-                type, also `LookupError`, `TypeError` or `AttributeError`.
+            ValueError: If the bytes are not an index, or have a newer format. Missing keys and values of the wrong
+                type may also raise `LookupError`, `TypeError` or `AttributeError`.
         """
         try:
             text, _, columns = unpack_json(data).partition(b"\0")

@@ -1,9 +1,8 @@
-"""The manifest: the last file of a step to be written, and what makes it valid.
+"""The manifest: the last file of a step that is written, and what makes the step valid.
 
-One rule for every reader: a step is valid if its manifest parses, matches its own digest, and every file it lists is
-there with exactly the listed size. Contents are checked block by block when they are read (`titan_ckpt.load.reader`).
-Checking sizes first is what makes it safe to map the files: touching a mapped page past the end of a short file kills
-the process.
+A step is valid if its manifest parses, matches its own digest, and every file in its list exists with exactly the listed
+size. Contents are checked block by block when they are read (`titan_ckpt.load.reader`). Sizes are checked before a file
+is mapped: to touch a mapped page past the end of a file ends the process.
 """
 
 import contextlib
@@ -30,34 +29,32 @@ class Manifest:
     """The step's folder."""
     step: int
     save_id: str
-    """Unique to this save, also of the same step saved twice."""
+    """Unique to this save, also if the same step is saved twice."""
     world_size: int
-    """Ranks that saved."""
+    """Number of ranks that saved."""
     serial: int
-    """Place in the order of the commits below one folder, from 1: larger than those of all steps there at the time.
-
-    Steps need not be committed in the order of their numbers: a run may go back to an older step and save from there.
-    """
+    """Counts the commits below one root, from 1. It orders the steps: a run that goes back to an older step commits
+    smaller numbers later."""
     saved_at: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
     """Of titan-ckpt and torch."""
     metrics: dict[str, float]
-    """What `Retention` can choose the best step by."""
+    """Numbers by which `Retention` finds the best step."""
     files: tuple[tuple[str, int, str], ...]
-    """Name, size in bytes and digest of each file but the index and this one."""
+    """Name, size in bytes and digest of each file except the manifest and the index."""
     index: tuple[int, str]
     """Size and digest of the index file."""
 
     @classmethod
     def open(cls, path: StorePath | os.PathLike[str] | str) -> "Manifest":
-        """Read the manifest of a step's folder and check it: its own digest, and every file's presence and size.
+        """Read a step's manifest. Check its digest, and that every file exists with its size.
 
         Raises:
-            DamageError: If the manifest or a file is missing, short, long or altered, or the folder has another step's
-                name. The error lists all of it.
+            DamageError: If the manifest or a file is missing, altered or has another size, or the folder has another
+                step's name. The error lists every place.
             ValueError: If the format is newer than this code.
-            OSError: If the storage fails to answer, which says nothing of the step; names the file.
+            OSError: If the storage does not answer. This is not damage. The error names the file.
         """
         manifest = cls.read(as_path(path))
         manifest.check_files()
@@ -65,11 +62,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: StorePath) -> "Manifest":
-        """Read the manifest of a step's folder without a look at the other files.
-
-        Raises:
-            DamageError, ValueError, OSError: As `open`, of the manifest and the folder's name.
-        """
+        """As `open`, without a look at the other files."""
         data = _read(folder, MANIFEST_NAME)
         try:
             value = json.loads(data)
@@ -106,24 +99,14 @@ class Manifest:
         return manifest
 
     def check_files(self) -> None:
-        """Check that every listed file is there in full size.
-
-        Raises:
-            DamageError: If one is not. The error lists all of them.
-            OSError: If the storage fails to answer; names the file.
-        """
+        """Check that every listed file exists with its size. Raises as `open`."""
         listed = [*((name, size) for name, size, _ in self.files), (INDEX_NAME, self.index[0])]
         damages = [damage for name, size in listed if (damage := _check_size(self.path, name, size))]
         if damages:
             raise DamageError(str(self.path), damages)
 
     def read_index(self) -> Index:
-        """The index, checked against this manifest's digest and file list.
-
-        Raises:
-            DamageError: If it is missing or was altered.
-            OSError: If the storage fails to answer; names the file.
-        """
+        """The index, checked against this manifest's digest and file list. Raises as `open`."""
         data = _read(self.path, INDEX_NAME)
         if len(data) != self.index[0] or digest(data) != self.index[1]:
             raise DamageError(str(self.path), [Damage(INDEX_NAME, "does not match its digest", (), 0, 0)])
@@ -134,31 +117,27 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all listed files."""
+        """Bytes of all listed files together."""
         return sum(size for _, size, _ in self.files) + self.index[0]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """What the order of the steps and retention need of a manifest: a few bytes, however many files it lists."""
+    """What ordering and retention need of a manifest: a few bytes, however many files the manifest lists."""
 
     step: int
     serial: int
     metrics: dict[str, float]
 
     def encode(self, manifest: bytes) -> bytes:
-        """As stored beside the manifest."""
+        """The bytes to store beside ``manifest``."""
         metrics = {name: _encode_number(number) for name, number in self.metrics.items()}
         value = {"step": self.step, "serial": self.serial, "metrics": metrics, "manifest": digest(manifest)}
         return json.dumps({**value, "digest": _self_digest(value)}, allow_nan=False).encode()
 
     @classmethod
     def read(cls, folder: StorePath) -> "CommitRecord":
-        """The record of a step, or one made from its manifest where there is no record that belongs to it.
-
-        Raises:
-            DamageError, ValueError, OSError: As `Manifest.read`.
-        """
+        """The record of a step; made from the manifest if no record belongs to it. Raises as `Manifest.open`."""
         named = parse_step_name(folder.name)
         with contextlib.suppress(*ABSENT, ValueError, TypeError, AttributeError, LookupError, RecursionError):
             value: dict[str, Any] = json.loads((folder / COMMIT_NAME).read_bytes())
@@ -184,7 +163,7 @@ def encode_manifest(
     files: Sequence[FileRecord],
     index: bytes,
 ) -> bytes:
-    """The manifest's bytes, its own digest included."""
+    """The manifest's bytes, with its own digest."""
     value: dict[str, Any] = {
         "format": format_version,
         "step": step,
@@ -201,7 +180,7 @@ def encode_manifest(
 
 
 def _encode_number(number: float) -> float | dict[str, str]:
-    """JSON has no numbers that are not finite; they are written as plain state writes them."""
+    """JSON has no infinity and NaN: they are tagged, as in plain state."""
     return number if math.isfinite(number) else {"$float": repr(float(number))}
 
 
@@ -210,7 +189,7 @@ def _decode_number(found: float | dict[str, str]) -> float:
 
 
 def _read(folder: StorePath, name: str) -> bytes:
-    """A whole file of a step. A missing file is damage; one that cannot be read at the moment is not."""
+    """A whole file of a step. A missing file is damage; a storage that does not answer is not."""
     try:
         return (folder / name).read_bytes()
     except ABSENT as err:
@@ -224,7 +203,7 @@ def _damaged(folder: StorePath, what: str) -> DamageError:
 
 
 def _self_digest(value: Any) -> str:
-    """Over the canonical text, so that the file may be laid out for people."""
+    """The digest of the canonical text: the file itself may be indented."""
     return digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 

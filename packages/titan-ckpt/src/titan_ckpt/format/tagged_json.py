@@ -1,20 +1,20 @@
-"""Plain Python state as tagged JSON, and back. It replaces pickle for everything that is not a tensor.
+"""Plain Python state as tagged JSON. It replaces pickle for everything that is not a tensor.
 
-JSON has no tuples, bytes, sets, non-string keys, NaN or complex numbers, and state dicts of schedulers and data
-loaders hold all of them. Each becomes an object with one key that starts with ``$``. Floats are JSON numbers: Python
-writes the shortest text that reads back to the same bits. A value of another type
-is a TypeError that names its path when it is saved. Nothing that is read can name code to run.
+State dicts of schedulers and data loaders hold tuples, bytes, sets, non-string keys, NaN and complex numbers, which JSON
+does not have. Each becomes an object with one key that starts with ``$``. Floats are JSON numbers: Python writes the
+shortest text that reads back to the same bits. A value of another type is a TypeError with its path when it is saved.
+Nothing in a file can name code to run.
 """
 
 import base64
 import collections
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Encoder = Callable[[Any, str], Any]
-"""Encodes a leaf this module does not know, given the leaf and its path; returns `UNKNOWN` to refuse it."""
+"""Encodes a leaf of another type, given the leaf and its path; returns `UNKNOWN` to refuse it."""
 
 Decoder = Callable[[str, Any], Any]
 """Decodes an object with an unknown tag, given the tag and its value."""
@@ -23,7 +23,7 @@ UNKNOWN: Any = object()
 
 
 def child(path: str, key: str) -> str:
-    """The path of an entry of a dict; no two entries anywhere share one."""
+    """The path of an entry of a dict. It is unique in the whole state."""
     return f"{path}.{key}" if key.isidentifier() else f"{path}[{key!r}]"
 
 
@@ -37,7 +37,7 @@ def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
         leaf: Encodes further types (tensors); its result must be JSON already.
 
     Raises:
-        TypeError: If something of another type is found. The message gives its path and what to do.
+        TypeError: If a value has another type. The message gives its path and what to do.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -104,5 +104,21 @@ def decode(value: Any, leaf: Decoder | None = None) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact, deterministic JSON; refuses NaN, which `encode` has already tagged."""
+    """Compact, deterministic JSON. Refuses NaN, which `encode` has tagged."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Several byte strings as one: each after its length."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def split_parts(joined: bytes) -> list[bytes]:
+    """Undo `join_parts`."""
+    parts: list[bytes] = []
+    start = 0
+    while start < len(joined):
+        end = start + 8 + int.from_bytes(joined[start : start + 8], "little")
+        parts.append(joined[start + 8 : end])
+        start = end
+    return parts

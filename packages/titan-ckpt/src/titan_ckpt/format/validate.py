@@ -1,8 +1,8 @@
-"""What JSON of a step must look like before anything is read by it.
+"""Checks on the JSON of a step before it is used.
 
-Digests find accidents. They do not find what somebody wrote into an index with matching digests: files outside of the
-step, boxes outside of a file, a count of boxes that takes all memory. Every step is checked here once when it is opened,
-so that later code can rely on it.
+Digests detect accidents. They do not detect an index that was crafted with matching digests: files outside of the step,
+boxes outside of a file, a number of boxes that takes all memory. Every step is checked once, when it is opened. Later code
+relies on that.
 """
 
 import math
@@ -16,18 +16,18 @@ from titan_ckpt.format.index import FileRecord, Index, StoredTensor
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, SECTIONS, is_file_name
 
 _NO_FILE = (
-    "which is not a file of a step: those are in its folder, in optim/ or in state/. Do not use this step: it was "
-    "crafted to make other files be read."
+    "which cannot be a file of a step: those are in its folder, in optim/ or in state/. Do not use this step: it was "
+    "crafted to read other files."
 )
 
 
 def check_index(index: Index) -> None:
-    """Check names, types, bounds and coverage of a whole index.
+    """Check names, types, bounds and coverage of an index.
 
     Raises:
-        ValueError: If a file's name leads out of the step, a tensor's bytes do not lie in its file, or its boxes do not
-            hold each element once. Values of the wrong type raise that, `TypeError`, `LookupError`, `AttributeError`
-            or `ArithmeticError`.
+        ValueError: If a file's name leads out of the step, a tensor's bytes are outside of its file, or its boxes do not
+            hold each element once. Values of the wrong type may also raise `TypeError`, `LookupError`,
+            `AttributeError` or `ArithmeticError`.
     """
     for record in index.files:
         _check_file(record)
@@ -49,11 +49,11 @@ def check_index(index: Index) -> None:
 
 
 def check_manifest(value: dict[str, Any]) -> None:
-    """Check keys, types and names of a manifest; of its metrics only that there are names.
+    """Check keys, types and file names of a manifest. Values of metrics are not checked.
 
     Raises:
-        ValueError: If a key is missing or of another type, or a file's name leads out of the step. Entries of the wrong
-            type raise that, `TypeError` or `LookupError`.
+        ValueError: If a key is missing or has another type, or a file's name leads out of the step. Entries of the wrong
+            type may also raise `TypeError` or `LookupError`.
     """
     kinds = {"versions": dict, "metrics": dict, "files": list, "index": dict, "save_id": str, "saved_at": str}
     numbers = ("format", "step", "world_size", "serial")
@@ -75,7 +75,7 @@ def check_shared_state(state: dict[str, Any]) -> None:
     """Check that the plain state of a run has all its parts.
 
     Raises:
-        ValueError: If one is missing or of another type. Values of the wrong type raise that, `TypeError`,
+        ValueError: If a part has another type. Missing parts and values of the wrong type may also raise `TypeError`,
             `LookupError` or `AttributeError`.
     """
     kinds = {"dp": list, "has": list, "model": dict, "optim": dict, "sched": list, "extra": dict}
@@ -106,18 +106,13 @@ def _check_file(record: FileRecord) -> None:
 
 
 class _TensorCheck:
-    """Checks tensors of one index; cuts that many tensors share are checked once."""
+    """Checks the tensors of one index. Boxes that several tensors share are checked once."""
 
     def __init__(self, files: Sequence[FileRecord]) -> None:
         self._data_bytes = [record.size - record.data_start for record in files]
         self._known: dict[Any, Any] = {}
 
     def __call__(self, tensor: StoredTensor) -> None:
-        """Check a tensor.
-
-        Raises:
-            ValueError: If it is not well-formed.
-        """
         columns, shape = tensor.columns, tensor.shape
         item, n, offsets, sizes = ITEM_BYTES.get(tensor.dtype), columns["count"], columns["offsets"], columns["sizes"]
         if item is None:
@@ -126,14 +121,12 @@ class _TensorCheck:
             raise ValueError(f"its boxes have {len(offsets)} and {len(sizes)} dimensions, but it has {len(shape)}.")
         every = [columns["file"], columns["start"], *offsets, *sizes]
         if not _ints([n, *shape]) or not all(map(self._is_column, every)) or item * math.prod(shape) >= 1 << 62:
-            raise ValueError(
-                "its shape, or where its boxes lie, is not given in whole numbers from 0 that a file can hold."
-            )
-        # Columns of one number take no room in the file, so a count alone must not be believed.
+            raise ValueError("its shape and the places of its boxes must be integers from 0 that a file can hold.")
+        # A column that is one number takes no space in the file: its count proves nothing.
         if n > 1 and all(isinstance(column, int) for column in every):
             raise ValueError(f"it cannot have {n} equal boxes.")
         if any(not isinstance(column, int) and len(column) != n for column in every):
-            raise ValueError(f"it has {n} boxes, but not as many numbers in each column.")
+            raise ValueError(f"it has {n} boxes, but another number of entries in a column.")
         cut = (
             shape,
             n,
@@ -141,11 +134,11 @@ class _TensorCheck:
         )
         if cut not in self._known:
             _check_cut(shape, offsets, sizes, n)
-            self._known[cut] = columns  # kept, so that no id is used again
+            self._known[cut] = columns  # kept alive, so that no id is reused
         self._check_bytes(tensor, item)
 
     def _is_column(self, column: Any) -> bool:
-        """Whether it is whole numbers from 0."""
+        """Whether it holds integers from 0."""
         if not isinstance(column, PackedColumn):
             return _ints(column if isinstance(column, list) else [column])
         if id(column) not in self._known:
@@ -153,7 +146,7 @@ class _TensorCheck:
         return self._known[id(column)]
 
     def _check_bytes(self, tensor: StoredTensor, item: int) -> None:
-        """Every box must lie in its file."""
+        """Check that every box is within its file."""
         columns, n = tensor.columns, tensor.count
         if n > PACKED_FROM and "frames" not in columns:
             self._check_many(columns, item)
@@ -166,7 +159,7 @@ class _TensorCheck:
             if frames is not None:
                 nbytes = _frame_bytes(frames, nbytes)
             if file >= len(self._data_bytes) or start + nbytes > self._data_bytes[file]:
-                raise ValueError(f"{nbytes} bytes of it from byte {start} do not lie in file {file}.")
+                raise ValueError(f"{nbytes} of its bytes, from byte {start}, are not within file {file}.")
 
     def _check_many(self, columns: dict[str, Any], item: int) -> None:
         import numpy as np
@@ -175,18 +168,20 @@ class _TensorCheck:
             column_array(column) for column in (columns["file"], columns["start"], *columns["sizes"])
         )
         if np.max(file) >= len(self._data_bytes):
-            raise ValueError(f"a box of it lies in file {np.max(file)}, of {len(self._data_bytes)} files.")
+            raise ValueError(
+                f"one of its boxes is in file {np.max(file)}, but there are {len(self._data_bytes)} files."
+            )
         nbytes = item
-        for size in sizes:  # no box is larger than the tensor, so nothing wraps
+        for size in sizes:  # no overflow: no box is larger than the tensor
             nbytes = nbytes * size
         room = np.asarray(self._data_bytes, dtype=np.int64)[file] - nbytes
         if np.any(start > room):
             worst = int(np.argmax(start - room))
-            raise ValueError(f"box {worst} of it does not lie in its file.")
+            raise ValueError(f"its box {worst} is not within its file.")
 
 
 def _check_cut(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any], count: int) -> None:
-    """Boxes must lie in the tensor and hold each element once."""
+    """Check that boxes are within the tensor and hold each element once."""
     for length, begin, size in zip(shape, offsets, sizes, strict=True):
         if count == 1 or (isinstance(begin, int) and isinstance(size, int)):
             first, n = (column if isinstance(column, int) else column_numbers(column, 1)[0] for column in (begin, size))
@@ -195,7 +190,7 @@ def _check_cut(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any
             begins, extents = column_array(begin), column_array(size)
             outside = bool(((begins > length) | (extents > length - begins)).any())  # type: ignore[union-attr]
         if outside:
-            raise ValueError(f"a box of it lies outside of its shape {list(shape)}.")
+            raise ValueError(f"one of its boxes is outside of its shape {list(shape)}.")
     begins, extents = ([c if isinstance(c, int) else column_array(c) for c in side] for side in (offsets, sizes))
     if not is_tiling(shape, begins, extents, count):
         raise ValueError(
@@ -205,10 +200,10 @@ def _check_cut(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any
 
 def _frame_bytes(lengths: Any, raw_bytes: int) -> int:
     if not _ints(lengths) or len(lengths) != -(-raw_bytes // FRAME_BYTES):
-        raise ValueError(f"{raw_bytes} bytes of it are not in frames of {FRAME_BYTES}.")
+        raise ValueError(f"its {raw_bytes} bytes are not in frames of {FRAME_BYTES}.")
     return sum(lengths)
 
 
 def _ints(values: Any) -> bool:
-    """Whether this is a list of integers, none of them negative."""
+    """Whether this is a list of integers from 0."""
     return isinstance(values, list) and set(map(type, values)) <= {int} and (not values or min(values) >= 0)

@@ -1,9 +1,9 @@
-"""Turn a checkpoint of torch's distributed checkpointing (DCP) into a step, without a model or other ranks.
+"""Make a step from a checkpoint of torch's distributed checkpointing (DCP), without a model or other ranks.
 
-Tensors keep their names; optimizer state is filed by parameter and state name, parameter groups by their settings, so
-that a model in any layout can go on from it. What belongs to neither (schedulers, counters, data position) becomes
-``extra``. No pickle is trusted: metadata goes through an allow list (`read_metadata`), items through
-torch's ``weights_only`` loader. DCP keeps no digests, so damage that leaves a file readable is not found.
+Tensors keep their names. Optimizer state is stored by parameter and state name, and parameter groups by their settings, so
+a model in any layout can continue from it. Everything else (schedulers, counters, data position) becomes ``extra``. No
+pickle is trusted: metadata is read with an allow list (`read_metadata`), items with torch's ``weights_only`` loader. DCP
+has no digests, so damage in a readable file is not detected.
 """
 
 import collections
@@ -41,23 +41,23 @@ def import_dcp(
     model: str | None = None,
     optim: str | None = None,
 ) -> StorePath:
-    """Make a step of a DCP checkpoint. One process; needs memory for the largest tensor.
+    """Make a step from a DCP checkpoint, in one process. Needs memory for the largest tensor.
 
     Args:
         folder: The DCP checkpoint: a folder with ``.metadata`` and ``.distcp`` files.
-        root: The folder of the steps.
+        root: The root of the steps.
         step: The step's number.
-        model: The entry of the saved state dict that is the model; "" if its weights stand at the top, beside entries
-            that are dicts (as torchtitan saves them). None looks for "model", else takes "".
-        optim: The entry that is the optimizer's state; None looks for "optim", "optimizer".
+        model: The entry of the saved state dict that is the model; "" if its weights are at the top level, beside entries
+            that are dicts (as torchtitan saves them). None takes "model" if it exists, else "".
+        optim: The entry that is the optimizer's state. None takes "optim" or "optimizer".
 
     Returns:
-        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. What is neither model nor optimizer
-        is in ``extra`` under its name in the DCP checkpoint (``extra["train_state.step"]``, say); a log line lists it.
+        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. Everything else is in ``extra``, under
+        its name in the DCP checkpoint (``extra["train_state.step"]``). A log line lists it.
 
     Raises:
-        ValueError: If this is not a DCP checkpoint, it has no such model, a file is missing or damaged, or a pickle in it
-            asks for anything but plain data and tensors.
+        ValueError: If this is not a DCP checkpoint, there is no such model, a file is missing or damaged, or a pickle holds
+            anything but plain data and tensors.
     """
     source = _Source(Path(folder))
     paths = source.paths()
@@ -72,14 +72,14 @@ def import_dcp(
     if parts.views["extra"] and not parts.views["model"]:
         tops = sorted({path[0] for path in paths.values()})
         raise ValueError(
-            f"{folder} holds no weights {f'in {model!r}' if model else 'at the top'}; its entries are {tops[:8]}. Say "
-            "which is the model: import_dcp(..., model=...)."
+            f"{folder} holds no weights {f'in {model!r}' if model else 'at the top'}; its entries are {tops[:8]}. Name "
+            "the model: import_dcp(..., model=...)."
         )
     numbered = [key for key in parts.views["optim"] if key.partition("/")[0].isdigit()]
     if numbered:
         raise ValueError(
-            f"{folder} holds optimizer state by number ({numbered[0]!r}), which says nothing of the parameters. Save it "
-            "with torch.distributed.checkpoint.state_dict.get_state_dict, or import without: import_dcp(..., optim='')."
+            f"{folder} holds optimizer state by number ({numbered[0]!r}), without names of parameters. Save it with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, or import without it: import_dcp(..., optim='')."
         )
     if parts.extra:
         _log.info("%s: kept as extra, neither model nor optimizer: %s", folder, sorted(parts.extra))
@@ -88,17 +88,17 @@ def import_dcp(
 
 @dataclass(slots=True)
 class _Parts:
-    """The entries of a state dict, sorted into what a step holds."""
+    """The entries of a state dict, sorted into the parts of a step."""
 
     model: str
-    """The entry that is the model; "" if weights stand at the top."""
+    """The entry that is the model; "" if weights are at the top level."""
     optim: str
     """The entry that is the optimizer's state."""
     views: dict[str, dict[str, View]] = field(default_factory=lambda: {"model": {}, "optim": {}, "extra": {}})
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     hypers: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """Settings by the group's number, or by parameter where DCP's flattened form was saved."""
+    """Settings by the group's number, or by parameter in DCP's flattened form."""
 
     def add_tensor(self, name: str, path: tuple[str, ...], view: View) -> None:
         state = f"{self.optim}.state."
@@ -132,7 +132,7 @@ class _Parts:
             self.extra[name] = encoded
 
     def shared(self) -> dict[str, Any]:
-        """Plain state, as `titan_ckpt.interop.stream.write_step` wants it."""
+        """Plain state for `titan_ckpt.interop.stream.write_step`."""
         groups: list[dict[str, Any]] = []
         for owner, settings in self.hypers.items():
             hyper = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
@@ -150,22 +150,24 @@ class _Source:
         self._places: Mapping[MetadataIndex, Any] = self.metadata.storage_data
 
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Each item's name to where it lay in the nested state dict.
+        """Each item's name to its path in the nested state dict.
 
-        DCP joins such a path with dots, as a module's name is, and keeps the path beside it. Where it did not (its
-        planner was told not to flatten), nothing was nested.
+        DCP joins the path with dots for the name, and keeps it in ``planner_data``. If it did not (flattening was
+        disabled), nothing was nested.
         """
         kept: Any = self.metadata.planner_data
         known: dict[str, Any] = kept if isinstance(kept, dict) else {}
         return {name: tuple(map(str, known.get(name) or (name,))) for name in self.metadata.state_dict_metadata}
 
     def load(self, index: MetadataIndex, name: str) -> Any:
-        """One stored item: a part of a tensor, or a value."""
+        """A stored item: a part of a tensor, or a value."""
         place = self._places.get(index)
         if place is None:
-            raise ValueError(f"{self.folder}: the metadata does not say where {name!r} lies.")
+            raise ValueError(f"{self.folder}: the metadata has no place of {name!r}.")
         if getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{self.folder}: {name!r} is stored through {place.transform_descriptors}; save it plain.")
+            raise ValueError(
+                f"{self.folder}: {name!r} was transformed with {place.transform_descriptors}. Save it without."
+            )
         path = self.folder / place.relative_path
         if "/" in place.relative_path or not path.is_file():
             raise ValueError(f"{self.folder} is missing {place.relative_path!r}, which holds {name!r}.")
@@ -180,7 +182,7 @@ class _Source:
 
 
 class _DcpView(View):
-    """A tensor of a DCP checkpoint. Its parts are kept until the last row is read, since tensors are read by rows."""
+    """A tensor of a DCP checkpoint. It is read by rows, and its parts are kept until the last row."""
 
     def __init__(self, source: _Source, name: str, kind: TensorStorageMetadata) -> None:
         super().__init__(dtype_name(kind.properties.dtype, name), kind.size)
@@ -202,13 +204,13 @@ class _DcpView(View):
         loaded = self.source.load(MetadataIndex(self.name, box[0]), self.name)
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (box[1], DTYPES[self.dtype]):
             raise ValueError(
-                f"{self.source.folder}: the part of {self.name!r} at {list(box[0])} is not what the metadata says."
+                f"{self.source.folder}: the part of {self.name!r} at {list(box[0])} is not as the metadata says."
             )
         return loaded
 
 
 def _check_boxes(folder: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Parts must lie in the tensor and hold each of its elements once."""
+    """Check that parts are within the tensor and hold each element once."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
         and all(min(at, n) >= 0 and at + n <= length for at, n, length in zip(offsets, sizes, shape, strict=True))
@@ -241,7 +243,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
     """The metadata of a DCP checkpoint.
 
     Raises:
-        ValueError: If there is none, or it names anything but DCP's own classes, or is not what DCP writes.
+        ValueError: If there is none, it is not what DCP writes, or it names anything but DCP's own classes.
     """
     path = folder / METADATA_NAME
     if not path.is_file():
@@ -251,7 +253,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
             found: Any = _Unpickler(file).load()
         except ValueError:
             raise
-        except Exception as err:  # a damaged pickle may raise anything; nothing but DCP's own classes was called
+        except Exception as err:  # a damaged pickle may raise anything
             raise ValueError(f"{path} is not what DCP writes: {type(err).__name__}: {err}") from err
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not DCP's metadata of files.")
@@ -264,14 +266,14 @@ class _Unpickler(pickle.Unpickler):
             return found
         if (module, name) not in _ALLOWED:
             raise ValueError(
-                f"the metadata names {module}.{name}, which DCP does not put there: loading it as a pickle could run "
-                "code. It was crafted or damaged, or written by an extension; do not load it with torch either."
+                f"the metadata names {module}.{name}, which DCP does not write: to unpickle it could run code. It was "
+                "crafted or damaged, or written by an extension. Do not load it with torch either."
             )
         return _ALLOWED[module, name]
 
 
 def _enum_member(cls: Any, name: Any) -> Any:
-    """In place of ``getattr``, with which early Python 3.11 pickles a member of an enumeration."""
+    """Replaces ``getattr``, with which early Python 3.11 pickles a member of an enumeration."""
     if cls is not metadata._MEM_FORMAT_ENCODING or name not in cls.__members__:
         raise ValueError(f"the metadata asks for attribute {name!r} of {cls!r}, which DCP does not do.")
     return cls.__members__[name]

@@ -1,8 +1,8 @@
-"""Let torch's own ``dcp.save`` and ``dcp.load`` use this storage: digests, one commit, no pickle on disk.
+"""Storage for torch's ``dcp.save`` and ``dcp.load``: digests, an atomic commit, no pickle on disk.
 
-DCP plans and gathers as ever; only the files are different. Tensors become safetensors under their DCP names in the
-``model`` section, other items tagged JSON in ``extra``. So a model saved flat (``dcp.save(model.state_dict(), ...)``)
-restores with `Checkpointer`, and a step that `Checkpointer` saved gives its weights to ``dcp.load``.
+Only the files differ from DCP's own. Tensors become safetensors in the ``model`` section with their DCP names, other items
+tagged JSON in ``extra``. So `Checkpointer` restores a model that was saved flat (``dcp.save(model.state_dict(), ...)``), and
+``dcp.load`` reads the weights of any step.
 """
 
 import io
@@ -55,35 +55,35 @@ from titan_ckpt.storage.paths import StorePath, as_path
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the coordinator sends a rank: where to write, and as whom."""
+    """What the coordinator sends to a rank."""
 
     folder: str
-    """Its name below the root; in full on a file system."""
+    """Its name below the root; on a file system the whole path."""
     save_id: str
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank sends the coordinator about one item."""
+    """What a rank reports about one item."""
 
     rank: int
     start: int = 0
-    """First byte of a tensor in the rank's file's data."""
+    """First byte of a tensor in the data of the rank's file."""
     sizes: tuple[int, ...] = ()
     value: Any = None
-    """Another item, encoded."""
+    """An item that is not a tensor, encoded."""
     record: dict[str, Any] | None = None
-    """The rank's file; with its first tensor."""
+    """The rank's file, with its first tensor only."""
 
 
 class TitanStorageWriter(StorageWriter):
-    """``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``. DCP calls its methods.
+    """For ``dcp.save(state_dict, storage_writer=TitanStorageWriter(root, step))``. DCP calls the methods.
 
-    Saving a step again replaces it. A save that fails on any rank leaves nothing behind.
+    A step that is saved again is replaced. A save that fails on any rank leaves nothing behind.
 
     Args:
-        root: The folder of the steps, on a file system all ranks see.
+        root: The root of the steps. All ranks must see it.
         step: The step's number, from 0.
 
     Raises:
@@ -95,39 +95,39 @@ class TitanStorageWriter(StorageWriter):
         check_step(step)
         self.root, self.step = as_path(root), step
         self.path: StorePath | None = None
-        """The committed step's folder, on the coordinator, once it is saved."""
+        """On the coordinator: the step's folder once it is committed."""
         self._save_id, self._world = "", 1
         self._folder: StorePath | None = None
-        """The unfinished step's, on the coordinator, while there is one."""
+        """On the coordinator: the unfinished step's folder, if there is one."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Before a save; a ``checkpoint_id`` is taken as the root."""
+        """Called before a save. A ``checkpoint_id`` becomes the root."""
         self.path = None
         self._give_up()
         if checkpoint_id is not None:
             self.root = as_path(str(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do before the plan is known."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan stays as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: make the unfinished step's folder and send it to every rank."""
+        """On the coordinator: make the unfinished step's folder."""
         folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
         self._folder, self._world = folder, len(plans)
         name = str(folder) if isinstance(folder, Path) else folder.name
         return [replace(plan, storage_data=_Place(name, self._save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every rank: write this rank's file and bring it to disk."""
+        """On every rank: write this rank's file."""
         done: Future[list[WriteResult]] = Future()
         place: _Place = plan.storage_data
         try:
             done.set_result(self._write(place, plan, planner))
-        except BaseException:  # DCP tells storage nothing of a save that failed
+        except BaseException:  # DCP does not report a failed save to its storage
             discard(self.root / place.folder)
             raise
         return done
@@ -154,7 +154,7 @@ class TitanStorageWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when every rank has written: commit the step."""
+        """On the coordinator: commit the step."""
         try:
             self.path = self._commit(metadata, [result for rank in results for result in rank])
         except BaseException:
@@ -165,7 +165,7 @@ class TitanStorageWriter(StorageWriter):
             remove_tree(replaced)
 
     def _give_up(self) -> None:
-        """Delete what this writer began and did not commit; known to the coordinator only."""
+        """Delete the unfinished step, on the coordinator."""
         if self._folder is not None:
             discard(self._folder)
         self._folder = None
@@ -206,25 +206,25 @@ class TitanStorageWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path may become a folder of steps."""
+        """True: any path may become a root."""
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where the save is, in DCP's terms."""
+        """DCP's description of the save."""
         return StorageMeta(checkpoint_id=str(self.root), save_id=self._save_id)
 
 
 class TitanStorageReader(StorageReader):
-    """``dcp.load(state_dict, storage_reader=TitanStorageReader(step_folder))``. Every block read is checked.
+    """For ``dcp.load(state_dict, storage_reader=TitanStorageReader(step_folder))``. DCP calls the methods.
 
-    Tensors answer to their own names (``weight``) and to nested ones: ``model.weight``, ``optim.state.weight.exp_avg``.
-    DCP calls its methods.
+    Every block that is read is checked. A tensor has its own name (``weight``) and a nested one (``model.weight``,
+    ``optim.state.weight.exp_avg``).
 
     Args:
         step: The step's folder.
 
     Raises:
-        DamageError: If the step is not what was written.
+        DamageError: If the step is damaged.
     """
 
     def __init__(self, step: StorePath | os.PathLike[str] | str) -> None:
@@ -233,12 +233,12 @@ class TitanStorageReader(StorageReader):
         self._names: dict[str, StoredTensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Before a load; a ``checkpoint_id`` is taken as the step's folder."""
+        """Called before a load. A ``checkpoint_id`` becomes the step's folder."""
         if checkpoint_id is not None:
             self._reader, self._names = StepReader(str(checkpoint_id)), {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the step holds, in DCP's terms."""
+        """DCP's description of the step."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._extra()
         }
@@ -249,7 +249,7 @@ class TitanStorageReader(StorageReader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Everything is known already."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan stays as it is."""
@@ -260,7 +260,7 @@ class TitanStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """On every rank: check, then fill what the plan asks for."""
+        """On every rank: check and fill the tensors of the plan."""
         targets = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors = [planner.resolve_tensor(item).detach() for item in targets]
         copies = {str(i): self._copies(item, into) for i, (item, into) in enumerate(zip(targets, tensors, strict=True))}
@@ -273,7 +273,7 @@ class TitanStorageReader(StorageReader):
         extra = self._extra() if len(targets) < len(plan.items) else {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                # DCP's planner wants a pickle. It gets one of plain data, made here a moment ago.
+                # DCP's planner takes a pickle: this one is made here, of plain data.
                 packed = io.BytesIO()
                 torch.save(extra[item.storage_index.fqn], packed)
                 packed.seek(0)
@@ -284,7 +284,7 @@ class TitanStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a step."""
+        """Whether this is a folder."""
         return Path(checkpoint_id).is_dir()
 
     def _copies(self, item: ReadItem, into: Tensor) -> list[Copy]:
@@ -294,7 +294,7 @@ class TitanStorageReader(StorageReader):
         return box_copies(stored, (offsets, tuple(item.lengths)), into)
 
     def _named(self) -> dict[str, StoredTensor]:
-        """Tensors by all their names."""
+        """Every name of every tensor."""
         if not self._names:
             index = self._reader.index
             model = {name: index.tensors["model"][key] for name, key in index.tied.items()} | index.tensors["model"]
@@ -327,7 +327,7 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
 
 
 def _encoded(packed: Any, fqn: str) -> Any:
-    """An item that is no tensor, as tagged JSON. DCP's planner pickled it in this process a moment ago."""
+    """An item that is not a tensor, as tagged JSON. DCP's planner pickled it in this process."""
     packed.seek(0)
     try:
         value = torch.load(packed, weights_only=True)

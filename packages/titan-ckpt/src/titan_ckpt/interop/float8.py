@@ -1,7 +1,7 @@
-"""Write matrices as float8 with block scales, as DeepSeek-V3 (arXiv:2412.19437) is published.
+"""Store matrices as float8 with block scales, as DeepSeek-V3 (arXiv:2412.19437) is published.
 
-A matrix is cut into blocks of 128 x 128. Each is divided by its scale, the largest magnitude over e4m3's 448, and rounded to
-e4m3; the scales are a float32 matrix beside it. `titan_ckpt.interop.views.ScaledView` reads such pairs.
+Each block of 128 x 128 is divided by its scale and rounded to e4m3. The scale is the block's largest magnitude over 448,
+the largest e4m3 value. The scales are a second, float32 matrix. `titan_ckpt.interop.views.ScaledView` reads such pairs.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_ckpt.format.boxes import Box
-from titan_ckpt.interop.views import View
+from titan_ckpt.interop.views import View, read_box
 from titan_ckpt.state.dtypes import DTYPES
 
 BLOCK = 128
@@ -25,7 +25,7 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
         matrix: ``[R, C]``, any float dtype.
 
     Returns:
-        ``[R, C]`` e4m3, and the scales ``[ceil(R / 128), ceil(C / 128)]`` float32 that it must be multiplied with.
+        ``[R, C]`` e4m3, and its scales ``[ceil(R / 128), ceil(C / 128)]`` float32.
     """
     rows, columns = matrix.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -45,10 +45,10 @@ def dequantize(stored: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_scales(views: Mapping[str, View], chosen: frozenset[str]) -> dict[str, View]:
-    """The views, the chosen ones as float8 with their scales after them.
+    """The views, with the chosen ones as float8 and each one's scales after it.
 
     Raises:
-        ValueError: A chosen tensor is not there, or is no floating-point matrix.
+        ValueError: If a chosen tensor is missing, or is not a floating-point matrix.
     """
     if unknown := sorted(chosen - views.keys()):
         raise ValueError(f"{unknown[:4]} are not exported, so they cannot be stored as float8. Leave them out.")
@@ -68,7 +68,7 @@ def with_scales(views: Mapping[str, View], chosen: frozenset[str]) -> dict[str, 
 
 
 class Float8View(View):
-    """A matrix divided by its blocks' scales, in e4m3."""
+    """A matrix divided by the scales of its blocks, as e4m3."""
 
     def __init__(self, base: View) -> None:
         super().__init__("F8_E4M3", base.shape)
@@ -79,7 +79,7 @@ class Float8View(View):
 
     def fill(self, box: Box, into: Tensor) -> None:
         ((base, covering),) = self.needs(box)
-        stored = quantize(_read(base, covering))[0]
+        stored = quantize(read_box(base, covering).float())[0]
         for dim in range(2):
             stored = stored.narrow(dim, box[0][dim] - covering[0][dim], box[1][dim])
         into.copy_(stored)
@@ -100,16 +100,10 @@ class Float8ScalesView(View):
     def fill(self, box: Box, into: Tensor) -> None:
         for row in range(box[1][0]):  # one row of blocks at a time
             line = ((box[0][0] + row, box[0][1]), (1, box[1][1]))
-            into[row : row + 1].copy_(quantize(_read(*self.needs(line)[0]))[1])
+            into[row : row + 1].copy_(quantize(read_box(*self.needs(line)[0]).float())[1])
 
 
 def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
     low = tuple(at // BLOCK * BLOCK for at in box[0])
     high = [min(-(-(at + n) // BLOCK) * BLOCK, size) for at, n, size in zip(*box, shape, strict=True)]
     return low, tuple(end - start for start, end in zip(low, high, strict=True))
-
-
-def _read(view: View, box: Box) -> Tensor:
-    values = torch.empty(box[1], dtype=DTYPES[view.dtype])
-    view.fill(box, values)
-    return values.float()

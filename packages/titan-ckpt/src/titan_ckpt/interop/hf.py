@@ -1,8 +1,8 @@
-"""Hugging Face folders of safetensors files, in and out, without building a model.
+"""Export and import of Hugging Face folders.
 
-Export streams: headers are computed from the index, then each tensor is read a few megabytes of rows at a time, cast if
-asked, and written. A model of any size takes tens of megabytes. On import each rank copies the ranges that it holds into
-its parameters. Views convert between layouts (`titan_ckpt.interop.views`).
+An export needs no model and tens of megabytes of memory: headers are computed from the index, then each tensor is read,
+cast and written a few megabytes at a time. On import, each rank copies the boxes that it holds into its parameters. Views
+convert between layouts (`titan_ckpt.interop.views`).
 """
 
 import json
@@ -27,7 +27,7 @@ from titan_ckpt.interop.key_map import KeyMap
 from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
 from titan_ckpt.interop.stream import view_bytes, write_step
 from titan_ckpt.interop.translate import from_hf, to_hf
-from titan_ckpt.interop.views import GrownView, StoredView, View, row_pieces, whole_box
+from titan_ckpt.interop.views import GrownView, StoredView, View, read_box, row_pieces, whole_box
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
@@ -56,24 +56,24 @@ def export_hf(
     Args:
         step: The step's folder.
         out: The folder to make; must not exist.
-        names: The key map of the model's family; None keeps the names. What ``names.left_out`` names (rotary tables, for
-            one) is not exported.
-        dtype: Convert floating-point tensors to this one (rounding to nearest); None keeps each tensor's. Integer
-            and boolean tensors, and ``*.expert_bias``, are kept.
-        max_shard_bytes: Start another file before one passes this size.
+        names: The key map of the model's family; None keeps the names. Tensors in ``names.left_out`` (rotary tables,
+            for example) are not exported.
+        dtype: Convert floating-point tensors to this dtype, rounded to nearest; None keeps each dtype. Integer and
+            boolean tensors and ``*.expert_bias`` keep theirs.
+        max_shard_bytes: Largest size of a file.
         config: Written as ``config.json``.
-        leave_out: Regular expressions; a tensor of the step whose name one of them matches as a whole is not exported.
-        float8: Names in the folder of matrices to store in e4m3, with one float32 scale for each block of 128 x 128 as
-            ``NAME_scale_inv``. Say so in ``config``.
+        leave_out: Regular expressions. Tensors of the step whose whole name matches are not exported.
+        float8: Names, in the folder, of matrices to store as e4m3 with one float32 scale per block of 128 x 128
+            (``NAME_scale_inv``). Describe them in ``config``.
         progress: Called with the bytes just written.
 
     Returns:
         The safetensors files.
 
     Raises:
-        DamageError: If the step is not what was written.
-        ValueError: If ``out`` exists, a name is not of the family, a pattern of ``leave_out`` matches nothing, or what
-            ``float8`` names is no matrix.
+        DamageError: If the step is damaged.
+        ValueError: If ``out`` exists, the family does not have a name, a pattern of ``leave_out`` matches nothing, or
+            ``float8`` names something other than a matrix.
     """
     reader, target = StepReader(step), Path(out)
     if target.exists():
@@ -117,29 +117,28 @@ def import_hf(
     shards: Mapping[str, LocalShard] | None = None,
     grow: Container[str] = (),
 ) -> None:
-    """Fill a model, sharded in any way, from a Hugging Face folder (or any folder of safetensors files).
+    """Fill a model in any layout from a Hugging Face folder, or any folder of safetensors files.
 
-    A module with a method ``check_hf_config(config)`` is first asked whether the folder's ``config.json`` describes it, and
-    raises a ValueError if not: weights of the right names and shapes give other logits under another rotary base, epsilon
-    or routing rule.
+    If a module has a method ``check_hf_config(config)``, it gets the folder's ``config.json`` first and may raise a
+    ValueError: with another rotary base, epsilon or routing rule, weights of the right shapes give other logits.
 
-    Each rank reads the ranges it holds; there is no communication. Floating-point tensors are converted to the model's
-    dtype; any other must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``, ``*_scale``:
-    one per tensor, one per row, or blocks), unless the model holds those scales itself.
+    Each rank reads the boxes that it holds, without communication. Floating-point tensors are converted to the model's
+    dtype; other tensors must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``,
+    ``*_scale``; per tensor, per row or per block), unless the model has these scales itself.
 
     Args:
         folder: Holds ``model.safetensors``, or files and their index.
-        model: The model, or this rank's pieces of it under their full names.
-        names: The key map of the model's family; None if names are the same.
-        strict: Refuse if the model lacks a tensor of the folder or the folder one of the model. Pass False for a
-            pipeline stage, which holds only some: what is not found or not of the family is logged as a warning.
-        shards: Name of a tensor to where it lies in a larger one, as `TrainState.shards`.
+        model: The model, or this rank's pieces with their full names.
+        names: The key map of the model's family; None if the names are the same.
+        strict: Refuse tensors that only the model or only the folder has. Pass False for a pipeline stage: missing and
+            unknown tensors are then logged as a warning.
+        shards: As `TrainState.shards`.
         grow: Names of tensors that may have more rows in the model than in the folder, such as an embedding with new
-            tokens: the new rows become the mean of the folder's, taken in float32.
+            tokens. The new rows become the mean of the folder's rows, computed in float32.
 
     Raises:
-        ValueError: If names, shapes or kinds of dtype do not fit, a file is damaged, a weight has scales whose meaning is
-            not known, or a parameter is on the meta device. The model is untouched then.
+        ValueError: If names, shapes or dtypes do not fit, a file is damaged, the meaning of a weight's scales is unknown,
+            or a parameter is on the meta device. The model is unchanged.
     """
     _check_config(Path(folder), as_modules(model))
     state = model_state(as_modules(model))
@@ -176,13 +175,13 @@ def import_hf(
 def import_hf_step(
     folder: Path | str, root: StorePath | os.PathLike[str] | str, *, step: int = 0, names: KeyMap | None = None
 ) -> StorePath:
-    """Make a step that holds the weights of a Hugging Face folder: to start a run from, on any number of ranks.
+    """Make a step of the weights of a Hugging Face folder. It can start a run on any number of ranks.
 
-    One process, no model. The step holds a model and nothing else: restore it with ``TrainState(model=, rng=False)``.
+    It needs one process and no model. Restore the step with ``TrainState(model=, rng=False)``.
 
     Args:
         folder: The Hugging Face folder.
-        root: The folder of the steps.
+        root: The root of the steps.
         step: The step's number.
         names: The key map of the model's family; None keeps the names.
 
@@ -190,7 +189,7 @@ def import_hf_step(
         The step's folder.
 
     Raises:
-        ValueError: If a name is not of the family, or a file is damaged.
+        ValueError: If the family does not have a name, or a file is damaged.
     """
     views = _views_of(Path(folder), names)
     _check_readable(views, views)
@@ -198,12 +197,12 @@ def import_hf_step(
 
 
 def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
-    """Have every model that can compare the folder's ``config.json`` with itself."""
+    """Let every module that can do so check the folder's ``config.json``."""
     modules = [module for model in models for module in model.modules()]
     checks: list[Any] = [check for module in modules if (check := getattr(module, "check_hf_config", None))]
     file = folder / "config.json"
     if checks and not file.is_file():
-        _log.warning("%s has no config.json: whether it fits the model's arguments is not known", folder)
+        _log.warning("%s has no config.json, so the model's arguments are not checked", folder)
     elif checks:
         config = parse_object(file.read_bytes(), str(file))
         for check in checks:
@@ -233,13 +232,13 @@ def _views_of(
 
 
 def _check_readable(views: Mapping[str, View], names: Iterable[str]) -> None:
-    """Raise for a tensor that the files hold but that cannot be read."""
+    """Raise for tensors that cannot be read."""
     for name in names:
         views[name].check(whole_box(views[name].shape))
 
 
 def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> list[tuple[View, Box, Tensor]]:
-    """What fills this rank's part of ``target``."""
+    """The boxes that fill this rank's part of ``target``."""
     part = local_part(target, name, shard)
     if part.shape != view.shape:
         raise ValueError(
@@ -248,8 +247,8 @@ def _fills(view: View, target: Tensor, name: str, shard: LocalShard | None) -> l
     saved = DTYPES[view.dtype]
     if saved != target.dtype and not (saved.is_floating_point and target.dtype.is_floating_point):
         raise ValueError(
-            f"{name} is {target.dtype}, but {saved} was saved: the values would not survive. Build it in {saved}; only "
-            "floating-point tensors are converted."
+            f"{name} is {target.dtype}, but {saved} was saved: a conversion would change the values. Build it in {saved}; "
+            "only floating-point tensors are converted."
         )
     return [(view, box, part.view(i)) for i, (box, _) in enumerate(part.boxes)]
 
@@ -264,10 +263,7 @@ def _equal(views: list[View]) -> bool:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
             return False
         for box in row_pieces(first):
-            a, b = (torch.empty(box[1], dtype=DTYPES[first.dtype]) for _ in range(2))
-            first.fill(box, a)
-            other.fill(box, b)
-            if not torch.equal(a, b):
+            if not torch.equal(read_box(first, box), read_box(other, box)):
                 return False
     return True
 
@@ -283,8 +279,8 @@ def _export_list(
     for pattern in leave_out:
         if not any(re.fullmatch(pattern, name) for name in saved):
             raise ValueError(
-                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular expression of "
-                f"the names there: {[*saved][:6]}."
+                f"leave_out={pattern!r} matches no whole name of a tensor in {reader.path}. Its names are "
+                f"{[*saved][:6]} and so on."
             )
     patterns = [*leave_out, *(names.left_out if names else ())]
     native: dict[str, View] = {
@@ -327,7 +323,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _checked(
     view: View, dtype: torch.dtype, reader: StepReader, progress: Callable[[int], None]
 ) -> Iterator[memoryview]:
-    """The bytes of one exported tensor, every block checked before it is read."""
+    """The bytes of one exported tensor. Every block is checked first."""
     damages = [damage for box in row_pieces(view) for damage in view.check(box)]
     if damages:
         raise DamageError(str(reader.path), damages)

@@ -1,12 +1,12 @@
-"""Key maps: how a family's tensors are named and cut in native models and in Hugging Face checkpoints.
+"""Key maps: names and layouts of a family's tensors in native models and in Hugging Face checkpoints. No torch.
 
-A key map is a value that any package can build: a list of pairs of name templates, in which ``{i}`` is the number of a
-layer and ``{j}`` that of an expert. A pair may also say that experts are stacked in the native model and separate in the
-checkpoint, that a tensor is one part of a packed tensor, or that rotary channels have another order. No torch here;
-`titan_ckpt.interop.translate` applies a map.
+A key map is a list of pairs of name templates, in which ``{i}`` is the number of a layer and ``{j}`` the number of an
+expert. A pair may also say that experts are stacked in the native model and separate in the checkpoint, that a tensor is
+one part of a packed tensor, or that rotary channels have another order. `titan_ckpt.interop.translate` applies a map.
 
-A package offers its maps to the command line (``titan-ckpt export-hf --names NAME``) with entry points of the group
-``titan_ckpt.key_maps``. A map can also be kept in a JSON file.
+Any package can build a map, and offer it to the command line (``titan-ckpt export-hf --names NAME``) with an entry point
+of the group ``titan_ckpt.key_maps``. A map can also be a JSON file. transformers' own conversion mappings are not used: they
+convert whole tensors in memory, and transformers would be required.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Folders of safetensors files written by anyone: what is where in them, checked, as views."""
+"""Folders of safetensors files of any writer, as views."""
 
 import json
 import os
@@ -25,22 +25,22 @@ _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 
-# Scales of activations and of the key-value cache, which no weight is multiplied with.
+# Scales of activations and of the key-value cache. They do not scale weights.
 _OTHER_SCALES = ("input_", "output_", "act_", "activation_", "q_", "k_", "v_", "kv_")
 
 
 class SafetensorsReader(FolderReader):
     """A folder of safetensors files.
 
-    With an index (``model.safetensors.index.json``) the files it names are read, and each tensor from the file it names
-    for it. Without one, all files are; ``consolidated*`` is left out beside ``model*``: another copy, in other names.
+    With an index (``model.safetensors.index.json``), each tensor is read from the file that the index names. Without one,
+    all files are read. ``consolidated*`` files beside ``model*`` files are skipped: they are a copy with other names.
 
     Args:
         folder: The folder.
 
     Raises:
-        ValueError: If a file is missing, not safetensors, or cut short, if a tensor is not in the file that the index
-            names, or if two files hold one.
+        ValueError: If a file is missing, not safetensors or truncated, a tensor is not in the file that the index names,
+            or two files have the same tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class SafetensorsReader(FolderReader):
                     continue
                 if key in places:
                     raise ValueError(
-                        f"{folder}: {key!r} is in {places[key]!r} and in {name!r}, and nothing says which to take. "
+                        f"{folder}: {key!r} is in {places[key]!r} and in {name!r}, and no index says which one counts. "
                         f"Move the stale file away, or name the file of each tensor in {HF_INDEX_NAME}."
                     )
                 places[key] = name
@@ -79,13 +79,13 @@ class SafetensorsReader(FolderReader):
         super().__init__(folder, Index(tuple(records), {section: {} for section in SECTIONS} | {"model": tensors}, {}))
 
     def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
-        """Every tensor by name; float8 and int8 weights as the product with their scales, without the scales.
+        """Every tensor by name. Float8 and int8 weights are multiplied with their scales, which are not listed.
 
-        One scale per tensor, one per row, and blocks are known. A weight whose scales mean something else, or a tensor of a
-        dtype that cannot be read, is a `RefusedView`.
+        Scales may be per tensor, per row or per block. A weight with other scales, or a tensor of an unknown dtype, is a
+        `RefusedView`.
 
         Args:
-            kept: Whether a tensor is wanted as it is, for the model may hold scales of its own.
+            kept: Whether to list a scale as a tensor: the model may have scales itself.
         """
         stored: dict[str, View] = {key: _ForeignView(self, t) for key, t in self.index.tensors["model"].items()}
         stored |= self._refused
@@ -113,28 +113,28 @@ class SafetensorsReader(FolderReader):
 
 
 class _ForeignView(StoredView):
-    """A tensor in files that carry no digests."""
+    """A tensor in files without digests."""
 
     def check(self, box: Box) -> list[Damage]:
         return []
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The header of a safetensors file, after the safetensors library has found the file well-formed.
+    """The header of a safetensors file, after the safetensors library has checked the file.
 
     Returns:
         The byte where data starts, and tensor name to ``dtype``, ``shape`` and ``data_offsets``.
 
     Raises:
-        ValueError: If the library refuses the file: cut short, tensors that overlap or leave holes, a malformed header.
+        ValueError: If the library refuses the file: truncated, tensors that overlap or leave holes, a malformed header.
     """
     try:
         with safe_open(path, "pt"):
             pass
     except (SafetensorError, OSError) as err:
         raise ValueError(
-            f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or was not written "
-            "whole; fetch it again."
+            f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or incomplete. "
+            "Fetch it again."
         ) from err
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -162,14 +162,14 @@ def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: 
 
 def _refused(key: str, view: View, why: str) -> View:
     reason = (
-        f"{key!r} of shape {list(view.shape)} is {view.dtype}, which means nothing without its scales, but {why}. "
-        "Else convert the folder to bfloat16 with the tool that wrote it."
+        f"{key!r} of shape {list(view.shape)} is {view.dtype}, which needs its scales, but {why}. Or convert the folder "
+        "to bfloat16 with the tool that wrote it."
     )
     return RefusedView(view.dtype, view.shape, reason)
 
 
 def _known_block(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...] | None:
-    """How much of a tensor one scale is for; None if that is not known."""
+    """The block of a tensor that one scale is for; None if it is unknown."""
     if prod(scales) == 1 and len(scales) <= len(shape):
         return tuple(max(size, 1) for size in shape)
     if len(shape) != 2:
@@ -180,7 +180,7 @@ def _known_block(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[i
 
 
 def _stray_scales(stored: Mapping[str, View], kept: Callable[[str], bool]) -> dict[str, str]:
-    """Module to a tensor of it that looks like the scale of a weight, but is named after none of its tensors."""
+    """Module to its tensor that looks like the scale of a weight, but is not named after one."""
     strays: dict[str, str] = {}
     for name in stored:
         module, _, last = name.rpartition(".")
@@ -200,7 +200,7 @@ def _scale_block(folder: Path) -> tuple[int, int]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor to file, as the index says; empty without an index."""
+    """Tensor to file, by the index; empty without an index."""
     index = folder / HF_INDEX_NAME
     if not index.exists():
         return {}
@@ -223,7 +223,7 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
 
 
 def _refuse_links_out(folder: Path, files: list[str]) -> None:
-    """A file may be a link inside the folder. In a cache of the Hugging Face hub it may lead to the cache's blobs."""
+    """Refuse files that are links out of the folder. In a cache of the Hugging Face hub, links to its blobs are allowed."""
     allowed = [os.path.realpath(folder)]
     if folder.absolute().parent.name == "snapshots":
         allowed.append(os.path.realpath(folder.absolute().parent.parent / "blobs"))

@@ -1,4 +1,4 @@
-"""Write views as a step, in one process without a model: how foreign checkpoints become steps."""
+"""Write views as a step, in one process and without a model."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,10 @@ import torch
 
 from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, shard_name
 from titan_ckpt.format.tagged_json import dump_json
-from titan_ckpt.interop.views import View, row_pieces, whole_box
+from titan_ckpt.interop.views import View, read_box, row_pieces, whole_box
 from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob, commit_job, write_job
 from titan_ckpt.save.plan import Held, plan_save
 from titan_ckpt.save.prepare import VERSION, index_tensors, merge_shared
-from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, discard
@@ -24,9 +23,9 @@ from titan_ckpt.storage.paths import StorePath
 def write_step(
     root: StorePath, step: int, views: Mapping[str, Mapping[str, View]], shared: Mapping[str, Any] | None = None
 ) -> StorePath:
-    """Write views (section to key to view) as a committed step, a few megabytes at a time; the step's folder.
+    """Write views (section to key to view) as a committed step, a few megabytes at a time; return its folder.
 
-    ``shared`` is the plain state that goes with them, encoded: ``has``, ``optim``, ``extra`` (see FORMAT.md).
+    ``shared`` has encoded parts of the plain state: ``has``, ``optim``, ``extra`` (FORMAT.md).
     """
     listed = [(section, key, view) for section in SECTIONS for key, view in views.get(section, {}).items()]
     held = [Held(section, key, view.dtype, view.shape, (whole_box(view.shape),)) for section, key, view in listed]
@@ -54,7 +53,7 @@ def write_step(
 
 
 def plain_state(**parts: Any) -> dict[str, Any]:
-    """The plain state of a step that holds a model and nothing else, with ``parts`` in place of their defaults."""
+    """The plain state of a step with only a model, and with ``parts`` in place of their defaults."""
     empty = {"groups": [], "leaves": {}}
     return {"dp": [0, 1], "has": ["model"], "model": {}, "optim": empty, "sched": [], "extra": {}} | parts
 
@@ -62,6 +61,5 @@ def plain_state(**parts: Any) -> dict[str, Any]:
 def view_bytes(view: View, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
     """A view's bytes in row-major order, a few megabytes at a time, converted to ``dtype`` if one is given."""
     for box in row_pieces(view):
-        piece = torch.empty(box[1], dtype=DTYPES[view.dtype])
-        view.fill(box, piece)
+        piece = read_box(view, box)
         yield tensor_bytes(piece if dtype is None else piece.to(dtype))

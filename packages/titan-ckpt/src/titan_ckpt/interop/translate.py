@@ -12,10 +12,10 @@ def from_hf(hf: Mapping[str, View], names: KeyMap, wanted: Container[str] | None
     Args:
         hf: Hugging Face name to view.
         names: The family's key map.
-        wanted: The model's names, which decide where a Hugging Face tensor fits several native ones; None takes the first.
+        wanted: The model's names. They decide if a Hugging Face tensor fits several native ones; None takes the first.
 
     Raises:
-        ValueError: If a name is not of the family, two tensors would have one name, or a stack lacks an expert.
+        ValueError: If the family does not have a name, two tensors get the same name, or a stack lacks an expert.
     """
     native: dict[str, View] = {}
     stacks: dict[str, dict[int, View]] = {}
@@ -36,7 +36,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
     """Hugging Face tensors from native tensors.
 
     Raises:
-        ValueError: If a name is not of the family, two tensors would have one name, or a packed tensor lacks a part.
+        ValueError: If the family does not have a name, two tensors get the same name, or a packed tensor lacks a part.
     """
     hf: dict[str, View] = {}
     sources: dict[tuple[str, tuple[int, int, int] | None], str] = {}
@@ -60,7 +60,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
             hf[pair.hf.format(**letters)] = view
     for name, (count, dim, parts) in packs.items():
         if len(parts) != count:
-            raise ValueError(f"{name!r} is made of {count} tensors, but the step holds {len(parts)} of them.")
+            raise ValueError(f"{name!r} consists of {count} tensors, but the step has {len(parts)} of them.")
         hf[name] = JoinView([parts[i] for i in range(count)], dim)
     return hf
 
@@ -68,7 +68,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
 def _chosen(
     found: list[tuple[Pair, dict[str, str]]], wanted: Container[str] | None
 ) -> list[tuple[Pair, dict[str, str]]]:
-    """The pairs to follow: one, or the several parts of a packed tensor."""
+    """The pairs to use: one, or all parts of a packed tensor."""
     fitting = found
     if wanted is not None:
         fitting = [(pair, letters) for pair, letters in found if pair.native.format(**letters) in wanted] or found
@@ -82,7 +82,7 @@ def _as_native(pair: Pair, view: View, name: str) -> View:
         view = _transposed(view, name)
     if pair.head_dim:
         if view.shape[0] % pair.head_dim:
-            raise ValueError(f"{name!r} of shape {list(view.shape)} is not made of heads of {pair.head_dim} rows.")
+            raise ValueError(f"{name!r} of shape {list(view.shape)} does not consist of heads of {pair.head_dim} rows.")
         view = RotaryView(view, pair.head_dim, to_halves=False)
     return view
 
@@ -98,7 +98,9 @@ def _part_of(pair: Pair, view: View, name: str) -> View:
             )
         return PartView(view, dim, start, size)
     if len(view.shape) <= dim or view.shape[dim] % count:
-        raise ValueError(f"{name!r} of shape {list(view.shape)} has no {count} equal parts along dimension {dim}.")
+        raise ValueError(
+            f"{name!r} of shape {list(view.shape)} cannot be cut into {count} equal parts along dimension {dim}."
+        )
     size = view.shape[dim] // count
     return PartView(view, dim, index * size, size)
 

@@ -1,10 +1,8 @@
-"""Lazy tensors, read from files a box at a time: how checkpoint layouts are converted without holding whole tensors.
+"""Lazy tensors that are read from files box by box, so that layouts are converted without holding whole tensors.
 
-A Hugging Face folder and a model cut the same numbers in different ways: experts one by one or stacked, gate and up
-projection apart or in one matrix, rotary pairs as neighbours or as halves, weights plain or as float8 with scales. Each
-difference is one view here. A view reads only the bytes that a box needs, so every conversion works for any sharding.
-
-Boxes are ``(offsets, sizes)``, one number per dimension.
+A Hugging Face folder and a model store the same numbers in different ways: experts separate or stacked, gate and up
+projection separate or in one matrix, rotary channels as neighbors or as halves, weights plain or as float8 with scales.
+Each difference is one view. A view reads only the bytes that a box needs, so every conversion works for any sharding.
 """
 
 import functools
@@ -27,7 +25,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class View:
-    """A tensor that can be read a box at a time.
+    """A tensor that can be read box by box.
 
     Args:
         dtype: Safetensors dtype name.
@@ -38,11 +36,11 @@ class View:
         self.dtype, self.shape = dtype, tuple(shape)
 
     def needs(self, box: Box) -> list[tuple["View", Box]]:
-        """Which boxes of which other views ``box`` is made of."""
+        """The boxes of other views that ``box`` is made of."""
         return []
 
     def check(self, box: Box) -> list[Damage]:
-        """Damage among the bytes that ``box`` needs; nothing is found where files carry no digests.
+        """The damage in the bytes that ``box`` needs; none if the files have no digests.
 
         Raises:
             ValueError: If the tensor cannot be read at all.
@@ -50,12 +48,12 @@ class View:
         return [damage for view, inner in self.needs(box) for damage in view.check(inner)]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        """Write ``box`` to ``into``, a tensor of the box's shape in any dtype."""
+        """Write ``box`` to ``into``, which has the box's shape and any dtype."""
         raise NotImplementedError
 
 
 class StoredView(View):
-    """A tensor as files hold it."""
+    """A tensor as it is stored."""
 
     def __init__(self, reader: FolderReader, stored: StoredTensor) -> None:
         super().__init__(stored.dtype, stored.shape)
@@ -70,7 +68,7 @@ class StoredView(View):
 
 
 class PartView(View):
-    """``size`` indices of dimension ``dim`` of another view, from ``start``."""
+    """``size`` indices of a view along ``dim``, from ``start``."""
 
     def __init__(self, base: View, dim: int, start: int, size: int) -> None:
         super().__init__(base.dtype, _replaced(base.shape, dim, size))
@@ -85,7 +83,7 @@ class PartView(View):
 
 
 class GrownView(View):
-    """More rows than another view has: the new ones are the mean of its own, taken in float32."""
+    """A view with additional rows. They are the mean of the view's rows, computed in float32."""
 
     def __init__(self, base: View, rows: int) -> None:
         super().__init__(base.dtype, (rows, *base.shape[1:]))
@@ -108,21 +106,20 @@ class GrownView(View):
     def _mean(self) -> Tensor:
         total = torch.zeros(self.base.shape[1:])
         for piece in row_pieces(self.base):
-            rows = torch.empty(piece[1], dtype=DTYPES[self.dtype])
-            self.base.fill(piece, rows)
+            rows = read_box(self.base, piece)
             columns = tuple(slice(o, o + n) for o, n in zip(piece[0][1:], piece[1][1:], strict=True))
             total[columns] += rows.float().sum(0)
         return total / self.base.shape[0]
 
     def _split(self, box: Box) -> tuple[Box, int]:
-        """The part of a box that lies in the base, and how many of its rows are new."""
+        """The part of a box that is in the base, and its number of new rows."""
         start, count = box[0][0], box[1][0]
         old = max(0, min(start + count, self.base.shape[0]) - start)
         return (box[0], (old, *box[1][1:])), count - old
 
 
 class TransposedView(View):
-    """A matrix with its two dimensions exchanged."""
+    """A transposed matrix."""
 
     def __init__(self, base: View) -> None:
         super().__init__(base.dtype, base.shape[::-1])
@@ -132,7 +129,7 @@ class TransposedView(View):
         return [(self.base, (box[0][::-1], box[1][::-1]))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        into.copy_(_read(*self.needs(box)[0]).t())
+        into.copy_(read_box(*self.needs(box)[0]).t())
 
 
 class ItemView(View):
@@ -150,7 +147,7 @@ class ItemView(View):
 
 
 class StackView(View):
-    """Views of one shape and dtype along a new first dimension."""
+    """Views of the same shape and dtype, stacked along a new first dimension."""
 
     def __init__(self, items: Sequence[View]) -> None:
         super().__init__(items[0].dtype, (len(items), *items[0].shape))
@@ -166,7 +163,7 @@ class StackView(View):
 
 
 class JoinView(View):
-    """Views one after the other along dimension ``dim``: gate and up projection in one matrix."""
+    """Views joined along ``dim``: gate and up projection in one matrix."""
 
     def __init__(self, parts: Sequence[View], dim: int) -> None:
         super().__init__(parts[0].dtype, _replaced(parts[0].shape, dim, sum(part.shape[dim] for part in parts)))
@@ -191,17 +188,17 @@ class JoinView(View):
 
 
 class RotaryView(View):
-    """Rows of a query or key projection with the channels of each head in the other rotary order.
+    """Rows of a query or key projection, with the channels of each head in the other rotary order.
 
-    Hugging Face pairs channel ``d`` of a head with channel ``d + head_dim / 2`` (halves), Meta's code channel ``2 d``
-    with ``2 d + 1`` (neighbours). The same weights in either order are the same model under the matching rotation.
+    Hugging Face pairs channel ``d`` of a head with ``d + head_dim / 2`` (halves), Meta's code pairs ``2 d`` with ``2 d + 1``
+    (neighbors). With the matching rotation, both orders are the same model.
     """
 
     def __init__(self, base: View, head_dim: int, *, to_halves: bool) -> None:
         super().__init__(base.dtype, base.shape)
         self.base, self.head_dim = base, head_dim
         self.to_halves = to_halves
-        """True reads neighbours as halves; False the reverse."""
+        """True reads neighbors as halves; False is the reverse."""
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
         begin = box[0][0] // self.head_dim * self.head_dim
@@ -211,16 +208,16 @@ class RotaryView(View):
     def fill(self, box: Box, into: Tensor) -> None:
         ((base, heads),) = self.needs(box)
         inner = (self.head_dim // 2, 2) if self.to_halves else (2, self.head_dim // 2)
-        turned = _read(base, heads).unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
+        turned = read_box(base, heads).unflatten(0, (-1, *inner)).transpose(1, 2).flatten(0, 2)
         into.copy_(turned.narrow(0, box[0][0] - heads[0][0], box[1][0]))
 
 
 class ScaledView(View):
-    """A quantized tensor times its scales, one for each block of ``block``: read as bfloat16.
+    """A quantized tensor times its scales, as bfloat16.
 
     Entry ``(r, c)`` is ``base[r, c] * scales[r // block[0], c // block[1]]``, computed in float32, as DeepSeek-V3
-    (arXiv:2412.19437) is published. One scale per tensor or row is a block as large as that. ``scales`` has as many
-    dimensions as ``base`` or fewer, the last ones of one block left out.
+    (arXiv:2412.19437) is published. With one scale per tensor or row, the block is that large. ``scales`` may lack trailing
+    dimensions with one block.
     """
 
     def __init__(self, base: View, scales: View, block: tuple[int, ...]) -> None:
@@ -241,7 +238,7 @@ class ScaledView(View):
         for dim, size in enumerate(self.block):
             at = torch.arange(box[0][dim], box[0][dim] + box[1][dim]) // size - low[dim]
             scales = scales.index_select(dim, at)
-        into.copy_(_read(base, box).float() * scales)
+        into.copy_(read_box(base, box).float() * scales)
 
     def _scale_box(self, box: Box) -> Box:
         low = tuple(at // size for at, size in zip(box[0], self.block, strict=True))
@@ -250,7 +247,7 @@ class ScaledView(View):
 
 
 class RefusedView(View):
-    """A tensor that files hold but that cannot be read: a `ValueError` with ``reason`` when it is asked for."""
+    """A tensor that cannot be read: any access is a `ValueError` with ``reason``."""
 
     def __init__(self, dtype: str, shape: Sequence[int], reason: str) -> None:
         super().__init__(dtype, shape)
@@ -264,17 +261,17 @@ class RefusedView(View):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """The box of a whole tensor."""
     return (0,) * len(shape), tuple(shape)
 
 
 def row_pieces(view: View) -> Iterator[Box]:
-    """Boxes of a few megabytes that make up a view in row-major order."""
+    """Boxes of a few megabytes that cover a view, in row-major order."""
     return row_boxes(view.shape, max(_PIECE_BYTES // ITEM_BYTES[view.dtype], 1))
 
 
 def row_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most ``max_elements``, in row-major order, each contiguous in the whole."""
+    """Cut a tensor into contiguous boxes of at most ``max_elements``, in row-major order."""
     if not math.prod(shape):
         return
     if math.prod(shape) <= max_elements or not shape:
@@ -291,7 +288,8 @@ def row_boxes(shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
         yield (begin, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - begin), *shape[1:])
 
 
-def _read(view: View, box: Box) -> Tensor:
+def read_box(view: View, box: Box) -> Tensor:
+    """A box of a view as a new tensor."""
     values = torch.empty(box[1], dtype=DTYPES[view.dtype])
     view.fill(box, values)
     return values

@@ -1,4 +1,4 @@
-"""Compare two stored tensors bit by bit, whatever cuts they were saved in. numpy, no torch."""
+"""Compare two stored tensors bit by bit, in any layout. numpy, no torch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,12 +23,17 @@ def unequal_elements(
     theirs: StoredTensor,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """How many elements of two tensors of one dtype and shape differ in any bit. Takes tens of megabytes.
+    """How many elements differ in any bit, of two tensors of the same dtype and shape. Takes tens of megabytes.
 
-    ``a`` is the step of ``ours``, ``b`` that of ``theirs``; ``progress`` is called with the bytes just compared.
+    Args:
+        a: The step of ``ours``.
+        ours: A tensor.
+        b: The step of ``theirs``.
+        theirs: Another tensor.
+        progress: Called with the bytes just compared.
 
     Raises:
-        DamageError: If the bytes of either are not what was written.
+        DamageError: If bytes of either tensor are damaged.
     """
     count, item = 0, ITEM_BYTES[ours.dtype]
     for mine in ours.chunks:
@@ -41,7 +46,7 @@ def unequal_elements(
 
 
 def _pieces(box: Box, item_bytes: int) -> Iterator[Box]:
-    """A box cut along its first dimension into ones of a few megabytes."""
+    """A box, cut along its first dimension into boxes of a few megabytes."""
     offsets, sizes = box
     if not sizes:
         yield box
@@ -52,7 +57,7 @@ def _pieces(box: Box, item_bytes: int) -> Iterator[Box]:
 
 
 def _part(reader: StepReader, tensor: StoredTensor, chunk: StoredChunk, box: Box) -> NDArray[np.unsignedinteger[Any]]:
-    """Part of a chunk, each element's bits as a number. Reads the chunk's rows that hold it."""
+    """A box within a chunk, with each element's bits as a number."""
     item = ITEM_BYTES[tensor.dtype]
     sizes, (offsets, wanted) = chunk.sizes, box
     row_bytes = math.prod(sizes[1:]) * item

@@ -1,8 +1,8 @@
 """Fill tensors of any layout from a step of any other layout.
 
-For each box a target holds, the stored boxes that overlap it are found; each overlap is one strided copy out of the
-mapped file. Two passes: first every touched block is checked on every rank, then - only if all is well everywhere -
-the targets are written. So a damaged step leaves model and optimizer as they were.
+Each box of a target is filled from the stored boxes that overlap it. Each overlap is one strided copy out of the mapped
+file. There are two passes: all ranks check every block that is read, and only if none is damaged, the targets are
+written. So a damaged step changes neither model nor optimizer.
 """
 
 import json
@@ -26,13 +26,13 @@ from titan_ckpt.steps.claim import boot_id
 from titan_ckpt.storage.paths import StorePath
 
 Block = tuple[int, int]
-"""File of the index, and the block's number in it."""
+"""A file's number in the index, and the block's number in the file."""
 
 
 def assign_blocks(mine: Iterable[Block], told: list[bytes], rank: int) -> set[Block]:
-    """The blocks that ``rank`` is to check, of ``mine``, those it reads: one reader on each machine checks a block.
+    """Which of the blocks that ``rank`` reads (``mine``) it must check: on each machine, one reader checks a block.
 
-    ``told`` is what `tell_blocks` gave on each rank, in rank order.
+    ``told`` is the result of `tell_blocks` on each rank, in rank order.
     """
     replies = [json.loads(reply) for reply in told]
     readers: dict[Block, list[int]] = {block: [] for block in mine}
@@ -40,15 +40,15 @@ def assign_blocks(mine: Iterable[Block], told: list[bytes], rank: int) -> set[Bl
         for block in _expand(reply["runs"]) if reply["memory"] == replies[rank]["memory"] else ():
             if block in readers:
                 readers[block].append(mate)
-    # by the block's number, so that neighbours of a file go to different ranks
+    # By the block's number: neighboring blocks of a file go to different ranks.
     return {block for block, those in readers.items() if those[(block[0] + block[1]) % len(those)] == rank}
 
 
 def tell_blocks(blocks: Iterable[Block], path: StorePath, rank: int) -> bytes:
-    """What a rank sends the others: the blocks it reads, and in which memory it sees them.
+    """What a rank sends to the others: the blocks that it reads, and an id of the memory that it maps them from.
 
-    ``memory`` is equal on two ranks if they map the same pages: one machine, one file system, one folder. What comes over
-    the network comes to each rank by itself.
+    The id is equal on two ranks if they map the same pages: same machine, file system and folder. Ranks that read from a
+    store have different ids.
     """
     memory: list[str | int | None] = [rank]
     if isinstance(path, Path):
@@ -58,7 +58,7 @@ def tell_blocks(blocks: Iterable[Block], path: StorePath, rank: int) -> bytes:
 
 
 def block_runs(blocks: Iterable[Block]) -> list[list[int]]:
-    """Neighbouring blocks together, as ``[file, first, last]``, in order."""
+    """Runs of neighboring blocks, as ``[file, first, last]``, in order."""
     runs: list[list[int]] = []
     for file, block in sorted(blocks):
         if runs and runs[-1][0] == file and runs[-1][2] == block - 1:
@@ -72,16 +72,16 @@ def _expand(runs: Iterable[list[int]]) -> Iterator[Block]:
     return ((file, block) for file, first, last in runs for block in range(first, last + 1))
 
 
-# Compressed rows are unpacked about this many bytes at a time.
+# Compressed rows are decompressed about this many bytes at a time.
 _UNPACKED_BYTES = 32 << 20
 
 Verify = Literal["touched", "all", "none"]
-"""Check the blocks that are read, every block of the step, or nothing but sizes, manifest and index."""
+"""Check the blocks that are read, every block of the step, or only sizes, manifest and index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One overlap of a stored box and a target's box."""
+    """The overlap of a stored box and a target's box."""
 
     into: Tensor
     """View of the target."""
@@ -97,7 +97,7 @@ def plan_copies(
     """The copies that fill this rank's part of ``target``.
 
     Raises:
-        ValueError: If shapes differ, dtypes differ and ``cast`` is off, or the step does not hold every element.
+        ValueError: If shapes differ, dtypes differ without ``cast``, or the step does not hold every element.
     """
     part = local_part(target, path, shard)
     if part.shape != stored.shape:
@@ -120,13 +120,13 @@ def plan_copies(
 
 
 def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
-    """The copies that fill ``into``, a tensor of the box's shape, with that box of a stored tensor."""
+    """The copies that fill ``into`` with a box of a stored tensor. Both have the same shape."""
     found = [(chunk, intersect(box, chunk.box)) for chunk in stored.overlapping(box)]
     return [Copy(narrow(into, box[0], common), stored, chunk, common) for chunk, common in found if common]
 
 
 def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
-    """Every block the copies read."""
+    """The blocks that the copies read."""
     return {
         (file, block)
         for file, begin, end in _file_runs(reader, copies)
@@ -135,20 +135,20 @@ def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> se
 
 
 def check_blocks(reader: FolderReader, blocks: Iterable[Block]) -> list[Damage]:
-    """Check blocks, in the order of the files; those that were checked before are not read again."""
+    """Check blocks in file order. Blocks that were checked before are skipped."""
     ranges = [(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for file, first, last in block_runs(blocks)]
     reader.fetch_many(ranges)
     return [damage for file, begin, end in ranges for damage in reader.check(file, begin, end)]
 
 
 def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
-    """Check every block the copies read."""
+    """Check the blocks that the copies read."""
     return check_blocks(reader, touched_blocks(reader, copies))
 
 
 @torch.no_grad()
 def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
-    """Write the targets."""
+    """Fill the targets."""
     reader.fetch_many(_file_runs(reader, copies))
     for listed in copies.values():
         for copy in listed:
@@ -157,11 +157,11 @@ def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
 
 
 def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
-    """A whole tensor on the CPU, checked.
+    """Read and check a whole tensor, on the CPU.
 
     Raises:
         ValueError: If the step has no such tensor.
-        DamageError: If its bytes were altered.
+        DamageError: If it is damaged.
     """
     stored = reader.index.find(section, key)
     if stored is None:
@@ -176,7 +176,7 @@ def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
 
 
 def narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
-    """The part of ``view``, which starts at ``origin`` of the whole tensor, that is ``box`` of the whole tensor."""
+    """The part of ``view`` that is ``box``, if ``view`` starts at ``origin``. Both refer to the whole tensor."""
     for dim, (at, begin, size) in enumerate(zip(origin, box[0], box[1], strict=True)):
         if size != view.shape[dim]:
             view = view.narrow(dim, begin - at, size)
@@ -184,13 +184,13 @@ def narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
 
 
 def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of a copy: where to, and the values as a view of the file or of decompressed rows."""
+    """Pieces of a copy: the target, and the values as a view of the file or of decompressed rows."""
     chunk, dtype = copy.chunk, DTYPES[copy.stored.dtype]
     if chunk.frames is None:
         begin, end = reader.span(copy.stored, chunk)
         raw = torch.frombuffer(reader.bytes_of(chunk.file), dtype=torch.uint8, count=end - begin, offset=begin)
         if raw.data_ptr() % ITEM_BYTES[copy.stored.dtype]:
-            raw = raw.clone()  # a file written by others may not be aligned
+            raw = raw.clone()  # a file of another writer may not be aligned
         yield copy.into, narrow(raw.view(dtype).view(chunk.sizes), chunk.offsets, copy.box)
         return
     row_bytes = math.prod(chunk.sizes[1:]) * ITEM_BYTES[copy.stored.dtype]
@@ -206,7 +206,7 @@ def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def _file_runs(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int, int]]:
-    """File and byte range of all that copies touch; gaps shorter than a block are included."""
+    """File and byte range of everything that copies read; gaps shorter than a block are included."""
     for listed in copies.values():
         for copy in listed:
             for begin, end in _data_runs(copy):
@@ -214,7 +214,7 @@ def _file_runs(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> Iterat
 
 
 def _data_runs(copy: Copy) -> Iterator[tuple[int, int]]:
-    """The byte ranges of the chunk's own data, before compression, that a copy touches."""
+    """The byte ranges of the chunk's uncompressed data that a copy reads."""
     item = ITEM_BYTES[copy.stored.dtype]
     sizes = copy.chunk.sizes
     if not sizes:

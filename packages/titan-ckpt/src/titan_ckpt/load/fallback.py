@@ -1,7 +1,7 @@
-"""Which step a restore takes: the one asked for, and an older one if that is damaged and the caller wants it so.
+"""Which step a restore takes: the requested one or, with ``fallback``, an older one if that is damaged.
 
-Rank 0 lists the steps and all ranks use its list, since a file system may show each rank something else. A run that saves
-to the same folder may delete a step while it is read here; then the steps are listed again.
+Rank 0 lists the steps, and all ranks use its list: a network file system may show each rank another one. If a run that
+saves to the same root deletes the step that is being read, the steps are listed again.
 """
 
 import json
@@ -19,7 +19,7 @@ from titan_ckpt.storage.paths import StorePath
 
 _log = logging.getLogger("titan_ckpt")
 
-# How often the steps are listed again if those that are read are deleted meanwhile.
+# How often the steps are listed if other processes delete them.
 _LISTINGS = 20
 
 
@@ -34,18 +34,11 @@ def restore_newest(
     strict: bool,
     fallback: bool,
 ) -> int:
-    """Fill ``state`` from a step; all but ``passed_over`` as for `Checkpointer.restore`. Collective.
-
-    Args:
-        passed_over: Becomes the newer steps that were not used, newest first, with what is wrong with each.
-
-    Returns:
-        The step's number; 0 if ``step`` is "latest" and there is none.
-    """
+    """As `Checkpointer.restore`. ``passed_over`` gets the damaged steps that were not used, newest first. Collective."""
     passed_over.clear()
     for attempt in range(1, _LISTINGS + 1):
         present = _listed(root, comm)
-        if step != "latest":  # it, last, and those older than it
+        if step != "latest":  # it and the older ones
             numbers = [number for number, _ in present]
             if step not in numbers:
                 raise ValueError(f"{root} has no step {step}; it has {numbers}.")
@@ -56,12 +49,12 @@ def restore_newest(
         for number, name in reversed(present):
             try:
                 return restore_step(root / name, state, comm, verify, strict)
-            except (CheckpointError, OSError) as err:  # of every rank, if of any: all go on alike
+            except (CheckpointError, OSError) as err:  # raised on every rank: all continue alike
                 if attempt < _LISTINGS and _gone(root / name, comm):
                     break
                 if not isinstance(err, DamageError) or not fallback or number == present[0][0]:
                     raise
-                # A fresh one: this one's traceback would keep the attempt's buffers and maps alive.
+                # A new error: the traceback of this one would keep buffers and maps alive.
                 passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
                 _log.warning("step %d is not used, an older one is tried: %s", number, err)
     raise AssertionError("unreachable: the last listing returns or raises")

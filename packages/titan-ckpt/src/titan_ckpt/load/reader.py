@@ -1,11 +1,8 @@
-"""Read a committed step: map its files, check the blocks that are touched, hand out bytes. No torch.
+"""Read a committed step: map its files, check the blocks that are read, return bytes. No torch.
 
-A file is mapped copy-on-write after its size was checked against the manifest (a page past the end of a short file is
-a bus error, not an exception). A block is checked the first time any of its bytes is asked for. JSON files are read,
-not mapped.
-
-Nothing is opened before the index was found well-formed (`titan_ckpt.format.validate`) and every file of it was seen to lie
-in the step's folder.
+A file is mapped copy-on-write after its size was checked: a page past the end of a file is a bus error, not an exception.
+A block is checked once. JSON files are read, not mapped. No file is opened before the index was checked
+(`titan_ckpt.format.validate`) and no file is a link out of the step's folder.
 """
 
 import math
@@ -26,11 +23,11 @@ from titan_ckpt.storage.paths import StorePath
 
 
 class FolderReader:
-    """Safetensors files in a folder, mapped, by an index of what is where. Contents are not checked.
+    """Reads tensors of safetensors files in a folder, without digests.
 
     Args:
         path: The folder.
-        index: Its index; sizes and offsets must have been checked against the files.
+        index: Where each tensor is. Its sizes and offsets must have been checked against the files.
     """
 
     def __init__(self, path: StorePath, index: Index) -> None:
@@ -38,15 +35,15 @@ class FolderReader:
         self._maps: dict[int, MappedFile] = {}
 
     def bytes_of(self, file: int) -> memoryview:
-        """All bytes of a file; writable without effect on the file. Not checked, and remote ones must be fetched."""
+        """All bytes of a file, unchecked. Writes do not change the file. Remote bytes must be fetched first."""
         return self._mapped(file).view
 
     def fetch(self, file: int, begin: int, end: int) -> None:
-        """Have these bytes of a file here: nothing to do for a local one."""
+        """Fetch bytes of a remote file."""
         self._mapped(file).fetch(begin, end)
 
     def fetch_many(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """`fetch` of many ranges (file, begin, end), several requests at the same time."""
+        """Fetch ranges (file, begin, end), several at a time."""
         fetch_all((self._mapped(file), begin, end) for file, begin, end in ranges)
 
     def _mapped(self, file: int) -> MappedFile:
@@ -56,14 +53,14 @@ class FolderReader:
         return self._maps[file]
 
     def span(self, tensor: StoredTensor, chunk: StoredChunk) -> tuple[int, int]:
-        """First byte of a chunk in its file, and the byte after its last."""
+        """Begin and end of a chunk in its file."""
         begin = self.index.files[chunk.file].data_start + chunk.start
         if chunk.frames is not None:
             return begin, begin + sum(chunk.frames)
         return begin, begin + math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
 
     def stored_range(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> tuple[int, int]:
-        """The bytes of the file that hold bytes ``begin`` to ``end`` of a chunk's data."""
+        """Begin and end, in the file, of what holds bytes ``begin`` to ``end`` of a chunk's data."""
         base, _ = self.span(tensor, chunk)
         if chunk.frames is None:
             return base + begin, base + end
@@ -71,7 +68,7 @@ class FolderReader:
         return base + sum(chunk.frames[:first]), base + sum(chunk.frames[:last])
 
     def data(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> memoryview:
-        """Bytes ``begin`` to ``end`` of a chunk's data: mapped, or decompressed. Writable. Not checked."""
+        """Bytes ``begin`` to ``end`` of a chunk's data, mapped or decompressed, unchecked. Writable."""
         file = self.bytes_of(chunk.file)
         at, stop = self.stored_range(tensor, chunk, begin, end)
         self.fetch(chunk.file, at, stop)
@@ -86,20 +83,20 @@ class FolderReader:
         return memoryview(raw)[begin - first * FRAME_BYTES : end - first * FRAME_BYTES]
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
-        """Files of others carry no digests: nothing is found."""
+        """Finds nothing: there are no digests."""
         self.fetch(file, begin, end)
         return []
 
 
 class StepReader(FolderReader):
-    """A committed step, open for reading; every byte can be checked.
+    """Reads a committed step, with digests.
 
     Args:
         path: The step's folder.
 
     Raises:
-        DamageError: If the manifest or index is damaged or malformed, or a file is missing, of another size, or not in
-            the step's folder.
+        DamageError: If the manifest or the index is damaged or malformed, or a file is missing, has another size, or is
+            outside of the step's folder.
     """
 
     def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
@@ -113,11 +110,7 @@ class StepReader(FolderReader):
         self._owners: dict[int, list[tuple[int, int, str]]] | None = None
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
-        """Check the blocks that hold bytes ``begin`` to ``end`` of a file; each block once.
-
-        Returns:
-            The damaged blocks, empty if all is well.
-        """
+        """Check the blocks of bytes ``begin`` to ``end`` of a file, each block once; return the damage."""
         damages: list[Damage] = []
         record = self.index.files[file]
         checked = self._checked.setdefault(file, set())
@@ -131,43 +124,39 @@ class StepReader(FolderReader):
             checked.add(block)
         return damages
 
-    def check_all(self, files: Iterable[int] | None = None) -> Iterator[tuple[int, list[Damage]]]:
-        """Check every block of ``files`` (all by default); yields the bytes read and damages after each block."""
-        for file in range(len(self.index.files)) if files is None else files:
-            for at in range(0, self.index.files[file].size, BLOCK_BYTES):
-                end = min(at + BLOCK_BYTES, self.index.files[file].size)
+    def check_all(self) -> Iterator[tuple[int, list[Damage]]]:
+        """Check every block; after each, yield its size and damage."""
+        for file, record in enumerate(self.index.files):
+            for at in range(0, record.size, BLOCK_BYTES):
+                end = min(at + BLOCK_BYTES, record.size)
                 yield end - at, self.check(file, at, end)
 
-    def read_state(self, name: str) -> bytes:
-        """A JSON state file, checked: the bytes, and that they hold what FORMAT.md says.
+    def read_state(self, name: str) -> dict[str, Any]:
+        """A JSON state file, checked and still encoded.
 
         Raises:
-            DamageError: If it was altered, or nobody can make state of what it holds.
+            DamageError: If it is damaged or malformed.
             ValueError: If the step has no such file.
         """
         data = self._read(name)
-        self._parsed(name, data)
-        return data
-
-    def shared_state(self) -> dict[str, Any]:
-        """The plain state of the run, still encoded. Raises as `read_state`."""
-        return self._parsed(STATE_NAME, self._read(STATE_NAME))
-
-    def rank_state(self, rank: int) -> dict[str, Any]:
-        """The plain state of one rank, still encoded; empty if it has none. Raises as `read_state`."""
-        name = rank_state_name(rank)
-        return {} if self.index.file_number(name) is None else self._parsed(name, self._read(name))
-
-    def _parsed(self, name: str, data: bytes) -> dict[str, Any]:
         with malformed_is_damage(self.path, name):
             state = parse_object(data, name)
             if name == STATE_NAME:
                 check_shared_state(state)
-            tagged_json.decode(state, lambda tag, body: None)  # tags of the table, and nesting that Python can follow
+            tagged_json.decode(state, lambda tag, body: None)  # raises for a malformed tag, and for too deep nesting
         return state
 
+    def shared_state(self) -> dict[str, Any]:
+        """The plain state of the run. Raises as `read_state`."""
+        return self.read_state(STATE_NAME)
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The plain state of one rank; empty if it has none. Raises as `read_state`."""
+        name = rank_state_name(rank)
+        return {} if self.index.file_number(name) is None else self.read_state(name)
+
     def _read(self, name: str) -> bytes:
-        """A small file's bytes: read, not mapped, so that one cut short meanwhile is damage and no bus error."""
+        """A small file's bytes. It is not mapped: a file that is cut short meanwhile is damage, not a bus error."""
         file = self.index.file_number(name)
         if file is None:
             raise ValueError(f"{self.path} has no {name}.")
@@ -198,12 +187,12 @@ class StepReader(FolderReader):
 
 
 def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
-    """The folder may be a link; a file of it that is one must not lead out of it."""
+    """Refuse files that are links out of the folder. The folder itself may be a link."""
     if not isinstance(folder, Path):
         return
     real = os.path.realpath(folder)
     damages = [
-        Damage(name, f"is a link to {found}, out of the step's folder; copy what it links to, if you trust it")
+        Damage(name, f"is a link to {found}, out of the step's folder. Copy the file it links to, if you trust it")
         for name in _behind_links(folder, [INDEX_NAME, *names])
         if os.path.commonpath([real, found := os.path.realpath(folder / name)]) != real
     ]
@@ -212,7 +201,7 @@ def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
 
 
 def _behind_links(folder: Path, names: Iterable[str]) -> Iterator[str]:
-    """The files that are links or lie in a linked folder; one listing per folder, since there may be thousands."""
+    """The files that are links or are in a linked folder. One listing per folder: there may be thousands of files."""
     inside: dict[str, list[str]] = {}
     for name in names:
         inside.setdefault(name.rpartition("/")[0], []).append(name)

@@ -1,6 +1,6 @@
-"""One restore, as seen by each rank: find the step, match names, check the bytes, fill the state.
+"""One restore: match names, check the bytes, fill the state.
 
-No part of the state is touched before every rank has matched all names and checked all blocks it reads.
+The state does not change before every rank has matched all names and checked all blocks that it reads.
 """
 
 import collections
@@ -44,8 +44,8 @@ _log = logging.getLogger("titan_ckpt")
 def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
-    All ranks return, or all raise. Damage that one rank sees is every rank's `DamageError`, raised before any rank's
-    state is touched, so that all of them can turn to another step.
+    All ranks return, or all raise. Damage that one rank finds is a `DamageError` on every rank, before the state of any
+    rank changes. So all ranks can take another step.
     """
     doing = f"restore of {path.name}"
     matched: list[_Restore] = []
@@ -59,18 +59,18 @@ def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Ver
 
 
 def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
-    """Do something that other ranks wait for; why it failed, if it did."""
+    """Run ``action``; return its error, if it fails: the other ranks must not hang."""
     try:
         action()
     except OSError as err:
         return CheckpointError(f"{path} cannot be read: {err}")
-    except Exception as err:  # also what a user's load_state_dict raises: the other ranks must not hang
+    except Exception as err:
         return err
     return None
 
 
 class _Restore:
-    """A matched restore: every check that needs no other rank is made at construction."""
+    """A restore. The constructor makes every check that needs no other rank."""
 
     def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool) -> None:
         self.state, self.comm, self.strict = state, comm, strict
@@ -97,13 +97,13 @@ class _Restore:
         self._match_rng()
 
     def apply(self) -> None:
-        """Fill the state; random generators last."""
+        """Fill the state, random generators last."""
         run_copies(self.reader, self.copies)
         for step in self.apply_steps:
             step()
 
     def my_share(self, verify: Verify) -> set[Block]:
-        """The blocks that this rank is to check. Collective."""
+        """The blocks that this rank must check. Collective."""
         if verify == "none":
             return set()
         blocks = touched_blocks(self.reader, self.copies)
@@ -117,17 +117,13 @@ class _Restore:
         return blocks
 
     def check(self, blocks: set[Block]) -> None:
-        """Check blocks.
-
-        Raises:
-            DamageError: If any is damaged.
-        """
+        """Check blocks. Raises `DamageError` if one is damaged."""
         damages = check_blocks(self.reader, blocks)
         if damages:
             raise DamageError(str(self.reader.path), damages)
 
     def unexpected_names(self) -> Exception | None:
-        """Names of the step that no rank's model has. Collective."""
+        """The error for names of the step that are on no rank. Collective."""
         if not self.strict:
             return None
         names = None if self.state.model is None else [*self.model.tensors, *self.model.tied, *self.model.leaves]
@@ -178,13 +174,13 @@ class _Restore:
             "model it was saved from, or pass strict=False to keep their current values.",
         )
         if missing:
-            _log.warning("%s: left as they are, not in the step: %s", self.reader.path, missing)
+            _log.warning("%s does not hold these; they keep their values: %s", self.reader.path, missing)
         loaded |= {name: self.shared["model"][name] for name in self.model.leaves if name in self.shared["model"]}
         if loaded:
             self.apply_steps.append(lambda: self._load_through_modules(loaded))
 
     def _check_tied_equal(self, names: list[str]) -> None:
-        """A weight that this model shares under several names must not have been saved as different ones."""
+        """A weight with several names in this model must not have been saved as different weights."""
         if len(names) > 1:
             first, *others = (read_tensor(self.reader, "model", name) for name in names)
             if not all(torch.equal(first, other) for other in others):
@@ -194,7 +190,7 @@ class _Restore:
                 )
 
     def _load_through_modules(self, loaded: dict[str, Any]) -> None:
-        """Give modules what is no live tensor of theirs: extra state, and entries that a hook made."""
+        """Load what is not a live tensor: extra state, and entries that a hook made."""
         for model in as_modules(self.state.model):
             mine = {raw: name for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded}
             model.load_state_dict({raw: loaded[name] for raw, name in mine.items()}, strict=False)
@@ -213,12 +209,12 @@ class _Restore:
             stored_dtypes={name: DTYPES[kind.dtype] for name, kind in stored["model"].items()},
             strict=self.strict,
         )
-        # a weight that is tied here may have been saved as several
+        # A weight that is tied here may have been saved as several weights.
         self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
         for key, target in restore.targets.items():
             self._copy(stored["optim"][key], target, "optim", key)
         if restore.unknown:
-            text = "%s: their optimizer state is left as it is, not in the step: %s"
+            text = "%s has no optimizer state for these parameters; theirs is kept: %s"
             _log.warning(text, self.reader.path, restore.unknown)
         self.apply_steps.append(restore.finish)
 
@@ -231,7 +227,7 @@ class _Restore:
         scheds, saved = listed(self.state.sched), self.shared["sched"]
         self._refuse(
             len(scheds) != len(saved) and bool(scheds),
-            f"{len(saved)} schedulers were saved, TrainState has {len(scheds)}. Pass the same ones.",
+            f"{len(saved)} schedulers were saved, but TrainState has {len(scheds)}. Pass the same ones.",
         )
         for sched, value in zip(scheds, saved, strict=False):
             self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
@@ -262,7 +258,7 @@ class _Restore:
             raise ValueError(f"extra {key!r} is {current.dtype} {list(current.shape)}, but {saved} was saved.")
 
     def _decode_like(self, encoded: Any, current: Any) -> Any:
-        """Decode; a tensor that ``current`` holds as a `DTensor` in the same place becomes one of that layout."""
+        """Decode. If ``current`` has a `DTensor` at the same place, the tensor gets its layout."""
         if isinstance(encoded, list):
             likes = current if isinstance(current, list) and len(current) == len(encoded) else [None] * len(encoded)
             return [self._decode_like(item, like) for item, like in zip(encoded, likes, strict=True)]
@@ -305,8 +301,8 @@ class _Restore:
             self.apply_steps.append(lambda: data.reshard(decoded))  # type: ignore[attr-defined]
         else:
             raise ValueError(
-                f"the data position was saved by {saved[0][1]} data-parallel ranks and differs between them; it cannot "
-                f"be given to {size}. Give {type(data).__name__} a reshard(states) method, or count globally."
+                f"{saved[0][1]} data-parallel ranks saved different data positions, which cannot be given to {size} "
+                f"ranks. Give {type(data).__name__} a reshard(states) method, or count globally."
             )
 
     def _match_rng(self) -> None:
@@ -331,9 +327,9 @@ class _Restore:
         self.apply_steps.append(lambda: reseed(seed, manifest.step, rank))
 
     def _data_at(self, places: set[int]) -> dict[int, tuple[int, Any]]:
-        """For each place among the data-parallel ranks, the first rank that had data there, and its state, encoded.
+        """For each place among the data-parallel ranks: the first rank that saved data, and its encoded state.
 
-        Of the ranks that shared a place, those of some pipeline stages may have had none.
+        Several ranks share a place. Those of some pipeline stages may have no data.
         """
         found: dict[int, tuple[int, Any]] = {}
         for rank, (place, _) in enumerate(self.shared["dp"]):

@@ -1,6 +1,6 @@
-"""One save, as each rank makes it.
+"""One save, on each rank.
 
-`prepare`: take the state apart, agree on who writes what, warn of replicas that differ. `plan`: replicas once, the load
-balanced, every element once. `job`: one rank's part of a save as plain data, and how it is carried out; `now`: that in
-this process. `write`: safetensors and JSON files, digested on the way.
+`prepare`: take the state apart, agree on the plan, report replicas that differ. `plan`: which rank writes which box. `job`:
+one rank's part of a save as plain data, and how it is written and committed. `now`: a save in the trainer's process.
+`write`: safetensors and JSON files, with digests.
 """

@@ -1,7 +1,7 @@
-"""One rank's part of a save, as plain data, and how it is carried out: in the trainer or in the saver process.
+"""One rank's part of a save as plain data, and how it is written and committed. No torch.
 
-No torch here. A job names the rank's files, their tensors in file order and its JSON files; the caller supplies the bytes
-(of tensors, or of staged memory). Rank 0's job also holds what the commit needs.
+A job names the rank's safetensors files, their tensors in file order, and its JSON files. The caller supplies the bytes:
+the trainer those of its tensors, the saver process those of the arena. Rank 0's job also has what the commit needs.
 """
 
 import json
@@ -18,7 +18,7 @@ from titan_ckpt.steps import commit
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, decode_path, encode_path
 
-# Pieces of the arena start at multiples of this, so that every dtype is aligned.
+# Tensors in the arena start at multiples of this, so that every dtype is aligned.
 ARENA_ALIGN = 64
 
 
@@ -29,25 +29,25 @@ class TensorFile:
     name: str
     entries: tuple[Entry, ...]
     compress: bool = False
-    """Whether to compress tensors where that is worth it."""
+    """Whether to compress the tensors that shrink."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveLayout:
-    """What stays from save to save while the structure of the state does; compared by identity.
+    """What stays the same from save to save while the structure of the state does. Compared by identity.
 
-    By far the larger part of a job where tensors are many, so it is made, sent to the saver and decoded once.
+    With many tensors it is by far the largest part of a job. So it is made once, and sent to the saver once.
     """
 
     files: tuple[TensorFile, ...]
     """This rank's safetensors files."""
     file_names: tuple[str, ...] = ()
-    """Every rank's safetensors files, in the order the tensors' chunks count them; on rank 0."""
+    """On rank 0: the safetensors files of every rank, in the order of the tensors' file numbers."""
     tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
-    """Section to key to tensor; on rank 0."""
+    """On rank 0: section to key to tensor."""
 
     def encode(self) -> bytes:
-        """For the saver process: JSON, then the long columns."""
+        """As a message: JSON, then the packed columns."""
         table = ColumnTable()
         value = {
             "files": [[f.name, f.compress, [[e.name, e.dtype, e.shape] for e in f.entries]] for f in self.files],
@@ -71,14 +71,14 @@ class SaveLayout:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What rank 0 needs to commit, beside the layout."""
+    """What rank 0 needs for the commit, besides the layout."""
 
     tied: dict[str, str]
     versions: dict[str, str]
     metrics: dict[str, float]
     retention: Retention
     distrusted: tuple[int, ...] = ()
-    """Steps that a restore found damaged: they do not count for retention."""
+    """Steps that a restore found damaged. Retention does not count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class WriteJob:
     world_size: int
     layout: SaveLayout
     texts: tuple[tuple[str, str], ...]
-    """JSON files: name and content."""
+    """Name and content of each JSON file."""
     lead: Lead | None
     """Only on rank 0."""
 
     def encode(self) -> bytes:
-        """All but the layout as JSON, for the saver process."""
+        """As a message, without the layout."""
         value = {name: getattr(self, name) for name in ("step", "save_id", "rank", "world_size", "texts")}
         value |= {"folder": encode_path(self.folder), "lead": None if self.lead is None else asdict(self.lead)}
         return json.dumps(value, separators=(",", ":")).encode()
@@ -118,7 +118,7 @@ class WriteJob:
 
 
 def arena_starts(layout: SaveLayout) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor of a layout lies in the arena, (first byte, size), and the arena's size."""
+    """First byte and size of each tensor of a layout in the arena, and the arena's size."""
     starts: list[tuple[int, int]] = []
     at = 0
     for file in layout.files:
@@ -131,12 +131,7 @@ def arena_starts(layout: SaveLayout) -> tuple[list[tuple[int, int]], int]:
 def write_job(job: WriteJob, buffers: Iterable[Buffer | Iterable[Buffer]]) -> list[FileRecord]:
     """Write a rank's files and bring them to disk.
 
-    Args:
-        job: What to write.
-        buffers: Bytes of each tensor, whole or in pieces, file after file, entry after entry.
-
-    Raises:
-        OSError: If the disk refuses.
+    ``buffers`` has the bytes of each tensor, whole or in pieces, in the order of the layout.
     """
     supply = iter(buffers)
     records: list[FileRecord] = []
@@ -147,13 +142,13 @@ def write_job(job: WriteJob, buffers: Iterable[Buffer | Iterable[Buffer]]) -> li
 
 
 def commit_job(job: WriteJob, records: Iterable[FileRecord]) -> tuple[StorePath, list[StorePath]]:
-    """Rank 0: commit the step from every rank's records, then retire what retention no longer keeps.
+    """On rank 0: commit the step with every rank's records, then retire the steps that retention does not keep.
 
     Returns:
-        The step's folder, and folders that are steps no longer: delete them with `remove_tree` when there is time.
+        The step's folder, and the retired folders, to delete with `remove_tree`.
 
     Raises:
-        OSError: If the disk refuses; the step does not exist then.
+        OSError: If the commit fails. The step does not exist then.
     """
     assert job.lead is not None
     lead, layout = job.lead, job.layout

@@ -1,4 +1,4 @@
-"""Carry out a save in this process, with every rank."""
+"""A synchronous save."""
 
 import contextlib
 import json
@@ -17,10 +17,10 @@ from titan_ckpt.storage.paths import StorePath
 
 
 def save_now(job: WriteJob, planned: Planned, comm: ByteComm) -> StorePath:
-    """Carry out a job in this process; when this returns, the step is on disk and committed. Collective.
+    """Write and commit in this process; return the step's folder. Collective.
 
     Raises:
-        CheckpointError: If a rank cannot write. The step does not exist then; earlier ones are intact.
+        CheckpointError: If a rank cannot write. The step does not exist then, and earlier steps are intact.
     """
     doing, final = f"save of step {job.step}", ""
     records: list[FileRecord] = []
@@ -52,6 +52,6 @@ def _attempt(action: Callable[[], None], job: WriteJob) -> Exception | None:
         action()
     except OSError as err:
         return write_failure(err, job.folder, job.rank)
-    except Exception as err:  # also no memory for a copy: the other ranks must not hang
+    except Exception as err:  # of any kind: the other ranks must not hang
         return err
     return None

@@ -1,8 +1,8 @@
-"""Prepare a save, as seen by each rank: say what it holds, learn what it writes.
+"""Prepare a save: every rank reports what it holds and gets what it writes.
 
-Short exchanges with rank 0: the state's structure (once; the plan is kept while it stays the same) and its plain
-data. The result is a `WriteJob` of plain data and the tensors whose bytes it wants, carried out here (`save_now`) or by the
-saver process (`titan_ckpt.background.client`). Every failure, of whatever rank, is raised by every rank.
+The ranks exchange the structure of the state with rank 0, once: the plan is kept while the structure stays the same. They
+send rank 0 their plain data. The result is a `WriteJob` and the tensors to write. The job is carried out in this process
+(`titan_ckpt.save.now`) or in the saver process (`titan_ckpt.background`). A failure on any rank is raised on every rank.
 """
 
 import json
@@ -24,7 +24,7 @@ from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import digest
 from titan_ckpt.format.columns import pack_column
 from titan_ckpt.format.index import StoredTensor
-from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, rank_state_name, shard_name
+from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, check_step, rank_state_name, shard_name
 from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
 from titan_ckpt.save.plan import Held, Piece, SavePlan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt.state import optimizer
@@ -46,21 +46,21 @@ def _installed() -> str:
 
 
 VERSION = _installed()
-"""The version of this package, as the installed distribution says it; written into every manifest."""
+"""The installed version of this package. It is written into every manifest."""
 
 
 @dataclass(slots=True)
 class PlanCache:
-    """The last plan: kept while the structure of the state does not change."""
+    """The last plan. It is kept while the structure of the state stays the same."""
 
     structure: str = ""
     """Digest of what all ranks hold."""
     pieces: tuple[Piece, ...] = ()
     file_names: tuple[str, ...] = ()
     tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict[str, dict[str, StoredTensor]])
-    """The index's tensors; on rank 0."""
+    """On rank 0: the index's tensors."""
     layout: SaveLayout | None = None
-    """What a job and the saver process need of all that."""
+    """The layout of this rank's jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Planned:
     metrics: dict[str, float]
 
     def views(self) -> Iterator[Tensor]:
-        """The tensors to write, in file order; views of the live state."""
+        """The tensors to write, in file order, as views of the live state."""
         for piece in self.pieces:
             yield self.parts[piece.held].view(piece.box)
 
@@ -82,12 +82,12 @@ class Planned:
 def plan_step(
     step: int, state: TrainState, comm: ByteComm, cache: PlanCache, metrics: Mapping[str, Any] | None = None
 ) -> Planned:
-    """Take the state apart and agree on who writes what. Collective.
+    """Take the state apart and agree on the plan. Collective.
 
     Raises:
-        TypeError: If the state holds something that is neither plain data nor a tensor, or a metric is no number.
-        ValueError: If names clash, or the ranks' parts do not make up whole tensors.
-        Exception: Whatever a ``state_dict`` of the state raised, on its rank; `CheckpointError` on the others.
+        TypeError: If a value is neither plain data nor a tensor, or a metric is not a number.
+        ValueError: If names clash, or the ranks' parts do not cover whole tensors.
+        Exception: Whatever a user's ``state_dict`` raised, on its rank; `CheckpointError` on the others.
     """
     doing = f"save of step {step}"
     collected, parts, held, error = _take_apart(step, state, comm)
@@ -106,7 +106,7 @@ def plan_step(
 
 
 def plan_layout(planned: Planned, comm: ByteComm, cache: PlanCache, compress: bool) -> SaveLayout:
-    """The layout of this rank's jobs; the same object while the plan stays."""
+    """The layout of this rank's jobs; the same object while the plan stays the same."""
     if cache.layout is None:
         cache.layout = _layout(planned, comm.rank, cache, compress)
     return cache.layout
@@ -126,7 +126,7 @@ def begin_job(
 ) -> WriteJob:
     """Make the unfinished step's folder and this rank's job. Collective.
 
-    ``owner`` is rank 0's process that will commit: while it lives, the folder is not swept.
+    ``owner`` is the process that will commit, on rank 0. While it is alive, the folder is not swept.
 
     Raises:
         CheckpointError: If the folder cannot be made.
@@ -135,7 +135,7 @@ def begin_job(
     if comm.rank == 0:
         try:
             folder, save_id = commit.begin_save(root, step, owner)
-            # a local path in full: rank 0's folder counts, whatever another rank's root is; a store's is known to all
+            # A local path is sent whole: rank 0's folder counts, even if another rank's root differs.
             place = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
         except OSError as err:
             error = write_failure(err, root, 0)
@@ -156,14 +156,13 @@ def begin_job(
     return WriteJob(root / name, step, save_id, comm.rank, comm.size, layout, tuple(texts), lead)
 
 
-@torch.no_grad()  # so that a DTensor gives its local tensor itself
+@torch.no_grad()  # DTensor.to_local() then returns the local tensor itself
 def _take_apart(
     step: int, state: TrainState, comm: ByteComm
 ) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
-    """What this rank holds, or why it cannot be saved."""
+    """What this rank holds, or the error that it raised."""
     try:
-        if step < 0:
-            raise ValueError(f"step={step} is negative. Count steps from 0.")
+        check_step(step)
         collected = collect(state, comm.rank, comm.size)
         parts = [
             local_part(
@@ -182,12 +181,12 @@ def _take_apart(
             for (section, key, _), part in zip(collected.tensors, parts, strict=True)
         ]
         return collected, parts, held, None
-    except Exception as err:  # also what a user's state_dict raises: the other ranks must not hang
+    except Exception as err:  # of any kind: the other ranks must not hang
         return None, [], [], err
 
 
 def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
-    """The assignment of this rank; rank 0 also keeps the whole plan."""
+    """Return this rank's pieces. Rank 0 also keeps the index's tensors."""
     encoded = encode_held(held)
     everyone = digest(b"".join(comm.all_gather(digest(encoded).encode())))
     if everyone == cache.structure:
@@ -250,7 +249,7 @@ def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, 
 
 
 def merge_shared(step: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The plain data of all ranks as one: rank 0's, and every rank's share of model and optimizer."""
+    """The plain data of all ranks as one: rank 0's, and every rank's part of model and optimizer."""
     return {
         "step": step,
         "dp": [shared["dp"] for shared in ranks],
@@ -274,7 +273,7 @@ _BOXES = np.dtype([("box", "<u8"), ("sample", "<u8")])
 
 
 def compare_replicas(parts: list[LocalPart], held: list[Held], comm: ByteComm) -> list[str]:
-    """Names of tensors whose boxes differ between ranks that hold the same; logs them on rank 0. Collective."""
+    """Names of tensors whose values differ between ranks that hold the same box; rank 0 logs them. Collective."""
     if comm.size == 1:
         return []
     names: dict[int, str] = {}
@@ -294,8 +293,8 @@ def compare_replicas(parts: list[LocalPart], held: list[Held], comm: ByteComm) -
     found = [name for name in found if name]
     if comm.rank == 0:
         _log.warning(
-            "%d tensors differ between ranks that hold the same part of them; one rank's values are saved: %s%s. If they "
-            "are parts of a larger tensor, name it in TrainState(shards=); if not, keep them equal or out of the state",
+            "%d tensors differ between ranks that hold the same part of them; one rank's values are saved: %s%s. If each "
+            "is a part of a larger tensor, describe it in TrainState(shards=). Otherwise make them equal or leave them out",
             len(found), ", ".join(found[:_MOST_NAMES]), ", …" if len(found) > _MOST_NAMES else "",
         )  # fmt: skip
     return found
@@ -309,7 +308,7 @@ def _sample(view: Tensor) -> Tensor:
 
 
 def _differing(gathered: list[bytes]) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
-    """Numbers of the boxes of which ranks gave different samples."""
+    """Numbers of the boxes for which ranks have different samples."""
     rows = np.unique(np.concatenate([np.frombuffer(reply, dtype=_BOXES) for reply in gathered]))
-    boxes = rows["box"]  # sorted; a box stands once for each of its samples
+    boxes = rows["box"]  # sorted; a box appears once per distinct sample
     return np.unique(boxes[1:][boxes[1:] == boxes[:-1]])

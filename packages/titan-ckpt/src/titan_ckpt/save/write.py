@@ -1,7 +1,4 @@
-"""Write one file of a step: safetensors or JSON, digested on the way, on disk before it is reported.
-
-No torch here: the bytes come as buffers, from tensors in the trainer.
-"""
+"""Write one file of a step, safetensors or JSON, with block digests. It is on disk when the function returns. No torch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -12,26 +9,23 @@ from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES, Entry, encode_heade
 from titan_ckpt.storage.files import Writeback, write_all, writing
 from titan_ckpt.storage.paths import StorePath
 
-# One write call takes at most this much, so that hashing finds the bytes still in the processor's cache.
+# Bytes per write call: few enough that the digest finds them in the processor's cache.
 _WRITE_BYTES = 1 << 20
-# Older readers of safetensors files refuse one that does not say it came from PyTorch.
+# Older readers of safetensors files require it.
 _METADATA = {"format": "pt"}
 
 
 def write_safetensors(
     folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
 ) -> FileRecord:
-    """Write a safetensors file.
+    """Write a safetensors file and return its record.
 
     Args:
         folder: The unfinished step's folder.
-        name: The file, relative to it; its parent folder is made.
-        entries: The tensors, in the order their bytes come.
-        buffers: Each tensor's bytes, little-endian and contiguous, whole or in pieces. Taken one at a time, so that a
-            generator can copy one tensor from the device while none other is held.
-
-    Returns:
-        The file's record, for the index.
+        name: The file, relative to ``folder``. Its parent folder is made.
+        entries: The tensors, in file order.
+        buffers: Each tensor's bytes, little-endian and contiguous, whole or in pieces. They are taken one at a time, so a
+            generator holds one tensor at a time.
 
     Raises:
         OSError: If the file cannot be written (no space, read-only, device error).
@@ -54,7 +48,7 @@ def write_safetensors(
 
 
 class _PackedPieces:
-    """The data of a file whose tensors are compressed where that is worth it, and where each of them went."""
+    """The data of a file whose tensors are compressed if they shrink, and the place of each."""
 
     def __init__(self, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]) -> None:
         self._entries, self._buffers, self._packer = entries, buffers, Packer()
@@ -86,16 +80,15 @@ class _PackedPieces:
 def write_packed_safetensors(
     folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
 ) -> FileRecord:
-    """As `write_safetensors`, with tensors compressed where that is worth it. A compressed one stands there as U8.
+    """As `write_safetensors`, but tensors are compressed if they shrink. A compressed tensor is U8 in the file.
 
-    The header is known only after the data is written, so room for the longest possible one is left, and it is written
-    last.
+    The header is known only after the data. So space for the longest possible header is left, and it is written last.
     """
     as_bytes = [Entry(e.name, "U8", (e.nbytes,)) for e in entries]
     reserved = len(encode_header(entries, _METADATA)) + len(encode_header(as_bytes, _METADATA))
     pieces, path = _PackedPieces(entries, buffers), folder / name
     _make_parent(folder, path)
-    # Digests of blocks that hold a piece of the header wait for it; the others are taken as their bytes pass.
+    # The digests of blocks with a piece of the header are computed last.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
     beside, rest = bytearray(), BlockDigester()
     with writing(path) as file:
@@ -121,7 +114,7 @@ def write_packed_safetensors(
 
 
 def write_bytes(folder: StorePath, name: str, data: bytes) -> FileRecord:
-    """Write a small file (JSON); see `write_safetensors`."""
+    """Write a small file and return its record."""
     size, blocks = _write(folder, name, [data])
     return FileRecord(name, size, blocks)
 
@@ -132,7 +125,7 @@ def _check_size(entry: Entry, given: int) -> None:
 
 
 def _make_parent(folder: StorePath, path: StorePath) -> None:
-    """Make ``optim/`` or ``state/``, never ``folder`` itself: a save that was given up must not come back as a folder."""
+    """Make ``optim/`` or ``state/``, but never ``folder``: the folder of a failed save must not come back."""
     if path.parent != folder:
         path.parent.mkdir(exist_ok=True)
 

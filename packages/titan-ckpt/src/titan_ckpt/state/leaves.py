@@ -1,7 +1,7 @@
-"""Tensors, arrays and dtypes inside state dicts: the leaves `titan_ckpt.format.tagged_json` leaves to this module.
+"""Tensors, arrays and dtypes in plain state: the types that `titan_ckpt.format.tagged_json` does not know.
 
-A tensor of up to 4 KiB is stored inline in the JSON; a larger one goes to the ``extra`` section, so that it is digested,
-balanced and resharded like any other.
+A tensor of up to 4 KiB is stored in the JSON. A larger one becomes a tensor of the ``extra`` section, which is sharded,
+balanced and checked like any other.
 """
 
 import base64
@@ -29,7 +29,7 @@ class TensorSink:
         """Key in the ``extra`` section to tensor."""
 
     def encode(self, value: Any, path: str) -> Any:
-        """As `titan_ckpt.format.tagged_json.encode`, tensors included."""
+        """As `titan_ckpt.format.tagged_json.encode`, with tensors."""
         return tagged_json.encode(value, path, self._leaf)
 
     def _leaf(self, value: Any, path: str) -> Any:
@@ -37,7 +37,7 @@ class TensorSink:
             name = dtype_name(value.dtype, path)
             if value.layout is not torch.strided or value.is_meta:
                 raise TypeError(
-                    f"{path} is a {value.layout} tensor on {value.device}; save dense ones that have values."
+                    f"{path} is a {value.layout} tensor on {value.device}. Save dense tensors that have values."
                 )
             if isinstance(value, DTensor) or value.numel() * value.element_size() > _INLINE_BYTES:
                 self.tensors[path] = value
@@ -58,10 +58,10 @@ class TensorSink:
 
 
 def encode_plain(value: Any, path: str, refusal: type[Exception] = TypeError) -> Any:
-    """As `TensorSink.encode`, of a value without larger tensors.
+    """As `TensorSink.encode`, for a value without large tensors.
 
     Raises:
-        TypeError, or ``refusal``: If it holds a tensor of more than 4 KiB.
+        Exception: ``refusal``, if it holds a tensor of more than 4 KiB.
     """
     sink = TensorSink()
     encoded = sink.encode(value, path)
@@ -82,7 +82,7 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
             return flat.view(DTYPES[body[0]]).reshape(body[1])
         if tag in ("$ndarray", "$numpy"):
             data, dtype = base64.b64decode(body[2]), np.dtype(body[0])
-            if not dtype.itemsize:  # empty strings: numpy writes that dtype, but reads no array of it
+            if not dtype.itemsize:  # empty strings: numpy cannot read their dtype
                 array = np.zeros(body[1], f"{dtype.kind}1")
             else:
                 array = np.frombuffer(data, dtype).reshape(body[1])
@@ -99,7 +99,7 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order, on the host: a view where it already lies so, else a copy."""
+    """The tensor's bytes in row-major order on the host: a view if possible, else a copy."""
     host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
     return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -109,7 +109,7 @@ def _base64(data: bytes | memoryview) -> str:
 
 
 def rng_state() -> dict[str, Any]:
-    """The generators of this process, as plain data. CUDA's is of the current device, and only if CUDA is in use."""
+    """The random generators of this process. CUDA's is that of the current device, if CUDA is in use."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     cuda = bytes(tensor_bytes(torch.cuda.get_rng_state())) if torch.cuda.is_initialized() else None
     return {
@@ -132,7 +132,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def reseed(seed: int, step: int, rank: int) -> int:
-    """Seed every generator from (seed, step, rank), for a resume on another number of ranks; return the seed used."""
+    """Seed every generator from (seed, step, rank), for another number of ranks; return the seed used."""
     derived = int(digest(f"{seed} {step} {rank}".encode())[:15], 16)
     random.seed(derived)
     np.random.seed(derived % 2**32)

@@ -1,8 +1,7 @@
-"""A model's tensors by their plain names, whatever wraps the modules.
+"""A model's tensors by their plain names.
 
-DDP, torch.compile and activation-checkpoint wrappers add a path component; a checkpoint uses the
-names of the unwrapped module, so that any wrapping can load what any other saved. A tensor that appears under
-several names (tied weights) is listed once.
+DDP, torch.compile and activation checkpointing add a component to each name. A step uses the names of the unwrapped
+module, so it loads into any wrapping. A tensor with several names (tied weights) is listed once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,30 +13,29 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# Attributes by which wrappers hold the wrapped module, in names no user's module takes: torch.compile's
-# OptimizedModule, torch's CheckpointWrapper.
+# The attribute of the wrapped module in torch.compile's OptimizedModule and torch's CheckpointWrapper.
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(slots=True)
 class ModelState:
-    """What a model's state dict holds, by plain name."""
+    """A model's state dict by plain name."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The tensors. All but `detached` are live: writing into them changes the model."""
+    """The tensors. All but `detached` are live: a write into them changes the model."""
     detached: set[str] = field(default_factory=set[str])
-    """Names of ``tensors`` that a hook or ``get_extra_state`` made: to be given to ``load_state_dict``."""
+    """Names of ``tensors`` that a hook or ``get_extra_state`` made: they are loaded with ``load_state_dict``."""
     tied: dict[str, str] = field(default_factory=dict[str, str])
-    """Further names of a tensor to the one in ``tensors``."""
+    """Additional name of a tensor to its name in ``tensors``."""
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
     """Extra state that is not a tensor (``get_extra_state``)."""
     raw: dict[str, tuple[nn.Module, str]] = field(default_factory=dict[str, tuple[nn.Module, str]])
-    """Leaf or detached name to the module whose state dict holds it and its name there."""
+    """Name of a leaf or detached tensor to its module and the key in that module's state dict."""
     owners: dict[int, str] = field(default_factory=dict[int, str])
-    """``id`` of each parameter to its name in ``tensors``: how an optimizer's parameters are named."""
+    """``id`` of each parameter to its name in ``tensors``."""
 
     def names_of(self) -> dict[str, list[str]]:
-        """Each of ``tensors`` to all its names, that one first."""
+        """Name in ``tensors`` to all names of the tensor, that one first."""
         names = {name: [name] for name in self.tensors}
         for alias, first in self.tied.items():
             names[first].append(alias)
@@ -45,10 +43,10 @@ class ModelState:
 
 
 def model_state(models: Iterable[nn.Module]) -> ModelState:
-    """List the tensors of one model, or of its pieces on this rank (pipeline stages), which share one name space.
+    """The state of a model, or of its pieces on this rank (pipeline stages), which share one name space.
 
     Raises:
-        ValueError: If two different tensors, or extra states, have one name, or a module is wrapped by FSDP1.
+        ValueError: If two tensors or extra states have the same name, or a module is wrapped by FSDP1.
     """
     state = ModelState()
     seen: dict[Any, str] = {}
@@ -85,12 +83,7 @@ def model_state(models: Iterable[nn.Module]) -> ModelState:
 
 
 def plain_name(raw: str, transparent: frozenset[str]) -> str:
-    """``raw`` without the components that wrappers added.
-
-    Args:
-        raw: A key of a state dict, or a parameter's name.
-        transparent: Prefixes (without final dot) whose last component is a wrapper's.
-    """
+    """A name without the components of wrappers; ``transparent`` has the prefixes whose last component is a wrapper's."""
     parts = raw.split(".")
     kept = [
         part
@@ -101,7 +94,7 @@ def plain_name(raw: str, transparent: frozenset[str]) -> str:
 
 
 def as_modules(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """One model, several or none as a list. An `nn.ModuleList` is one model."""
+    """A list of models. An `nn.ModuleList` is one model."""
     if model is None:
         return []
     return [model] if isinstance(model, nn.Module) else list(model)
@@ -110,14 +103,14 @@ def as_modules(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 def _refuse_fsdp1(model: nn.Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
-            "the model is wrapped by FullyShardedDataParallel, whose flat parameters have no place in the whole tensors. "
+            "the model is wrapped by FullyShardedDataParallel, whose flat parameters are not parts of the whole tensors. "
             "Shard it with torch.distributed.fsdp.fully_shard."
         )
 
 
 def _transparent(model: nn.Module) -> frozenset[str]:
-    # "module" is a common name, so it is dropped only below the two classes that add it. State dicts of checkpoint
-    # wrappers lack the wrapper's component, parameter names have it: take the prefixes with and without.
+    # "module" is a common name, so it is dropped only for the two classes that add it. A checkpoint wrapper's component is
+    # missing in state dicts but not in parameter names: take the prefixes with and without it.
     prefixes: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -128,7 +121,7 @@ def _transparent(model: nn.Module) -> frozenset[str]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are the same memory read the same way."""
+    """A value that is equal for tensors that are the same view of the same memory."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "__tensor_flatten__") or local.is_meta or not local.numel():
         return id(tensor)

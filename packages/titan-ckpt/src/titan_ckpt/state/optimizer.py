@@ -1,7 +1,7 @@
-"""Optimizer state by parameter name, so that neither the order of parameters nor the layout matters.
+"""Optimizer state by parameter name, independent of the order of parameters and of the layout.
 
-An optimizer numbers its parameters; a pipeline split or another wrapping renumbers them. Here state is keyed
-``<parameter name>/<state name>``, and a group's hyperparameters are found through its parameters' names.
+An optimizer numbers its parameters, and another layout numbers them in another way. So state is stored as
+``<parameter name>/<state name>``, and the settings of a group are found by the names of its parameters.
 """
 
 import json
@@ -28,15 +28,15 @@ class OptimState:
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """``<parameter>/<state>`` to tensor."""
     leaves: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """Parameter to state that is not a tensor."""
+    """Parameter to its state that is not a tensor."""
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """For each group: ``hyper`` (its settings) and ``params`` (names)."""
+    """Per group: ``hyper`` (settings) and ``params`` (names)."""
     others: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """For each optimizer: state that belongs to no parameter."""
+    """Per optimizer: state that belongs to no parameter."""
 
 
 class _Param(NamedTuple):
-    """A parameter in an optimizer."""
+    """A parameter of an optimizer."""
 
     name: str
     tensor: Tensor
@@ -44,10 +44,10 @@ class _Param(NamedTuple):
 
 
 def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> OptimState:
-    """Collect the state of optimizers; ``owners`` has the name of each parameter of the model by its ``id``.
+    """Collect the state of optimizers; ``owners`` has the name of each of the model's parameters by ``id``.
 
     Raises:
-        ValueError: If a parameter is not the model's or has two optimizers, or state names contain a slash.
+        ValueError: If a parameter is not in the model or has two optimizers, or the name of a state contains a slash.
     """
     optims, found, seen = list(optims), OptimState(), set[int]()
     for group, params in _groups(optims, owners):
@@ -55,11 +55,13 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
         found.groups.append({"hyper": hyper, "params": [param.name for param in params]})
         for name, param, optim in params:
             if id(param) in seen:
-                raise ValueError(f"{name!r} belongs to two optimizers; their states of it would get one name.")
+                raise ValueError(
+                    f"{name!r} belongs to two optimizers, whose states would get the same name. Remove it from one of them."
+                )
             seen.add(id(param))
             for key, value in optim.state.get(param, {}).items():
                 if not isinstance(key, str) or "/" in key:
-                    raise ValueError(f"optimizer state of {name!r} is called {key!r}; it must be a string without '/'.")
+                    raise ValueError(f"optimizer state of {name!r} has the name {key!r}. Use a string without '/'.")
                 if isinstance(value, Tensor):
                     found.tensors[f"{name}/{key}"] = _laid_out(value, param)
                 else:
@@ -71,7 +73,7 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
 
 
 def merge_groups(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Groups of all ranks (encoded), those with equal settings joined."""
+    """The encoded groups of all ranks. Groups with equal settings are joined."""
     merged: dict[str, tuple[Any, dict[str, None]]] = {}
     for groups in ranks:
         for group in groups:
@@ -81,21 +83,21 @@ def merge_groups(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 class OptimRestore:
-    """Loading an optimizer in two steps: name the tensors to fill, then, once they are, put them in place.
+    """Restores optimizers in two phases: it lists the tensors to fill, and puts them in place once they are filled.
 
     Args:
         optims: The optimizers to fill.
         owners: ``id`` of each parameter to its name.
         index: The step's index.
-        saved: ``{"groups", "leaves"}`` as decoded from the step.
-        shards: Parameter to where it lies in a larger one, for those that do.
+        saved: ``{"groups", "leaves", "others"}``, decoded from the step.
+        shards: As `TrainState.shards`.
         stored_dtypes: Parameter to the dtype it was saved in.
-        strict: Refuse parameters that were not optimized when the step was saved. False leaves their state as it is,
-            and gives moments that had their parameter's dtype the dtype it has now.
+        strict: Refuse parameters without saved settings. False keeps their current state, and gives moments that had
+            their parameter's dtype the dtype that it has now.
 
     Raises:
-        ValueError: If a parameter was not optimized when the step was saved, a group joins parameters that had
-            different settings, or a state's layout cannot be known.
+        ValueError: If a parameter has no saved settings, a group joins parameters with different saved settings, or the
+            layout of a state is unknown.
     """
 
     def __init__(
@@ -112,11 +114,11 @@ class OptimRestore:
         self.targets: dict[str, Tensor] = {}
         """Key in the ``optim`` section to the tensor to fill."""
         self.used: set[str] = set()
-        """Saved parameters that were found here."""
+        """Saved parameters that the optimizers have."""
         self.names: set[str] = set()
-        """Parameters here."""
+        """Parameters of the optimizers."""
         self.unknown: list[str] = []
-        """Parameters here that have no saved state."""
+        """Parameters of the optimizers without saved settings."""
         self._index, self._saved, self._shards = index, saved, shards
         self._stored_dtypes, self._strict = stored_dtypes, strict
         self._hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
@@ -131,7 +133,7 @@ class OptimRestore:
             self._match_group(group, params)
 
     def finish(self) -> None:
-        """Put the filled tensors and settings in place."""
+        """Put the filled tensors and the settings in place."""
         for step in self._finish:
             step()
 
@@ -148,7 +150,7 @@ class OptimRestore:
         self.unknown += unknown
         known = [param for param in params if names[param.name] in self._hypers]
         found = [self._hypers[names[param.name]] for param in known]
-        if any(hyper is not found[0] for hyper in found):  # those that were equal are one
+        if any(hyper is not found[0] for hyper in found):  # equal settings are one object
             raise ValueError(
                 f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
                 "among them. Build the optimizer with the groups it was saved with."
@@ -160,7 +162,7 @@ class OptimRestore:
             self._match_param(param, names[param.name], found[0])
 
     def _match_param(self, param: _Param, old: str, hyper: Mapping[str, Any]) -> None:
-        """Find a tensor to fill for each saved state of a parameter, which was called ``old``."""
+        """Find a tensor to fill for each state of a parameter that was saved as ``old``."""
         state: dict[str, Any] = dict(self._saved["leaves"].get(old, {}))
         for key in self._stored.get(old, []):
             stored = self._index.tensors["optim"][f"{old}/{key}"]
@@ -170,7 +172,7 @@ class OptimRestore:
             state[key] = _target(param, key, hyper, stored.shape, dtype, self._shards.get(param.name))
             target = _laid_out(state[key], param.tensor)
             filled = self.targets.setdefault(f"{old}/{key}", target)
-            if filled is not target:  # two parameters here, one tied weight in the step
+            if filled is not target:  # two parameters, but one tied weight in the step
                 self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
 
         def put() -> None:
@@ -180,7 +182,7 @@ class OptimRestore:
         self._finish.append(put)
 
     def _stored_name(self, name: str) -> str:
-        """The name a parameter was saved under: its own, or that of the one it was or is tied to."""
+        """The name a parameter was saved under: its own, or that of a tied one."""
         tied = self._index.tied
         canonical = tied.get(name, name)
         aliases = (alias for alias, first in tied.items() if first == canonical)
@@ -200,7 +202,7 @@ def _groups(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Iterator[
 
 
 def _laid_out(value: Tensor, param: Tensor) -> Tensor:
-    """State that an optimizer keeps as a plain tensor beside its rank's part of a `DTensor` lies as that part does."""
+    """State that an optimizer keeps as a plain tensor for a `DTensor` parameter, in the parameter's layout."""
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value
     part: Any = param.detach()
@@ -219,9 +221,9 @@ def _target(
     dtype: torch.dtype,
     shard: LocalShard | None,
 ) -> Tensor:
-    """The tensor that is to be state ``key`` of a parameter: the present one if it fits, else a new one.
+    """The tensor for state ``key`` of a parameter: the present one if it fits, else a new one.
 
-    ``stored`` is the shape of the saved state, ``hyper`` the group's settings as they will be.
+    ``stored`` is the saved shape, ``hyper`` the restored settings of the group.
     """
     param = owner.tensor
     present = owner.optim.state.get(param, {}).get(key)
@@ -229,7 +231,7 @@ def _target(
     shape = tuple(param.shape) if like_param else stored
     if isinstance(present, Tensor) and tuple(_laid_out(present, param).shape) == shape and present.dtype == dtype:
         return present
-    if key == "step":  # a counter; on the device only where the optimizer reads it there
+    if key == "step":  # a counter, on the device only if the optimizer reads it there
         device = param.device if hyper.get("fused") or hyper.get("capturable") else torch.device("cpu")
         return torch.zeros(stored, dtype=dtype, device=device)
     if like_param:
@@ -247,4 +249,4 @@ def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value) if not isinstance(value, Tensor) else group[key].copy_(value)
         else:
-            group[key] = value.clone() if isinstance(value, Tensor) else value  # other groups may get it too
+            group[key] = value.clone() if isinstance(value, Tensor) else value  # several groups may get it

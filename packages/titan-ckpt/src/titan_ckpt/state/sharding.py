@@ -1,14 +1,14 @@
-"""Where a rank's part of a tensor lies in the whole: DTensor placements turned into boxes.
+"""Which boxes of a tensor a rank holds, computed from `DTensor` placements.
 
-A rank's part along one dimension is a list of runs of global indices. `Shard` cuts that list into equal parts
-(rounded up, as `torch.chunk`), and `_StridedShard` - what FSDP2 writes on top of tensor parallelism - stands for a
-cut that was made *after* the cuts to its right. Following the cuts in the order they were made gives contiguous
-runs, uneven sizes included. It is recognised by its split factor, the number of parts that the cuts to its right
-make; any other split factor (a placement made by hand, or by flattening a tensor) means the literal reading, from left
-to right. A local shape that does not fit is refused rather than saved wrongly.
+Along one dimension, a rank holds runs of global indices. `Shard` cuts the runs into equal parts, rounded up as
+`torch.chunk` does. `_StridedShard`, which FSDP2 writes on top of tensor parallelism, is a cut that was made *after* the
+cuts to its right. To apply the cuts in the order they were made gives contiguous runs, also for uneven sizes. Such a cut is
+recognized by its split factor: the number of parts that the cuts to its right make. With any other split factor (a
+placement made by hand or by flattening), the cuts are applied from left to right. A local shape that does not match
+is an error.
 
-`_StridedShard` is private to torch; this is the one module that knows it. Checked on torch 2.11 and 2.15 by
-`tests/test_layout.py`, against tensors that torch itself distributed.
+`_StridedShard` is private to torch. Only this module uses it. `tests/test_layout.py` compares with tensors that torch 2.11
+and 2.15 distributed.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One mesh axis' cut of one tensor dimension."""
+    """The cut of one tensor dimension by one mesh axis."""
 
     parts: int
     """Number of ranks along the axis."""
@@ -54,14 +54,14 @@ class LocalPart:
     """The part of a tensor that this rank holds."""
 
     local: Tensor
-    """The plain local tensor, sharing memory with the original."""
+    """The plain local tensor. It shares memory with the original."""
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     boxes: tuple[tuple[Chunk, tuple[int, ...]], ...]
-    """Boxes of the whole, each with where it starts in ``local``. Empty if this rank holds nothing."""
+    """Boxes of the whole tensor, each with its offsets in ``local``. Empty if this rank holds nothing."""
 
     def view(self, index: int) -> Tensor:
-        """The part of ``local`` that is box ``index``; a view."""
+        """Box ``index`` as a view of ``local``."""
         chunk, start = self.boxes[index]
         view = self.local
         for dim, (begin, size) in enumerate(zip(start, chunk.sizes, strict=True)):
@@ -72,31 +72,31 @@ class LocalPart:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Where a tensor that a rank holds lies in a larger one that no `DTensor` describes.
+    """The place of a rank's tensor in a larger tensor that no `DTensor` describes.
 
-    Expert parallelism that keeps each rank's experts as a plain parameter, for one: of 64 experts ``[64, F, D]`` on 8
-    ranks, rank 3 holds ``LocalShard(shape=(64, F, D), offsets=(24, 0, 0))``. The tensor itself may be sharded further.
+    For example, expert parallelism that keeps each rank's experts as a plain parameter: of 64 experts ``[64, F, D]`` on 8
+    ranks, rank 3 holds ``LocalShard(shape=(64, F, D), offsets=(24, 0, 0))``. The tensor may be a `DTensor` itself.
     """
 
     shape: tuple[int, ...]
-    """Shape of the larger tensor."""
+    """The larger tensor's shape."""
     offsets: tuple[int, ...]
-    """Where this rank's tensor starts in it, one number per dimension."""
+    """Where this rank's tensor starts in it, per dimension."""
 
 
 def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> LocalPart:
-    """Find what this rank holds of ``tensor``.
+    """What this rank holds of ``tensor``.
 
     Args:
-        tensor: A plain tensor (the whole of it is here), a `DTensor`, or a subclass that wraps one tensor of its
-            own shape and dtype (as float8 all-gather weights do).
+        tensor: A plain tensor, a `DTensor`, or a subclass that wraps one tensor of its own shape and dtype (such as
+            float8 all-gather weights).
         path: Name of the tensor, for errors.
-        shard: Where ``tensor`` lies in a larger one; None if it is whole.
+        shard: The place of ``tensor`` in a larger tensor, if there is one.
 
     Raises:
-        TypeError: If the tensor is of a subclass, or sparse or quantized, that safetensors cannot hold.
-        ValueError: If the tensor has partial (unreduced) placements, its local shape fits no reading of them, or it
-            does not fit into ``shard.shape`` at ``shard.offsets``.
+        TypeError: If the tensor is sparse, quantized, or of another subclass.
+        ValueError: If its placements are partial or do not explain its local shape, or it does not fit into
+            ``shard.shape`` at ``shard.offsets``.
     """
     part = _own_part(tensor, path)
     if shard is None:
@@ -122,7 +122,7 @@ def _own_part(tensor: Tensor, path: str) -> LocalPart:
         return LocalPart(local, shape, ((Chunk((0,) * len(shape), shape), (0,) * len(shape)),))
     local = _plain(tensor.to_local(), path)
     shape = tuple(tensor.shape)
-    if not math.prod(shape):  # no rank holds an element, but the tensor exists
+    if not math.prod(shape):  # an empty tensor: every rank holds all of it
         return LocalPart(local.new_empty(shape), shape, ((Chunk((0,) * len(shape), shape), (0,) * len(shape)),))
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the tensor's mesh
@@ -133,13 +133,13 @@ def _own_part(tensor: Tensor, path: str) -> LocalPart:
         return LocalPart(local, shape, _boxes(runs))
     raise ValueError(
         f"{path} of shape {list(shape)} has a local part of shape {list(local.shape)}, which its placements "
-        f"{tensor.placements} on mesh {tuple(tensor.device_mesh.shape)} do not explain at coordinate {coordinate}. "
+        f"{tensor.placements} on mesh {tuple(tensor.device_mesh.shape)} do not give at coordinate {coordinate}. "
         "Make the dimension divisible by its mesh axes."
     )
 
 
 def shard_runs(length: int, cuts: Sequence[Cut]) -> Runs:
-    """The runs of global indices left of ``range(length)`` after each cut in turn."""
+    """The runs of ``range(length)`` that are left after all cuts."""
     runs: Runs = [(0, length)]
     for cut in cuts:
         if cut.stride:
@@ -152,7 +152,7 @@ def shard_runs(length: int, cuts: Sequence[Cut]) -> Runs:
 
 def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cut]]:
     spec: Any = tensor._spec
-    order = getattr(spec, "shard_order", None)  # newer than torch 2.11; None where _StridedShard says it
+    order = getattr(spec, "shard_order", None)  # newer than torch 2.11; None if _StridedShard has the order
     if order is not None and order != type(spec).compute_default_shard_order(spec.placements):
         raise ValueError(
             f"{path} was cut in the order {order}, not along its mesh from left to right. Redistribute it to plain "
@@ -171,7 +171,7 @@ def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cu
 
 
 def _in_order_made(cuts: Sequence[Cut]) -> list[Cut]:
-    """The cuts in the order they were made: a strided one that FSDP added came after every cut to its right."""
+    """The cuts in the order they were made: FSDP's strided cut came after every cut to its right."""
     if any(cut.stride not in (0, math.prod(c.parts for c in cuts[i + 1 :])) for i, cut in enumerate(cuts)):
         return list(cuts)
     order: list[Cut] = []
@@ -184,7 +184,7 @@ def _in_order_made(cuts: Sequence[Cut]) -> list[Cut]:
 
 
 def _part(runs: Runs, parts: int, part: int) -> Runs:
-    """Part ``part`` of ``parts`` equal (rounded up) parts of the indices in ``runs``."""
+    """Part ``part`` of the indices in ``runs``, cut into ``parts`` equal parts (rounded up)."""
     total = sum(n for _, n in runs)
     size = -(-total // parts)
     begin, end = min(part * size, total), min((part + 1) * size, total)
@@ -209,7 +209,7 @@ def _merged(runs: Runs) -> Runs:
 
 
 def _boxes(runs: Sequence[Runs]) -> tuple[tuple[Chunk, tuple[int, ...]], ...]:
-    """Every combination of one run per dimension, with its place in the local tensor."""
+    """Every combination of one run per dimension, with its offsets in the local tensor."""
     placed: list[list[tuple[int, int, int]]] = []
     for run in runs:
         at = itertools.accumulate((n for _, n in run), initial=0)
@@ -238,7 +238,7 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
         raise ValueError(f"{path} is on the meta device, so it has no values. Call to_empty(device=...) on its module.")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError(
-            f"{path} of shape {list(tensor.shape)} is an expanded view, whose elements share memory, so it cannot be "
+            f"{path} of shape {list(tensor.shape)} is an expanded view: its elements share memory, so it cannot be "
             "loaded in place. Register a contiguous() copy."
         )
     return tensor.detach() if tensor.requires_grad else tensor

@@ -1,4 +1,4 @@
-"""What a training loop consists of, and how it becomes tensors and plain data."""
+"""`TrainState`, and how it becomes tensors and plain data."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -18,55 +18,55 @@ _T = TypeVar("_T")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can say its state as plain data and take it back: schedulers, data loaders, counters."""
+    """An object whose state is plain data: a scheduler, a data loader, a counter."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of plain Python data, arrays and tensors."""
+        """The state: plain Python data, arrays and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         ...
 
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything a resume needs. Leave out what should be neither saved nor loaded.
+    """Everything a resume needs. A part that is left out is neither saved nor loaded.
 
-    Every rank passes its own: the same model and optimizer (sharded, replicated, or its pipeline stages), its own
-    data position and random generators.
+    Every rank passes its own: its shards, replicas or pipeline stages of the model and optimizer, its data position and its
+    random generators.
     """
 
     model: nn.Module | Sequence[nn.Module] | None = None
-    """The model as it is trained (wrapped, sharded, compiled), or this rank's pieces of it under their full names."""
+    """The model as it is trained (wrapped, sharded, compiled), or this rank's pieces with their full names."""
     optim: Optimizer | Sequence[Optimizer] | None = None
-    """The optimizer or optimizers over ``model``'s parameters."""
+    """The optimizer or optimizers of ``model``'s parameters."""
     sched: Stateful | Sequence[Stateful] | None = None
-    """Learning-rate schedulers, the same on every rank; rank 0's are saved."""
+    """Learning-rate schedulers, equal on every rank. Rank 0's are saved."""
     data: Stateful | None = None
-    """The data position of this rank. To resume on another number of data-parallel ranks, its state must be the same
-    on all ranks (global counters), or it must have ``reshard(states)``, which gets every saved rank's state."""
+    """The data position of this rank. To resume on another number of data-parallel ranks, its state must be equal on all
+    ranks (global counters), or it must have a method ``reshard(states)``, which gets the state of every saved rank."""
     rng: bool = True
-    """Whether to save and load the random generators: python, numpy, torch, CUDA."""
+    """Whether to save and load the random generators of python, numpy, torch and CUDA."""
     extra: MutableMapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further values, the same on every rank; plain data, tensors, or `Stateful`. Loading updates it in place."""
+    """Other values, equal on every rank: plain data, tensors, `Stateful` objects. A restore updates it in place."""
     shards: Mapping[str, LocalShard] = field(default_factory=dict[str, LocalShard])
-    """Name of a model tensor that is this rank's part of a larger one, without being a `DTensor` of it, to where it
-    lies; optimizer state of the same shape lies there too. Each rank gives its own."""
+    """For model tensors that are this rank's part of a larger tensor without being a `DTensor` of it: name to place.
+    Optimizer state of the same shape has the same place. Each rank gives its own."""
     dp: tuple[int, int] | None = None
-    """This rank's place among the data-parallel ranks and their number; None for (rank, world size)."""
+    """This rank's place among the data-parallel ranks, and their number. None means (rank, world size)."""
 
 
 def shard_of(
     shards: Mapping[str, LocalShard], section: str, key: str, shape: tuple[int, ...], model: ModelState
 ) -> LocalShard | None:
-    """Where tensor ``key`` of a section, of that shape on this rank, lies in a larger one; None if it is whole."""
+    """The place of a tensor in a larger one; None if it is whole. ``shape`` is its shape on this rank."""
     if section == "model":
         return shards.get(key)
     name = key.rpartition("/")[0]
     if section != "optim" or name not in shards or name not in model.tensors:
         return None
-    # a step counter or a factored moment is not cut as the parameter is
+    # A step counter or a factored moment is not cut like the parameter.
     return shards[name] if shape == tuple(model.tensors[name].shape) else None
 
 
@@ -80,15 +80,15 @@ class Collected:
     shared: dict[str, Any]
     """Plain data that rank 0 merges into one file."""
     own: dict[str, Any]
-    """Plain data of this rank's own file; empty if there is none."""
+    """Plain data of this rank's own file; may be empty."""
 
 
 def collect(state: TrainState, rank: int, size: int) -> Collected:
     """Take a state apart for saving.
 
     Raises:
-        TypeError: If it holds something that is neither plain data nor a tensor. The message gives its path.
-        ValueError: If names clash, or the optimizer's parameters are not the model's.
+        TypeError: If a value is neither plain data nor a tensor. The message gives its path.
+        ValueError: If names clash, or a parameter of the optimizer is not in the model.
     """
     model = model_state(as_modules(state.model))
     strangers = [name for name in state.shards if name not in model.tensors]
@@ -113,7 +113,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
         },
         "has": [name for name in ("model", "optim", "sched", "data") if getattr(state, name) is not None],
     }
-    # The same on all ranks: rank 0 speaks for them. Encoded on each, so that an error is every rank's.
+    # Equal on all ranks: rank 0's is saved. Every rank encodes it, so that every rank raises an error.
     replicated = {
         "sched": [sink.encode(s.state_dict(), f"sched[{i}]") for i, s in enumerate(listed(state.sched))],
         "extra": {
@@ -135,7 +135,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
 
 
 def listed(value: "_T | Sequence[_T] | None") -> "list[_T]":
-    """One, several or none as a list."""
+    """A list of one, several or no values."""
     if value is None:
         return []
     return [*value] if isinstance(value, Sequence) else [value]

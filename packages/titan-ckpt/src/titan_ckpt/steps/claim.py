@@ -1,11 +1,12 @@
-"""Which process saves below a folder, or makes a save: files that name it, and whether it still runs.
+"""Files that name the process that saves below a root or writes a step, and whether that process is alive.
 
-Two trainers that save to one folder delete each other's steps, each as its own retention says. The claim is for people
-who start a run twice, not a lock: it cannot see a trainer on another machine, and where two take over the claim of a
-dead one in the same instant, both may get it. A file lock would be kept by forked data loaders of a killed trainer.
+Two trainers that save to one root delete each other's steps, each by its own retention. The claim protects people who
+start a run twice. It is not a lock: it does not see a trainer on another machine, and if two trainers take over the claim
+of a dead one at the same instant, both may succeed. A file lock (``flock``) would be held by the forked data loaders of a
+killed trainer, and object stores have none.
 
-Several Checkpointers of one process share a claim. It counts them, and goes with the last. The count is in the file, so
-it does not matter how each of them spells the folder (a link, a relative path, a mount).
+The Checkpointers of one process share a claim. The file counts them, and the last one removes it. So it does not matter
+how each of them spells the path (a link, a relative path, a mount).
 """
 
 import contextlib
@@ -25,18 +26,18 @@ from titan_ckpt.storage.paths import ABSENT, StorePath, renames
 _log = logging.getLogger("titan_ckpt")
 
 LOCK_NAME = ".lock"
-"""Lies below the folder of the steps."""
+"""The claim of a root."""
 
 OWNER_NAME = ".owner.json"
-"""Says who makes an unfinished save; gone once it is committed or given up."""
+"""Names the process that writes an unfinished save. Removed by the commit."""
 
-# Unfinished saves of another machine cannot be asked whether they are alive; they are left for a day.
+# Whether a process on another machine is alive is unknown. Its unfinished saves are kept for a day.
 _FOREIGN_AGE_S = 86_400
-# Longer than a folder stays without a named owner while it is made.
+# A new folder has no owner file for a moment, which is shorter than this.
 _NAMELESS_AGE_S = 60
 
-# One thread of a process counts at a time. Re-entrant: a Checkpointer may be collected, and give up its share, while
-# another one counts. At worst a share is then left over, and the claim stays until the process ends.
+# One thread counts at a time. Re-entrant: a Checkpointer may be collected, and release its share, while another one counts.
+# At worst a share is left over, and the claim stays until the process ends.
 _counting = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: globals().update(_counting=threading.RLock()))
@@ -44,20 +45,20 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of some machine, distinct from a later one that gets the same number.
+    """A process, distinct from a later one with the same id.
 
-    Process numbers mean something only in one process namespace: containers of one machine count their own, and may
-    share the host's name.
+    A process id is valid in one process namespace only. Containers of one machine have their own namespaces and may share
+    a host name.
     """
 
     host: str
     pid: int
     started: str | None
-    """In the kernel's ticks."""
+    """Start time in kernel ticks; None if it was not running."""
     boot: str | None = None
     """The kernel's random id of this boot of the machine."""
     namespace: int | None = None
-    """The kernel's number of the process namespace that ``pid`` counts in."""
+    """The kernel's number of the process namespace of ``pid``."""
 
     @classmethod
     def of(cls, pid: int) -> "Process":
@@ -66,21 +67,17 @@ class Process:
 
     @classmethod
     def decode(cls, value: dict[str, Any]) -> "Process":
-        """Undo ``dataclasses.asdict``; other keys are ignored.
-
-        Raises:
-            KeyError: If a field is missing.
-        """
+        """Undo ``dataclasses.asdict``. Ignores other keys; raises KeyError if one is missing."""
         return cls(*(value[name] for name in ("host", "pid", "started", "boot", "namespace")))
 
     @property
     def local(self) -> bool:
-        """Whether it is of this machine, boot and namespace, so that `alive` can tell."""
+        """Whether it is on this machine, boot and namespace, so that `alive` is known."""
         return (self.host, self.boot, self.namespace) == (socket.gethostname(), boot_id(), _namespace())
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; True of one that is not `local`, since nothing proves that it ended."""
+        """Whether it runs. True if it is not `local`: nothing proves that it ended."""
         return not self.local or (self.started is not None and _started(self.pid) == self.started)
 
     def __str__(self) -> str:
@@ -88,7 +85,7 @@ class Process:
 
 
 def boot_id() -> str | None:
-    """The kernel's random id of this boot of the machine; the host's name where the kernel does not give one."""
+    """The kernel's random id of this boot; the host name if the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -103,7 +100,7 @@ def _namespace() -> int | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a local process started, in the kernel's ticks; None if it is not there."""
+    """Start time of a local process in kernel ticks; None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,13 +109,13 @@ def _started(pid: int) -> str | None:
 
 
 def take_root(root: StorePath, owner: Process) -> None:
-    """Claim the folder of the steps for the trainer that is about to save there. Readers need not.
+    """Claim a root before the first save. Readers do not need a claim.
 
-    A claim of a dead process is taken over; so is, with a warning, one of another machine, which cannot be asked. A claim
-    of the same process is shared: it stays until `release_root` was called as often as this.
+    A claim of a dead process is taken over. So is a claim of another machine, with a warning. A claim of the same process
+    is shared: it stays until `release_root` was called as often as this.
 
     Raises:
-        ValueError: If another process of this machine has claimed it and lives.
+        ValueError: If the claim belongs to another process on this machine that is alive.
         OSError: If the claim cannot be written.
     """
     with _counting:
@@ -126,18 +123,18 @@ def take_root(root: StorePath, owner: Process) -> None:
         _refuse_rival(root, held, owner)
         if held is not None and not held.local:
             _log.warning(
-                "%s is claimed by %s, which cannot be checked from here; if it still runs, each deletes the other's steps",
+                "%s is claimed by %s on another machine. If that process is alive, each deletes the other's steps",
                 root,
                 held,
             )
         _write_lock(root, owner, holders + 1 if held == owner else 1, held)
-        _refuse_rival(root, _read_lock(root)[0], owner)  # one that claimed it in the same moment
+        _refuse_rival(root, _read_lock(root)[0], owner)  # another may have claimed it at the same time
 
 
 def release_root(root: StorePath, owner: Process) -> None:
-    """Give up one share of a claim of `take_root`; does nothing if it is another's.
+    """Release one share of this process's claim; the last release removes it.
 
-    The claim goes with the last share. What cannot be removed is taken over later.
+    A claim that cannot be removed is taken over later.
     """
     with _counting, contextlib.suppress(OSError):
         held, holders = _read_lock(root)
@@ -157,16 +154,12 @@ def drop_dead_claim(root: StorePath) -> None:
 
 
 def name_owner(folder: StorePath, owner: Process) -> None:
-    """Say who makes an unfinished save.
-
-    Raises:
-        OSError: If that cannot be written.
-    """
+    """Name the process that writes an unfinished save."""
     (folder / OWNER_NAME).write_bytes(json.dumps({**asdict(owner), "began": time.time()}).encode())
 
 
 def owner_of(folder: StorePath) -> Process | None:
-    """Who makes an unfinished save; None in the moment before it is named."""
+    """The process that writes an unfinished save; None if it is not named (yet)."""
     try:
         return _owner(folder)[0]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -174,18 +167,18 @@ def owner_of(folder: StorePath) -> Process | None:
 
 
 def disown(folder: StorePath) -> None:
-    """Take the owner's name off a step. It is committed: that it stays is no reason to call the save failed."""
+    """Remove the owner file of a committed step. A failure is ignored: the step is committed."""
     with contextlib.suppress(OSError):
         (folder / OWNER_NAME).unlink(missing_ok=True)
 
 
 def owner_alive(folder: StorePath) -> bool:
-    """Whether the process that makes a save may be alive; True unless it is proven not to be."""
+    """Whether the process that writes a save may be alive: True unless proven otherwise."""
     try:
         owner, began = _owner(folder)
     except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
-        # On a file system it is named in a moment, or never. Of objects, the name is the first to be written and, but
-        # for a commit, goes with the rest: this is half deleted.
+        # On a file system the file appears in a moment, or never. In a store it is the first object to be written, so this
+        # save is half deleted.
         return renames(folder) and _age_s(folder, 0.0) < _NAMELESS_AGE_S
     except OSError:
         return True
@@ -193,13 +186,13 @@ def owner_alive(folder: StorePath) -> bool:
 
 
 def _owner(folder: StorePath) -> tuple[Process, float]:
-    """Who makes a save, and since when."""
+    """The process that writes a save, and when it began."""
     value = json.loads((folder / OWNER_NAME).read_bytes())
     return Process.decode(value), value["began"]
 
 
 def _age_s(folder: StorePath, began: float) -> float:
-    """How long a save was not written to; of objects, how long ago it began."""
+    """Seconds since a save was last written to; in a store, since it began."""
     try:
         return time.time() - (folder.stat().st_mtime if isinstance(folder, Path) else began)
     except FileNotFoundError:
@@ -215,7 +208,7 @@ def _refuse_rival(root: StorePath, held: Process | None, owner: Process) -> None
 
 
 def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | None) -> None:
-    """Write a claim whole, over ``held`` but not over one that came in between."""
+    """Write a claim atomically: over ``held``, but not over a claim that was made in between."""
     claim = json.dumps({**asdict(owner), "holders": holders}).encode()
     if not isinstance(root, Path):
         (root / LOCK_NAME).write_bytes(claim)
@@ -224,7 +217,7 @@ def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | N
     part.write_bytes(claim)
     try:
         os.link(part, lock)
-    except OSError:  # there is one, or the file system has no links
+    except OSError:  # a claim exists, or the file system has no links
         if _read_lock(root)[0] == held:
             part.replace(lock)
     finally:
@@ -232,7 +225,7 @@ def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | N
 
 
 def _read_lock(root: StorePath) -> tuple[Process | None, int]:
-    """Who claimed the folder, and its number of Checkpointers there; None if nobody did, or the claim is no claim."""
+    """The process that claimed a root, and its number of Checkpointers; None without a readable claim."""
     try:
         value = json.loads((root / LOCK_NAME).read_bytes())
         return Process.decode(value), int(value.get("holders", 1))

@@ -1,16 +1,15 @@
 """The life of a step's folder: unfinished, committed, trash.
 
-Every rank writes into ``.tmp-<step>-<save id>`` and brings its files to disk. Rank 0 then writes the index, the
-manifest last, brings the folders to disk, and renames the folder to ``step-<step>``: the one instant at which the step
-begins to exist. A save id is random, so a leftover of a crashed save (of another world size, say) can neither be
-mistaken for this one nor be committed by it. Saving a step again commits it as the next revision, so that there is no
-moment without a valid copy. Deleting renames to ``.trash-*`` first: a half deleted step is not a step.
+Every rank writes its files into ``.tmp-<step>-<save id>`` and brings them to disk. Rank 0 then writes the index, then the
+manifest, brings the folders to disk, and renames the folder to ``step-<step>``. The rename is the commit. The save id is
+random, so the rest of a crashed save is never mistaken for this one. A step that is saved again becomes the next revision:
+there is always a valid copy. Deletion first renames the folder to ``.trash-*``: a half deleted step is not a step.
 
-In a store that cannot rename folders (`titan_ckpt.storage.paths`), a save writes to ``step-<step>.r<revision>.<save id>`` at
-once, and the manifest, its last object, is the commit; deleting takes the manifest first.
+In a store that cannot rename folders, a save writes to ``step-<step>.r<revision>.<save id>`` from the start. Its last object,
+the manifest, is the commit. Deletion starts with the manifest.
 
-Only what is proven to be ours and dead is deleted: its name is one that this module gives, and where the storage fails to
-answer, nothing is.
+A folder is deleted only if it has a name that this package gives and its writer is proven dead. If the storage does not
+answer, nothing is deleted.
 """
 
 import datetime as dt
@@ -23,7 +22,7 @@ from pathlib import Path
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.manifest import CommitRecord, Manifest, encode_manifest
-from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, remote_step_name, step_name
+from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, check_step, remote_step_name, step_name
 from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner
 from titan_ckpt.steps.listing import (
     Revision,
@@ -44,14 +43,13 @@ TRASH = re.compile(r"\.trash-(?:step-\d{8,}(?:\.r\d+(?:\.[0-9a-f]{16})?)?|tmp-\d
 
 
 def begin_save(root: StorePath, step: int, owner: Process) -> tuple[StorePath, str]:
-    """Make the folder of an unfinished save, kept while ``owner`` lives; return it with its save id.
+    """Make the folder of an unfinished save; return it with its save id. It is not swept while ``owner`` is alive.
 
     Raises:
         ValueError: If the step is negative.
         OSError: If the folder cannot be made.
     """
-    if step < 0:
-        raise ValueError(f"step={step} is negative. Count steps from 0.")
+    check_step(step)
     save_id = secrets.token_hex(8)
     if renames(root):
         folder = root / f".tmp-{step:08d}-{save_id}"
@@ -77,13 +75,10 @@ def commit_save(
     versions: Mapping[str, str],
     metrics: Mapping[str, float],
 ) -> StorePath:
-    """Turn an unfinished save whose files are on disk into a step, newer than all that are there.
-
-    Returns:
-        The step's folder.
+    """Commit an unfinished save whose files are on disk, as the newest step. Returns the step's folder.
 
     Raises:
-        OSError: If the disk refuses; the step does not exist then, and earlier ones are untouched.
+        OSError: If that fails. The step does not exist then, and earlier steps are intact.
     """
     root = folder.parent
     encoded, version = index.encode()
@@ -120,17 +115,17 @@ def commit_save(
         fsync_folder(parent)
     final = root / step_name(step, next_revision(root, step))
     folder.rename(final)
-    # Only now: a trainer that starts in this moment waits for a save whose owner lives.
+    # After the rename: a trainer that starts at this moment waits for a save with a living owner.
     disown(final)
     fsync_folder(root)
     return final
 
 
 def retire(path: StorePath) -> StorePath | None:
-    """Make a step, or an unfinished save, something that is no step, in one instant.
+    """Turn a step or an unfinished save, in one instant, into something that is not a step.
 
     Returns:
-        What is left to delete with `remove_tree`; None if it was gone already. A crash before that is swept.
+        The folder to delete with `remove_tree`, or None if it was gone. After a crash it is swept.
     """
     if not isinstance(path, Path):
         (path / MANIFEST_NAME).unlink(missing_ok=True)
@@ -146,23 +141,20 @@ def retire(path: StorePath) -> StorePath | None:
 
 
 def discard(path: StorePath) -> None:
-    """Delete a step, or an unfinished save, so that a crash half way leaves nothing that looks like a step.
-
-    Does nothing if it is gone already.
-    """
+    """Delete a step or an unfinished save, if it exists. A crash half way leaves nothing that looks like a step."""
     left = retire(path)
     if left is not None:
         remove_tree(left)
 
 
 def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
-    """Retire older revisions of ``step``, and the steps that ``retention`` no longer keeps.
+    """Retire older revisions of ``step``, and the steps that ``retention`` does not keep.
 
-    ``newest`` is the folder of the step just committed, so nothing that fails here is an error of the save: what cannot
-    be retired is left, with a warning. ``distrusted`` steps, which a restore found damaged, count as damaged.
+    ``newest``, the folder of ``step``, is committed. So a failure here is a warning, not an error of the save.
+    ``distrusted`` steps, which a restore found damaged, count as damaged.
 
     Returns:
-        What is left to delete with `remove_tree`: slow, so it is done after the save is reported.
+        The folders to delete with `remove_tree`. That is slow, so it is done after the save is reported.
     """
     left: list[StorePath] = []
     try:
@@ -173,14 +165,14 @@ def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequen
             if gone.name != newest.name:
                 left += [trash] if (trash := retire(gone)) else []
     except Exception as err:  # whatever a store raises
-        _log.warning("older steps than %s were left, the next save tries again: %s", newest, err)
+        _log.warning("steps older than %s were not deleted; the next save tries again: %s", newest, err)
     return left
 
 
 def surplus(root: StorePath, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
-    """What ``retention`` would delete: steps in the order of their commits, each with all its revisions, oldest first.
+    """The folders that ``retention`` would delete: all revisions of each step, in the order of the commits.
 
-    Only valid steps count, and only they are deleted: damaged ones are left for someone to look at.
+    Only valid steps are counted and deleted. Damaged steps are kept for inspection.
     """
     return _surplus(settled_revisions(root), retention, distrusted)
 
@@ -188,7 +180,7 @@ def surplus(root: StorePath, retention: Retention, distrusted: Sequence[int] = (
 def _surplus(
     found: Sequence[Revision], retention: Retention, distrusted: Sequence[int], intact: StorePath | None = None
 ) -> list[StorePath]:
-    """As `surplus`; ``intact`` need not be checked. Only steps that decide what is deleted are checked."""
+    """As `surplus`, without a check of ``intact``. Only the steps that decide the deletion are checked."""
     kept = {
         newest.step: newest for newest in newest_revisions(found) if newest.record and newest.step not in distrusted
     }
@@ -199,11 +191,11 @@ def _surplus(
             return True
         try:
             Manifest.open(path)
-        except (DamageError, ValueError):  # neither counted nor deleted
+        except (DamageError, ValueError):  # not counted, not deleted
             return False
         return True
 
     metrics = {step: newest.record.metrics for step, newest in kept.items() if newest.record}
-    # The newest revision goes last: were it to go first, a crash would leave the one before it as the step.
+    # The newest revision is deleted last. Otherwise a crash would bring the one before it back.
     revisions = sorted(found, key=lambda other: other.revision)
     return [other.path for step in retention.surplus(metrics, is_valid) for other in revisions if other.step == step]

@@ -1,8 +1,4 @@
-"""What crashed saves and deletions left.
-
-Only proven leftovers are deleted: the name is one that this package gives and the process that made it is dead. Where the
-storage fails to answer, nothing is deleted.
-"""
+"""What crashed saves and deletions left behind. Only proven leftovers are deleted (`titan_ckpt.steps.commit`)."""
 
 import contextlib
 
@@ -15,13 +11,12 @@ from titan_ckpt.storage.paths import StorePath, renames
 
 
 def sweep(root: StorePath) -> list[StorePath]:
-    """Delete what crashed saves and deletions left; return what was removed.
+    """Delete leftovers and return them.
 
-    An unfinished save is left alone while the process that makes it may be alive: on this machine that is looked up,
-    on another it is assumed for a day.
+    An unfinished save is kept while its writer may be alive. A writer on another machine counts as alive for a day.
 
     Raises:
-        OSError: If the storage fails to answer.
+        OSError: If the storage does not answer.
     """
     removed: list[StorePath] = []
     for path in find_leftovers(root):
@@ -33,22 +28,19 @@ def sweep(root: StorePath) -> list[StorePath]:
 
 
 def find_leftovers(root: StorePath) -> list[StorePath]:
-    """What `sweep` would delete: unfinished saves of the dead, half deleted steps, and replaced revisions.
-
-    A revision of a step is replaced if there is a newer one that is valid.
-    """
+    """What `sweep` would delete: unfinished saves of dead processes, half deleted steps, and replaced revisions."""
     return [path for path in folders_below(root) if is_leftover(path)] + _superseded(root)
 
 
 def is_leftover(path: StorePath) -> bool:
-    """Whether a folder is what a crashed save or deletion left, by its own look: not a replaced revision."""
+    """Whether a folder is left from a crashed save or deletion. Replaced revisions are not looked for."""
     if renames(path) and TRASH.fullmatch(path.name):
         return path.is_dir()
     return is_unfinished(path) and not owner_alive(path)
 
 
 def _superseded(root: StorePath) -> list[StorePath]:
-    """Revisions of a step that has a newer one which is valid."""
+    """Revisions of steps that have a newer, valid revision."""
     found = all_revisions(root)
     replaced: list[StorePath] = []
     for last in newest_revisions(found):

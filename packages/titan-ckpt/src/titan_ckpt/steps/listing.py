@@ -1,7 +1,7 @@
-"""Which steps there are, whatever other processes commit and delete meanwhile.
+"""Which steps exist, while other processes commit and delete.
 
-Steps are old or new by the order of their commits, which their manifests count (`Manifest.serial`), not by their
-numbers: a run that goes back to step 50 of 200 and saves 60 goes on from 60.
+Steps are ordered by commit (`Manifest.serial`), not by number: a run that goes back from step 200 to 50 and then saves 60
+continues from 60.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from titan_ckpt.format.manifest import CommitRecord, Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, parse_step_name
 from titan_ckpt.storage.paths import StorePath, renames
 
-# How often a listing that other processes change meanwhile is taken again.
+# How often a listing is repeated if other processes change it.
 _LISTINGS = 20
 
 _UNFINISHED = re.compile(r"\.tmp-\d{8,}-[0-9a-f]{16}")
@@ -28,17 +28,17 @@ class Revision:
     revision: int
     path: StorePath
     record: CommitRecord | None
-    """None if its manifest is damaged, or of a newer format."""
+    """None if the manifest is damaged or has a newer format."""
 
 
 def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
-    """Committed steps in the order of their commits, oldest first; of one saved more than once, the newest revision.
+    """The committed steps in the order of their commits, oldest first, each with the folder of its newest revision.
 
-    A step whose manifest cannot be read is listed too, so that opening it gives the reason. Its place is right after the
-    last step with a smaller number.
+    A step with a damaged manifest is listed too: to open it gives the reason. Its place is right after the last step with a
+    smaller number.
 
     Raises:
-        OSError: If the storage fails to answer; names the file.
+        OSError: If the storage does not answer. The error names the file.
     """
     return [(found.step, found.path) for found in newest_revisions(settled_revisions(root))]
 
@@ -46,15 +46,15 @@ def step_folders(root: StorePath) -> list[tuple[int, StorePath]]:
 def open_steps(
     root: StorePath, invalid: Callable[[StorePath, Exception], None], most: int | None = None
 ) -> list[Manifest]:
-    """The valid steps in the order of their commits, oldest first, while another process may save and delete.
+    """The valid steps in the order of their commits, oldest first.
 
     Args:
-        root: The folder of the steps.
-        invalid: Called with the folder and the reason for each step that is not valid.
-        most: Only so many of the newest; older ones are not opened.
+        root: The root.
+        invalid: Called with the folder and the reason, for each step that is not valid.
+        most: Open only this many of the newest.
 
     Raises:
-        OSError: If the storage fails to answer.
+        OSError: If the storage does not answer, or other processes delete steps faster than they can be opened.
     """
     for _ in range(_LISTINGS):
         opened = _open(reversed(step_folders(root)), most)
@@ -69,40 +69,33 @@ def open_steps(
 
 
 def step_folder(root: StorePath, step: int) -> StorePath | None:
-    """The newest revision of one step, found without a look at any other; None if there is no such step."""
+    """The newest revision of one step; None if there is no such step. Looks at no other step."""
     revisions = revisions_of(root, step)
     return revisions[-1] if revisions else None
 
 
 def is_gone(path: StorePath) -> bool:
-    """Whether a folder that was listed as a step has been deleted or replaced since.
-
-    What looks like damage is not damage then: list the steps again.
-    """
+    """Whether a listed step was deleted or replaced since. Apparent damage is then none: list the steps again."""
     return not (path if renames(path) else path / MANIFEST_NAME).exists()
 
 
 def is_unfinished(path: StorePath) -> bool:
-    """Whether a folder is of a save that is not committed.
-
-    Raises:
-        OSError: If the storage fails to answer.
-    """
+    """Whether a folder belongs to a save that is not committed."""
     if renames(path):
         return _UNFINISHED.fullmatch(path.name) is not None and path.is_dir()
     return parse_step_name(path.name) is not None and path.is_dir() and not (path / MANIFEST_NAME).exists()
 
 
 def unfinished(root: StorePath) -> list[StorePath]:
-    """Folders of saves that are not committed, of living and dead processes."""
+    """Folders of saves that are not committed; their writers may be alive or dead."""
     return [path for path in folders_below(root) if is_unfinished(path)]
 
 
 def all_revisions(root: StorePath) -> list[Revision]:
-    """Every revision of every committed step, in no order.
+    """Every revision of every committed step, unordered.
 
     Raises:
-        OSError: If the storage fails to answer. The order is unknown then, and nothing may be deleted.
+        OSError: If the storage does not answer. The order is unknown then, and nothing may be deleted.
     """
     return [revision for path in _step_paths(root) if (revision := _look(path))]
 
@@ -134,10 +127,10 @@ def newest_revisions(found: Sequence[Revision]) -> list[Revision]:
 
 
 def settled_revisions(root: StorePath) -> list[Revision]:
-    """As `all_revisions`, of one moment, though steps are committed and deleted meanwhile.
+    """As `all_revisions`, but consistent while other processes commit and delete.
 
-    A step is deleted after a newer one is committed. A look that meets the first without its manifest, but was past the
-    newer one before its commit, would find neither.
+    A step is deleted after a newer one is committed. One look at each folder may come too early for the newer step and too
+    late for the older one. So the look is repeated until nothing changes.
     """
     found: list[Revision] = []
     for _ in range(_LISTINGS):
@@ -160,12 +153,12 @@ def _step_paths(root: StorePath) -> list[StorePath]:
 
 
 def _look(path: StorePath) -> Revision | None:
-    """What a folder with a step's name holds; None if it is no folder, or not committed."""
+    """The revision in a folder; None if it is not a committed step."""
     parsed = parse_step_name(path.name)
     if parsed is None or not path.is_dir() or is_unfinished(path):
         return None
     record = None
-    with contextlib.suppress(DamageError, ValueError):  # opening the step gives the reason
+    with contextlib.suppress(DamageError, ValueError):  # to open the step gives the reason
         record = CommitRecord.read(path)
     return Revision(*parsed, path, record)
 
@@ -173,7 +166,7 @@ def _look(path: StorePath) -> Revision | None:
 def _open(
     folders: Iterable[tuple[int, StorePath]], most: int | None
 ) -> tuple[list[Manifest], list[tuple[StorePath, Exception]]] | None:
-    """The first ``most`` valid ones, and what is wrong with those before; None if one was deleted meanwhile."""
+    """The first ``most`` valid steps, and what is wrong with the others; None if one was deleted meanwhile."""
     valid: list[Manifest] = []
     refused: list[tuple[StorePath, Exception]] = []
     for _, path in folders:

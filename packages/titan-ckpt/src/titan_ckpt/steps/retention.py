@@ -1,4 +1,4 @@
-"""Which steps to keep. Purely a choice on a list of valid steps; deletion follows each commit."""
+"""Which steps to keep."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What survives the commit of a newer step; a step is kept if any rule keeps it.
+    """Rules for the steps to keep after each commit. A step is kept if any rule keeps it.
 
-    With no rule everything is kept. New and old are meant in the order of the commits: after going back to step 50 of
-    200, the new step 60 is newer than 200. The newest is always kept, and only valid, committed steps are counted.
+    Without a rule, every step is kept. The newest step is always kept. "Newest" refers to the order of the commits: after a
+    return from step 200 to 50, a new step 60 is newer than 200. Only valid steps are counted and deleted.
     """
 
     last: int | None = None
-    """Keep this many newest steps (1 is allowed: the old one goes after the new one is committed)."""
+    """Keep this many of the newest steps. With 1, the old step is deleted after the new one is committed."""
     every: int | None = None
     """Keep steps divisible by this number."""
     best: str | None = None
-    """Keep the best step by this metric, of those saved with it (``save(..., metrics={...})``)."""
+    """Keep the best step by this metric, among those saved with it (``save(..., metrics={...})``)."""
     best_is: str = "min"
     """Whether the lowest ("min") or the highest ("max") metric is best."""
 
@@ -28,7 +28,9 @@ class Retention:
             if value is not None and type(value) is not int:
                 raise ValueError(f"keep_{name}={value!r} is not a whole number. Give a number of steps, or None.")
             if value is not None and value < 1:
-                raise ValueError(f"keep_{name}={value} would keep nothing. Use 1 or more, or None for no such rule.")
+                raise ValueError(
+                    f"keep_{name}={value} would keep nothing. Use 1 or more, or None to disable this rule."
+                )
         if self.best_is not in ("min", "max"):
             raise ValueError(f"best_is={self.best_is!r} is neither 'min' nor 'max'.")
 
@@ -40,11 +42,11 @@ class Retention:
     def surplus(
         self, steps: Mapping[int, Mapping[str, float]], is_valid: Callable[[int], bool] = lambda step: True
     ) -> list[int]:
-        """The steps to delete; steps that are not valid are neither counted nor deleted.
+        """The steps to delete.
 
         Args:
-            steps: Every step with its metrics in the order of their commits, oldest first.
-            is_valid: Asked only of the steps that decide: those to delete, and those because of which they go.
+            steps: Every step with its metrics, in the order of the commits, oldest first.
+            is_valid: Called only for the steps to delete and the steps that replace them.
         """
         left, asked = dict(steps), dict[int, bool]()
         while left and not self.keeps_all:

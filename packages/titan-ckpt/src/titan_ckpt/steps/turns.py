@@ -1,9 +1,9 @@
-"""One commit at a time in a store that cannot rename: a conditional put of a small object for each commit.
+"""One commit at a time in a store that cannot rename folders.
 
-A commit's serial is one more than the largest there is, so two writers that look at the same time take the same. Before
-it writes its index and manifest, a writer creates ``commit-<serial>.json`` with a put that fails if the object exists.
-One of the two wins; the other raises and commits nothing. The object names the folder it was made for: one whose writer
-was killed before its manifest, or whose folder is gone, holds up nobody.
+The serial of a commit is one more than the largest serial. Two writers that look at the same time would take the same
+one. So before its index and manifest, a writer creates ``commit-<serial>.json`` with a put that fails if the object exists.
+One writer succeeds; the other raises and commits nothing. The object names the writer's folder. If that writer was killed
+before its manifest, or its folder is gone, the next writer takes the next serial.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from titan_ckpt.format.names import MANIFEST_NAME, parse_turn_name, turn_name
 from titan_ckpt.steps.claim import owner_of
 from titan_ckpt.storage.paths import ABSENT, RemotePath
 
-# A writer of another machine, which cannot be asked, writes index and manifest within this time, or was killed.
+# A writer on another machine that has no manifest after this time counts as killed.
 _FOREIGN_TURN_S = 60.0
 
 
 def create_once(path: RemotePath, data: bytes) -> None:
-    """A conditional put. That the object is there with just these bytes is success: a client may send a request twice.
+    """A conditional put. It succeeds if the object has the same bytes: a client may repeat a request.
 
     Raises:
-        FileExistsError: If it is there with other bytes.
+        FileExistsError: If the object exists with other bytes.
     """
     try:
         path.create(data)
@@ -36,7 +36,7 @@ def take_turn(folder: RemotePath, serial: int) -> int:
     """Reserve the serial of the commit of ``folder``, at least ``serial``.
 
     Raises:
-        FileExistsError: If another writer commits, or has committed, at the same time.
+        FileExistsError: If another writer commits at the same time.
     """
     root = folder.parent
     while True:
@@ -48,7 +48,7 @@ def take_turn(folder: RemotePath, serial: int) -> int:
             if (rival := _holder(path)) is not None:
                 raise _lost(root, rival) from None
         serial += 1
-    # One that looked long ago finds its object free again, since a later commit deletes those before it.
+    # A later commit deletes earlier objects, so a slow writer may get an old serial.
     later = [path.name for path in root.iterdir() if (parse_turn_name(path.name) or 0) > serial]
     if later:
         path.unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def take_turn(folder: RemotePath, serial: int) -> int:
 
 
 def end_turn(folder: RemotePath, serial: int) -> None:
-    """Delete the objects of commits before ``serial``. What cannot be deleted is left for the next commit."""
+    """Delete the objects of earlier commits. A failure is left for the next commit."""
     with contextlib.suppress(OSError):
         for path in list(folder.parent.iterdir()):
             if 0 < (parse_turn_name(path.name) or 0) < serial:
@@ -65,7 +65,7 @@ def end_turn(folder: RemotePath, serial: int) -> None:
 
 
 def _holder(path: RemotePath) -> str | None:
-    """The folder for which an object was made, if it is committed or may be; None if not."""
+    """The folder of a reservation, if it is committed or still may be; else None."""
     try:
         value = json.loads(path.read_bytes())
         folder, began = path.parent / str(value["folder"]), float(value["began"])

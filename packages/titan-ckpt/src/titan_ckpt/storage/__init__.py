@@ -1,4 +1,4 @@
-"""Where steps lie: a file system, or a store that fsspec reaches.
+"""Where steps are stored: a file system, or a store behind fsspec.
 
-`paths`: paths of both kinds. `files`: write a file and bring it to disk; map or fetch one.
+`paths`: paths of both kinds. `files`: write, map, fetch and delete files.
 """

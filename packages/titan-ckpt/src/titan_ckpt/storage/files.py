@@ -1,4 +1,4 @@
-"""Write a file and bring it to disk, or into the store; map a file, or fetch it; delete a folder."""
+"""Write a file to disk or to a store, map or fetch a file, delete a folder."""
 
 import contextlib
 import ctypes
@@ -13,25 +13,22 @@ from typing import Any
 
 from titan_ckpt.storage.paths import RemotePath, StorePath
 
-# Remote bytes are fetched in units of this size: a digested block of the format.
+# Remote bytes are fetched in units of this size, the block size of the format.
 _FETCH_UNIT_BYTES = 4 << 20
-# One request for a range reads at most this much; so many requests run at the same time.
+# The largest range per request, and the number of requests at a time.
 _FETCH_BYTES = 64 << 20
 _PARALLEL_FETCHES = 8
 
 
 @contextlib.contextmanager
 def writing(path: StorePath) -> Generator[Any]:
-    """A new binary file to write; on disk, or in the store, when the block ends well.
+    """A new binary file to write. It is on disk, or in the store, when the block ends without an error.
 
-    An object goes through a temporary local file (``TMPDIR``): so the store's client can send several parts of it at
-    the same time, and send a part again.
-
-    Args:
-        path: Where; must not exist on a file system.
+    An object is first written to a temporary local file (``TMPDIR``). So the store's client can send several parts at a
+    time, and repeat a part.
     """
     if isinstance(path, Path):
-        # "x": a leftover of the same name would mean that two saves share a folder.
+        # "x": a file of that name would mean that two saves share a folder.
         with path.open("xb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())
@@ -42,7 +39,7 @@ def writing(path: StorePath) -> Generator[Any]:
 
 
 def write_plain(path: StorePath, data: bytes) -> None:
-    """Write a small file and bring it to disk; replaces one of that name."""
+    """Write a small file and bring it to disk. Replaces an existing file."""
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
@@ -52,7 +49,7 @@ def write_plain(path: StorePath, data: bytes) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Bring a folder's entries (new and renamed files) to disk."""
+    """Bring a folder's list of files to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -61,7 +58,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def remove_tree(path: StorePath) -> None:
-    """Delete a folder with all below; what cannot be deleted is left."""
+    """Delete a folder and its contents as far as possible."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -70,17 +67,17 @@ def remove_tree(path: StorePath) -> None:
 
 
 def write_all(file: Any, data: bytes | bytearray | memoryview) -> None:
-    """Write every byte; an unbuffered file may take fewer at a time."""
+    """Write every byte. An unbuffered file may take fewer per call."""
     view = memoryview(data)
     while len(view):
         view = view[file.write(view) :]
 
 
 class Writeback:
-    """Has the kernel bring a local file to disk while it is written, so that the final ``fsync`` waits for little.
+    """Lets the kernel write a local file to disk early, so that the final ``fsync`` is short.
 
-    A hint: nothing depends on it, and a kernel or C library without ``sync_file_range`` goes without. On a
-    virtual disk, 256 MiB with the ``fsync`` took a third less time.
+    It is a hint, and does nothing without ``sync_file_range``. On a virtual disk, 256 MiB with ``fsync`` took a third less
+    time.
     """
 
     _WINDOW_BYTES = 32 << 20
@@ -92,7 +89,7 @@ class Writeback:
         self._written = self._started = 0
 
     def wrote(self, nbytes: int) -> None:
-        """The file grew by so many bytes, in order."""
+        """Report that the next bytes were written."""
         self._written += nbytes
         if self._call is not None and self._written - self._started >= self._WINDOW_BYTES:
             begin, length = ctypes.c_int64(self._started), ctypes.c_int64(self._written - self._started)
@@ -101,11 +98,11 @@ class Writeback:
 
 
 class MappedFile:
-    """A file's bytes as memory: a local one mapped, a remote one fetched where it is asked for.
+    """A file as memory: mapped if local, fetched on demand if remote.
 
     Args:
-        path: The file. Its size must have been checked: touching a mapped page past the end of a file kills the process.
-        size: Its bytes.
+        path: The file.
+        size: Its size in bytes. Check it first: to touch a mapped page past the end of a file ends the process.
     """
 
     def __init__(self, path: StorePath, size: int) -> None:
@@ -118,22 +115,18 @@ class MappedFile:
             with path.open("rb") as opened:
                 self._map = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
         else:
-            self._map = mmap.mmap(-1, size)  # pages take memory when they are written
+            self._map = mmap.mmap(-1, size)  # a page takes memory when it is written
             self._missing = set(range(-(-size // _FETCH_UNIT_BYTES)))
         self.view = memoryview(self._map)
-        """All bytes; writable without effect on the file. Of a remote file only what was fetched is there."""
+        """All bytes. Writes do not change the file. A remote file has only the bytes that were fetched."""
 
     def fetch(self, begin: int, end: int) -> None:
-        """Make sure that bytes ``begin`` to ``end`` are there; whole blocks are read, many with one request.
-
-        Raises:
-            OSError: If the store does not give them.
-        """
+        """Fetch bytes ``begin`` to ``end`` in whole blocks. Raises OSError if the store fails."""
         for run in self.missing(begin, end):
             self.read(*run)
 
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The requests that `fetch` would make: first and end byte of each."""
+        """The requests that `fetch` would make: begin and end of each."""
         runs: list[tuple[int, int]] = []
         for block in range(begin // _FETCH_UNIT_BYTES, -(-end // _FETCH_UNIT_BYTES)) if self._missing else ():
             at, stop = block * _FETCH_UNIT_BYTES, min((block + 1) * _FETCH_UNIT_BYTES, self._size)
@@ -150,23 +143,19 @@ class MappedFile:
         assert isinstance(self._path, RemotePath)
         data = self._path.read_range(at, stop)
         if len(data) != stop - at:
-            raise OSError(f"{self._path} gave {len(data)} bytes of {stop - at} from byte {at}.")
+            raise OSError(f"{self._path} returned {len(data)} of {stop - at} bytes from byte {at}.")
         self.view[at:stop] = data
         self._missing.difference_update(range(at // _FETCH_UNIT_BYTES, -(-stop // _FETCH_UNIT_BYTES)))
 
 
 def fetch_all(ranges: Iterable[tuple[MappedFile, int, int]]) -> None:
-    """Fetch byte ranges of several files, several at the same time.
-
-    Raises:
-        OSError: If a store does not give them.
-    """
+    """Fetch byte ranges of several files, several at a time. Raises OSError if a store fails."""
     requests = [(file, *run) for file, begin, end in ranges for run in file.missing(begin, end)]
     if len(requests) < 2:
         for file, at, stop in requests:
             file.read(at, stop)
         return
-    from concurrent.futures import ThreadPoolExecutor  # saver processes start without
+    from concurrent.futures import ThreadPoolExecutor  # savers start without it
 
     with ThreadPoolExecutor(_PARALLEL_FETCHES, "titan-ckpt-fetch") as pool:
         for _ in pool.map(lambda request: request[0].read(*request[1:]), requests):

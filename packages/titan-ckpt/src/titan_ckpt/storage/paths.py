@@ -1,11 +1,12 @@
-"""Where steps lie: a POSIX file system, or any store that fsspec reaches (``s3://``, ``gs://``, ``memory://``).
+"""Paths of steps: on a POSIX file system, or in a store behind fsspec (``s3://``, ``gs://``, ``memory://``).
 
-A local path is a `pathlib.Path`. `RemotePath` gives a store's objects the part of `pathlib.Path` that is used here.
+A local path is a `pathlib.Path`. `RemotePath` is the part of its interface that is used here, for objects of a store.
+universal-pathlib is not used: as fsspec, it answers "does not exist" when a request fails, and such an answer may lead to
+a deletion here.
 
-The two differ in how a step becomes valid. A file system renames a whole folder in one instant, so a step is written
-under another name and renamed. An object store cannot rename, but a single object appears whole or not at all: there
-a step is written where it stays, under a name no other save uses, and its manifest, the last object, is the commit.
-Readers have one rule for both: a step is valid if its manifest is there, intact, and every listed file has its size.
+The two kinds differ in the commit. A file system renames a folder in one instant, so a step is written under another name
+and then renamed. A store cannot rename a folder, but an object appears whole or not at all. There a step is written under
+its final name, which no other save uses, and its last object, the manifest, is the commit.
 """
 
 import errno
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""The errors that prove that a file is not there. Any other proves nothing, and may be gone at the next try."""
+"""The errors that prove that a file does not exist. Other errors prove nothing."""
 
 
 def unanswered(path: object, err: OSError) -> OSError:
-    """The same kind of error as ``err`` with the file's name, which stores behind fsspec leave out, and the way out."""
-    text = f"{path} cannot be read: {err.strerror or err}. Try again; if it stays so, move that folder away."
+    """An error like ``err`` that names the file, which stores behind fsspec do not, and says what to do."""
+    text = f"{path} cannot be read: {err.strerror or err}. Try again. If the error stays, move that folder away."
     return OSError(text) if err.errno is None else OSError(err.errno, text)
 
 
@@ -36,12 +37,12 @@ class _Size:
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A path in a store that fsspec reaches; methods as those of `pathlib.Path`."""
+    """A path in a store behind fsspec, with methods as those of `pathlib.Path`."""
 
     fs: Any
     """The fsspec file system."""
     path: str
-    """Path within it."""
+    """The path within it."""
 
     def __str__(self) -> str:
         return str(self.fs.unstrip_protocol(self.path))
@@ -57,7 +58,7 @@ class RemotePath:
     def __truediv__(self, name: str, /) -> "RemotePath":
         return RemotePath(self.fs, posixpath.join(self.path, name))
 
-    # fsspec's own exists() and isdir() return False when a request fails. Here False may lead to a deletion.
+    # fsspec's exists() and isdir() return False if a request fails. Here False may lead to a deletion.
     def exists(self) -> bool:
         return self._info() is not None
 
@@ -70,7 +71,7 @@ class RemotePath:
         for found in self.ask("ls", self.path, detail=False):
             path = str(found).rstrip("/")
             if path != self.path:
-                yield self / posixpath.basename(path)  # spelled as this one: stores list paths in their own spelling
+                yield self / posixpath.basename(path)  # stores may spell listed paths in another way
 
     def glob(self, pattern: str, /) -> Iterator["RemotePath"]:
         return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
@@ -79,7 +80,7 @@ class RemotePath:
         return bytes(self.ask("cat_file", self.path))
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin`` to ``end`` of an object: one request."""
+        """Bytes ``begin`` to ``end`` of an object, in one request."""
         return bytes(self.ask("cat_file", self.path, start=begin, end=end))
 
     def write_bytes(self, data: bytes, /) -> int:
@@ -87,11 +88,7 @@ class RemotePath:
         return len(data)
 
     def create(self, data: bytes) -> None:
-        """Write an object that must not exist: a conditional put, of which one of several writers wins.
-
-        Raises:
-            FileExistsError: If it exists.
-        """
+        """Write an object that must not exist (a conditional put). Raises FileExistsError if it does."""
         self.ask("pipe_file", self.path, data, mode="create")
 
     def stat(self) -> _Size:
@@ -109,11 +106,7 @@ class RemotePath:
         self.ask("makedirs", self.path, exist_ok=True)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the file system. What a store's client raises of its own is an `OSError` here.
-
-        Raises:
-            OSError: If the store fails, refuses, or cannot be reached.
-        """
+        """Call a method of the file system. Errors of a store's client become OSError."""
         try:
             return getattr(self.fs, method)(*args, **kwargs)
         except (OSError, NotImplementedError):
@@ -122,7 +115,7 @@ class RemotePath:
             raise OSError(errno.EIO, f"{self}: {type(err).__name__}: {err}") from err
 
     def _info(self) -> dict[str, Any] | None:
-        """What the store knows of it; None only if the store says that there is no such thing."""
+        """The store's information; None only if the store says that the path does not exist."""
         self._forget()
         try:
             return self.ask("info", self.path)
@@ -132,7 +125,7 @@ class RemotePath:
             raise unanswered(self, err) from err
 
     def _forget(self) -> None:
-        """Other processes write too: listings are not kept."""
+        """Drop cached listings: other processes write too."""
         self.fs.invalidate_cache()
 
 
@@ -141,10 +134,10 @@ StorePath = Path | RemotePath
 
 
 def as_path(path: "StorePath | os.PathLike[str] | str") -> StorePath:
-    """A storage path from what a user gives: a path, or a URL of a store.
+    """A storage path from a user's path or URL.
 
     Raises:
-        ValueError: If fsspec, or what it needs for this store, is not installed.
+        ValueError: If fsspec, or the package of this store, is not installed.
     """
     if isinstance(path, RemotePath):
         return path
@@ -160,10 +153,10 @@ def as_path(path: "StorePath | os.PathLike[str] | str") -> StorePath:
 
 
 def encode_path(path: StorePath) -> Any:
-    """A path as JSON data for another process of the same job. A URL would lose the options of the store.
+    """A path as JSON data for another process of the same job. A URL would lose the store's options.
 
     Raises:
-        ValueError: If the store was made with options that are not plain data.
+        ValueError: If an option of the store is not plain data.
     """
     if isinstance(path, Path):
         return str(path)
@@ -177,26 +170,22 @@ def encode_path(path: StorePath) -> Any:
 
 
 def decode_path(value: Any) -> StorePath:
-    """Undo `encode_path`. The store's class is looked up in fsspec's registry; nothing else is imported.
-
-    Raises:
-        ValueError: If fsspec does not know the store.
-    """
+    """Undo `encode_path`. The store's class comes from fsspec's registry."""
     return Path(value) if isinstance(value, str) else RemotePath(_store(value["store"]), value["path"])
 
 
 def shared_between_processes(path: StorePath) -> bool:
-    """Whether another process on this machine can reach the same files, as saver processes and other ranks must.
+    """Whether another process on this machine can reach the same files.
 
-    False of a store in memory, of one made with options that are not plain data, and of one whose class was registered
-    with fsspec in this process only.
+    False for a store in memory, a store with options that are not plain data, and a store whose class was registered with
+    fsspec in this process only.
     """
     if isinstance(path, Path):
         return True
     memory = importlib.import_module("fsspec.implementations.memory").MemoryFileSystem
     known = importlib.import_module("fsspec").available_protocols()
     store = path.fs
-    while store is not None:  # some stores lie in another one
+    while store is not None:  # a store may be a layer over another one
         if isinstance(store, memory) or _protocol(store) not in known:
             return False
         store = getattr(store, "fs", None)
@@ -208,7 +197,7 @@ def shared_between_processes(path: StorePath) -> bool:
 
 
 def renames(path: StorePath) -> bool:
-    """Whether the storage renames a folder in one instant, which is how a step is committed there."""
+    """Whether the storage can rename a folder in one instant."""
     return isinstance(path, Path)
 
 
@@ -217,7 +206,7 @@ def _protocol(fs: Any) -> str:
 
 
 def _plain_store(fs: Any) -> dict[str, Any]:
-    """A file system as plain data; one among its options too."""
+    """A file system as plain data, also as an option of another one."""
     if not hasattr(fs, "storage_options"):
         raise TypeError(f"{fs!r} is not plain data")
     return {"protocol": _protocol(fs), "args": fs.storage_args, "options": fs.storage_options}
