@@ -330,21 +330,21 @@ class Checkpointer:
         """Before the first save: claim the root and delete leftovers. Collective."""
         if self._opened:
             return
-        error: Exception | None = None
-        if self._comm.rank == 0:
-            try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                await_inherited(self.root)
-                owner = Process.of(os.getpid())
-                take_root(self.root, owner)
-                self._claim = weakref.finalize(self, _release, self.root, owner)
-                for path in leftovers.sweep(self.root):
-                    _log.info("deleted %s: an unfinished save or deletion", path)
-            except OSError as err:
-                error = CheckpointError(f"{self.root} cannot be used as the checkpoint folder: {err}")
-            except ValueError as err:
-                error = err
-        self._comm.agree(error, f"opening {self.root}")
+
+        def open_root() -> None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            await_inherited(self.root)
+            owner = Process.of(os.getpid())
+            take_root(self.root, owner)
+            self._claim = weakref.finalize(self, _release, self.root, owner)
+            for path in leftovers.sweep(self.root):
+                _log.info("deleted %s: an unfinished save or deletion", path)
+
+        self._comm.from_rank0(
+            open_root,
+            f"opening {self.root}",
+            lambda err: CheckpointError(f"{self.root} cannot be used as the checkpoint folder: {err}"),
+        )
         self._opened = True
 
     def _check_open(self, *, to_write: bool = False) -> None:

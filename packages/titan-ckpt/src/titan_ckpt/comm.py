@@ -8,6 +8,7 @@ across nodes. Rank 0 then has one connection per node instead of one per rank.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -103,6 +104,22 @@ class ByteComm:
         data = _padded(payload or b"", int(length))
         dist.broadcast(data, group=self.group, group_src=0)
         return _bytes(data, int(length))
+
+    def from_rank0(self, make: Callable[[], Any], doing: str, failure: Callable[[OSError], Exception]) -> Any:
+        """What ``make`` returns on rank 0, sent as JSON to every rank. Collective.
+
+        A ValueError or OSError of ``make`` is raised on every rank, an OSError as ``failure`` says.
+        """
+        payload, error = None, None
+        if self.rank == 0:
+            try:
+                payload = json.dumps(make()).encode()
+            except OSError as err:
+                error = failure(err)
+            except ValueError as err:
+                error = err
+        self.agree(error, doing)
+        return json.loads(self.broadcast(payload))
 
     def agree(self, error: Exception | None, doing: str) -> None:
         """Raise on every rank if any rank has an error. Collective.

@@ -20,6 +20,9 @@ from titan_ckpt.format.names import COMMIT_NAME, FORMAT_VERSION, INDEX_NAME, MAN
 from titan_ckpt.format.validate import check_manifest
 from titan_ckpt.storage.paths import ABSENT, StorePath, as_path, unanswered
 
+_NUMBERS = ("step", "world_size", "serial")
+_TEXTS = ("save_id", "saved_at")
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -79,12 +82,7 @@ class Manifest:
             check_manifest(value)
             manifest = cls(
                 path=folder,
-                step=value["step"],
-                save_id=value["save_id"],
-                world_size=value["world_size"],
-                serial=value["serial"],
-                saved_at=value["saved_at"],
-                versions=value["versions"],
+                **{name: value[name] for name in (*_NUMBERS, *_TEXTS, "versions")},
                 metrics={name: _decode_number(number) for name, number in value["metrics"].items()},
                 files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
                 index=(value["index"]["size"], value["index"]["digest"]),
@@ -111,9 +109,20 @@ class Manifest:
         if len(data) != self.index[0] or digest(data) != self.index[1]:
             raise DamageError(str(self.path), [Damage(INDEX_NAME, "does not match its digest", (), 0, 0)])
         index = Index.decode(data)
-        if tuple((f.name, f.size, root_digest(f.blocks)) for f in index.files) != self.files:
+        if listed(index.files) != self.files:
             raise DamageError(str(self.path), [Damage(INDEX_NAME, f"lists other files than {MANIFEST_NAME}")])
         return index
+
+    def encode(self, version: int) -> bytes:
+        """The manifest's bytes, with its own digest, in a version of the format."""
+        value: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS, "versions")}
+        value |= {
+            "format": version,
+            "metrics": {name: _encode_number(number) for name, number in self.metrics.items()},
+            "files": [{"name": name, "size": size, "digest": found} for name, size, found in self.files],
+            "index": {"size": self.index[0], "digest": self.index[1]},
+        }
+        return json.dumps({**value, "digest": _self_digest(value)}, indent=1, allow_nan=False).encode()
 
     @property
     def nbytes(self) -> int:
@@ -150,33 +159,9 @@ class CommitRecord:
         return cls(manifest.step, manifest.serial, manifest.metrics)
 
 
-def encode_manifest(
-    *,
-    format_version: int,
-    step: int,
-    save_id: str,
-    world_size: int,
-    serial: int,
-    saved_at: str,
-    versions: dict[str, str],
-    metrics: dict[str, float],
-    files: Sequence[FileRecord],
-    index: bytes,
-) -> bytes:
-    """The manifest's bytes, with its own digest."""
-    value: dict[str, Any] = {
-        "format": format_version,
-        "step": step,
-        "save_id": save_id,
-        "world_size": world_size,
-        "serial": serial,
-        "saved_at": saved_at,
-        "versions": versions,
-        "metrics": {name: _encode_number(number) for name, number in metrics.items()},
-        "files": [{"name": f.name, "size": f.size, "digest": root_digest(f.blocks)} for f in files],
-        "index": {"size": len(index), "digest": digest(index)},
-    }
-    return json.dumps({**value, "digest": _self_digest(value)}, indent=1, allow_nan=False).encode()
+def listed(files: Sequence[FileRecord]) -> tuple[tuple[str, int, str], ...]:
+    """`Manifest.files` for the records of an index."""
+    return tuple((f.name, f.size, root_digest(f.blocks)) for f in files)
 
 
 def _encode_number(number: float) -> float | dict[str, str]:

@@ -279,8 +279,8 @@ def _export_list(
     for pattern in leave_out:
         if not any(re.fullmatch(pattern, name) for name in saved):
             raise ValueError(
-                f"leave_out={pattern!r} matches no whole name of a tensor in {reader.path}. Its names are "
-                f"{[*saved][:6]} and so on."
+                f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular "
+                f"expression of the names there: {[*saved][:6]}."
             )
     patterns = [*leave_out, *(names.left_out if names else ())]
     native: dict[str, View] = {

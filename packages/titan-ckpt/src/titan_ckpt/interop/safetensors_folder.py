@@ -133,8 +133,8 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             pass
     except (SafetensorError, OSError) as err:
         raise ValueError(
-            f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or incomplete. "
-            "Fetch it again."
+            f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or was not written "
+            "whole. Fetch it again."
         ) from err
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -4,7 +4,7 @@ Rank 0 lists the steps, and all ranks use its list: a network file system may sh
 saves to the same root deletes the step that is being read, the steps are listed again.
 """
 
-import json
+import contextlib
 import logging
 from typing import Literal
 
@@ -62,23 +62,20 @@ def restore_newest(
 
 def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:
     """Number and folder name of every step, oldest first, as rank 0 sees them."""
-    reply, error = None, None
-    if comm.rank == 0:
-        try:
-            await_inherited(root)
-            reply = json.dumps([(number, path.name) for number, path in listing.step_folders(root)]).encode()
-        except OSError as err:
-            error = CheckpointError(f"the steps below {root} cannot be listed: {err}")
-    comm.agree(error, f"listing {root}")
-    return [(number, name) for number, name in json.loads(comm.broadcast(reply))]
+
+    def find() -> list[tuple[int, str]]:
+        await_inherited(root)
+        return [(number, path.name) for number, path in listing.step_folders(root)]
+
+    return comm.from_rank0(
+        find, f"listing {root}", lambda err: CheckpointError(f"the steps below {root} cannot be listed: {err}")
+    )
 
 
 def _gone(path: StorePath, comm: ByteComm) -> bool:
     """Whether a step was deleted, as rank 0 sees it."""
-    reply = None
+    gone = False
     if comm.rank == 0:
-        try:
-            reply = b"1" if listing.is_gone(path) else b"0"
-        except OSError:
-            reply = b"0"
-    return comm.broadcast(reply) == b"1"
+        with contextlib.suppress(OSError):
+            gone = listing.is_gone(path)
+    return comm.broadcast(b"1" if gone else b"") == b"1"

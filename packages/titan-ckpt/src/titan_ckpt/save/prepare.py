@@ -131,16 +131,13 @@ def begin_job(
     Raises:
         CheckpointError: If the folder cannot be made.
     """
-    error, place = None, None
-    if comm.rank == 0:
-        try:
-            folder, save_id = commit.begin_save(root, step, owner)
-            # A local path is sent whole: rank 0's folder counts, even if another rank's root differs.
-            place = json.dumps([str(folder) if isinstance(folder, Path) else folder.name, save_id]).encode()
-        except OSError as err:
-            error = write_failure(err, root, 0)
-    comm.agree(error, f"save of step {step}")
-    name, save_id = json.loads(comm.broadcast(place))
+
+    def begin() -> tuple[str, str]:
+        folder, save_id = commit.begin_save(root, step, owner)
+        # A local path is sent whole: rank 0's folder counts, even if another rank's root differs.
+        return (str(folder) if isinstance(folder, Path) else folder.name), save_id
+
+    name, save_id = comm.from_rank0(begin, f"save of step {step}", lambda err: write_failure(err, root, 0))
     layout = plan_layout(planned, comm, cache, compress)
     texts: list[tuple[str, str]] = []
     if planned.collected.own:

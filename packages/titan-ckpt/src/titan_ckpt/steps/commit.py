@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_ckpt.errors import DamageError
+from titan_ckpt.format.codec import digest
 from titan_ckpt.format.index import FileRecord, Index
-from titan_ckpt.format.manifest import CommitRecord, Manifest, encode_manifest
+from titan_ckpt.format.manifest import CommitRecord, Manifest, listed
 from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, check_step, remote_step_name, step_name
 from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner
 from titan_ckpt.steps.listing import (
@@ -85,23 +86,13 @@ def commit_save(
     serial = 1 + max((found.record.serial for found in all_revisions(root) if found.record), default=0)
     if not isinstance(folder, Path):
         serial = take_turn(folder, serial)
-    record = CommitRecord(step, serial, dict(metrics))
-    manifest = encode_manifest(
-        format_version=version,
-        step=step,
-        save_id=save_id,
-        world_size=world_size,
-        serial=record.serial,
-        saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        versions=dict(versions),
-        metrics=dict(metrics),
-        files=files,
-        index=encoded,
-    )
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    about = (step, save_id, world_size, serial, now, dict(versions), dict(metrics))
+    manifest = Manifest(folder, *about, listed(files), (len(encoded), digest(encoded))).encode(version)
     for note in list(folder.glob(".*")):  # savers' reports
         if note.name != OWNER_NAME:
             note.unlink()
-    write_plain(folder / COMMIT_NAME, record.encode(manifest))
+    write_plain(folder / COMMIT_NAME, CommitRecord(step, serial, dict(metrics)).encode(manifest))
     write_plain(folder / INDEX_NAME, encoded)
     if not isinstance(folder, Path):
         create_once(folder / MANIFEST_NAME, manifest)  # one object, whole or not at all: the commit

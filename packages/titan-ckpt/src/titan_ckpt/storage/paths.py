@@ -206,7 +206,7 @@ def _protocol(fs: Any) -> str:
 
 
 def _plain_store(fs: Any) -> dict[str, Any]:
-    """A file system as plain data, also as an option of another one."""
+    """A file system as plain data, also as an option of another one. fsspec's own `to_json` fails for options of None."""
     if not hasattr(fs, "storage_options"):
         raise TypeError(f"{fs!r} is not plain data")
     return {"protocol": _protocol(fs), "args": fs.storage_args, "options": fs.storage_options}
