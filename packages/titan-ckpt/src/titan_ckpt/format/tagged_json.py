@@ -27,7 +27,13 @@ def child(path: str, key: str) -> str:
     return f"{path}.{key}" if key.isidentifier() else f"{path}[{key!r}]"
 
 
-def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
+MAX_LEVELS = 100
+"""Deepest nesting of plain state: far below what Python can read back."""
+
+_MAX_INT_BITS = 14_000  # Python reads integers of up to 4,300 digits
+
+
+def encode(value: Any, path: str, leaf: Encoder | None = None, levels: int = MAX_LEVELS) -> Any:
     """Turn ``value`` into what `json.dumps` accepts.
 
     Args:
@@ -35,25 +41,37 @@ def encode(value: Any, path: str, leaf: Encoder | None = None) -> Any:
             Counter, range.
         path: Name of the value, for errors.
         leaf: Encodes further types (tensors); its result must be JSON already.
+        levels: Levels of nesting that are left.
 
     Raises:
+        ValueError: If the value is nested too deep, or is an integer of more than 4,000 digits.
         TypeError: If a value has another type. The message gives its path and what to do.
     """
     kind = type(value)
+    if kind is int and value.bit_length() > _MAX_INT_BITS:
+        raise ValueError(
+            f"{path} is an integer of more than 4,000 digits, which JSON readers refuse. Save it as bytes."
+        )
+    if not levels:
+        raise ValueError(f"{path[:200]} is nested more than {MAX_LEVELS} levels deep, or contains itself. Flatten it.")
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
-        return [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)]
+        return [encode(item, f"{path}[{i}]", leaf, levels - 1) for i, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, child(path, key), leaf) for key, item in value.items()}
+        return {key: encode(item, child(path, key), leaf, levels - 1) for key, item in value.items()}
     if kind in (dict, collections.OrderedDict, collections.Counter):
         tag = {dict: "$dict", collections.OrderedDict: "$ordered", collections.Counter: "$counter"}[kind]
-        return {tag: [[encode(k, f"{path} key", leaf), encode(v, f"{path}[{k!r}]", leaf)] for k, v in value.items()]}
+        pairs = [
+            [encode(k, f"{path} key", leaf, levels - 1), encode(v, f"{path}[{k!r}]", leaf, levels - 1)]
+            for k, v in value.items()
+        ]
+        return {tag: pairs}
     if kind in (tuple, set, frozenset):
         items = sorted(value, key=repr) if kind is not tuple else value
-        return {f"${kind.__name__}": [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(items)]}
+        return {f"${kind.__name__}": [encode(item, f"{path}[{i}]", leaf, levels - 1) for i, item in enumerate(items)]}
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode()}
     if kind is complex:

@@ -277,7 +277,11 @@ def _export_list(
 ) -> list[tuple[Entry, View]]:
     saved = reader.index.tensors["model"]
     for pattern in leave_out:
-        if not any(re.fullmatch(pattern, name) for name in saved):
+        try:
+            matches = any(re.fullmatch(pattern, name) for name in saved)
+        except re.error as err:
+            raise ValueError(f"leave_out={pattern!r} is not a regular expression: {err}.") from err
+        if not matches:
             raise ValueError(
                 f"leave_out={pattern!r} matches no tensor of {reader.path} as a whole. Write a regular "
                 f"expression of the names there: {[*saved][:6]}."

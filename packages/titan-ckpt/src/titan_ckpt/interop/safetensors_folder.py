@@ -195,8 +195,13 @@ def _scale_block(folder: Path) -> tuple[int, int]:
     if not config.exists():
         return _DEFAULT_SCALE_BLOCK
     value = parse_object(config.read_bytes(), str(config))
-    rows, columns = (value.get("quantization_config") or {}).get("weight_block_size") or _DEFAULT_SCALE_BLOCK
-    return rows, columns
+    found = value.get("quantization_config")
+    size = found.get("weight_block_size") if isinstance(found, dict) else None
+    if not size:
+        return _DEFAULT_SCALE_BLOCK
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
+        raise ValueError(f"{config}: weight_block_size={size!r} is not [rows, columns]. Give two integers from 1.")
+    return size[0], size[1]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.leaves import reseed, set_rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
 from titan_ckpt.state.optimizer import OptimRestore
-from titan_ckpt.state.train_state import Stateful, TrainState, listed, shard_of
+from titan_ckpt.state.train_state import Stateful, TrainState, check_state, listed, shard_of
 from titan_ckpt.storage.paths import StorePath
 
 _log = logging.getLogger("titan_ckpt")
@@ -73,6 +73,7 @@ class _Restore:
     """A restore. The constructor makes every check that needs no other rank."""
 
     def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool) -> None:
+        check_state(state)
         self.state, self.comm, self.strict = state, comm, strict
         self.reader = StepReader(path)
         shared = self.reader.shared_state()

@@ -96,6 +96,8 @@ def plan_step(
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError):
         error = error or TypeError(f"metrics={metrics!r} contains something that is not a number. Pass floats.")
+    if any(not isinstance(name, str) for name in numbers):  # type: ignore[reportUnnecessaryIsInstance]
+        error = error or TypeError(f"metrics={metrics!r} has a name that is not a string. Use strings.")
     comm.agree(error, doing)
     assert collected is not None
     known = cache.structure
@@ -161,6 +163,9 @@ def _take_apart(
     try:
         check_step(step)
         collected = collect(state, comm.rank, comm.size)
+        reserved = [f"{section}.{key}" for section, key, _ in collected.tensors if key == "__metadata__"]
+        if reserved:
+            raise ValueError(f"{reserved[0]}: safetensors reserves the name '__metadata__'. Rename the tensor.")
         parts = [
             local_part(
                 tensor, f"{section}.{key}", shard_of(state.shards, section, key, tuple(tensor.shape), collected.model)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -123,6 +124,6 @@ def _transparent(model: nn.Module) -> frozenset[str]:
 def _identity(tensor: Tensor) -> Any:
     """A value that is equal for tensors that are the same view of the same memory."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if hasattr(local, "__tensor_flatten__") or local.is_meta or not local.numel():
+    if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__") or local.is_meta or not local.numel():
         return id(tensor)
     return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride())

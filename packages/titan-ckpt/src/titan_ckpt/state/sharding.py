@@ -232,7 +232,9 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
             )
         tensor = inner[0]
         flatten = getattr(tensor, "__tensor_flatten__", None)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
+        raise TypeError(f"{path} is a quantized tensor, which safetensors cannot hold. Call dequantize() first.")
+    if tensor.layout is not torch.strided:
         raise TypeError(f"{path} is a {tensor.layout} tensor; safetensors holds dense ones. Call to_dense() first.")
     if tensor.is_meta:
         raise ValueError(f"{path} is on the meta device, so it has no values. Call to_empty(device=...) on its module.")

@@ -56,6 +56,41 @@ class TrainState:
     dp: tuple[int, int] | None = None
     """This rank's place among the data-parallel ranks, and their number. None means (rank, world size)."""
 
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type.
+
+        Raises:
+            TypeError: If a part is not what its field says.
+            ValueError: If ``dp`` is not a place and a number of ranks.
+        """
+        given: dict[str, tuple[list[Any], tuple[str, ...], str]] = {
+            "model": (as_modules(self.model), ("state_dict", "modules"), "an nn.Module or a list of them"),
+            "optim": (listed(self.optim), ("param_groups", "state"), "an Optimizer or a list of them"),
+            "sched": (listed(self.sched), ("state_dict", "load_state_dict"), "a scheduler or a list of them"),
+            "data": (
+                listed(self.data),
+                ("state_dict", "load_state_dict"),
+                "an object with state_dict and load_state_dict",
+            ),
+            "extra": ([self.extra], ("items", "__setitem__"), "a dict"),
+            "shards": ([*self.shards.values()], ("shape", "offsets"), "a dict of LocalShard"),
+        }
+        for name, (values, needed, what) in given.items():
+            wrong = [value for value in values if not all(hasattr(value, method) for method in needed)]
+            if wrong:
+                raise TypeError(f"TrainState({name}=) got a {type(wrong[0]).__name__}. Pass {what}.")
+        dp: Any = self.dp
+        if dp is not None and not (isinstance(dp, tuple | list) and len(dp) == 2 and 0 <= dp[0] < dp[1]):
+            raise ValueError(
+                f"TrainState(dp={dp!r}) is not (place, number of data-parallel ranks), with place < number."
+            )
+
+
+def check_state(state: Any) -> None:
+    """Raise a TypeError for anything but a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state is a {type(state).__name__}. Pass a TrainState, such as TrainState(model=model).")
+
 
 def shard_of(
     shards: Mapping[str, LocalShard], section: str, key: str, shape: tuple[int, ...], model: ModelState
@@ -90,6 +125,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
         TypeError: If a value is neither plain data nor a tensor. The message gives its path.
         ValueError: If names clash, or a parameter of the optimizer is not in the model.
     """
+    check_state(state)
     model = model_state(as_modules(state.model))
     strangers = [name for name in state.shards if name not in model.tensors]
     if strangers:
