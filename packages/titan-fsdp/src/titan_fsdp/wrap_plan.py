@@ -49,7 +49,8 @@ class WrapPlan(PlanData):
 
         Args:
             model: The plain model (before `apply`), for the activations; a copy of it runs without memory.
-            inputs: Example arguments of one microbatch; tensors on any device.
+            inputs: Example arguments of one microbatch; tensors on any device. Hidden states of another pipeline stage require
+                a gradient, and more is saved for them.
             loss: From the model's output to the loss, whose saved tensors count too.
             optimizer_states: Tensors of the gradient's size and dtype that the optimizer keeps; 2 for AdamW.
             microbatches: Forward-backward passes in the step.

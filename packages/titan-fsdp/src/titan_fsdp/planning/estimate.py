@@ -107,10 +107,7 @@ def _saved_bytes(
 ) -> list[tuple[int, int]]:
     dtype = plan.policy.mp.param_dtype
     _pretend_on_cpu(model)
-    args = [
-        torch.zeros(a.shape, dtype=dtype if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a
-        for a in inputs
-    ]
+    args = [_empty_like(a, dtype) if isinstance(a, Tensor) else a for a in inputs]
     storages = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
     total = 0
@@ -143,6 +140,12 @@ def _saved_bytes(
         if loss is not None:
             output = loss(output)
     return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)]
+
+
+def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
 
 
 def _pretend_on_cpu(model: nn.Module) -> None:

@@ -79,6 +79,11 @@ def family_of(model: "nn.Module") -> Family | None:
     return next((family for family in families().values() if family.model == path), None)
 
 
+def is_shipped(model: "nn.Module") -> bool:
+    """Whether the model's class is exactly that of a family in this package."""
+    return class_path(type(model)) in {family.model for family in _SHIPPED}
+
+
 @cache
 def _installed() -> dict[str, Family]:
     """Families of installed packages. One that cannot be loaded is left out with a warning; the others still work."""

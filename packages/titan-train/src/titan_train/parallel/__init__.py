@@ -2,6 +2,7 @@
 
 - `apply`: all of it, in the one order that works. Start reading here.
 - `check`: what a model cannot do under a layout. `estimate`: what one rank would hold.
+  `rehearsed`: what recomputation would keep.
 - ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.
 - `context`: each rank computes on its share of every sequence.
 - `pipeline`: the stages of a model, and their executor.

@@ -59,17 +59,19 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], co
     Raises:
         ValueError: A pattern matches no module.
     """
-    if config.checkpoint in ("full", "every", "selective"):
-        every = config.every if config.checkpoint == "every" else 1
-        context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
-        for block in blocks[::every]:
-            _recompute(block, context_fn)
-    elif config.checkpoint == "pattern":
-        for module in _matching(model, config.patterns):
-            _recompute(module, None)
+    context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
+    for module in recomputed_modules(model, blocks, config):
+        _recompute(module, context_fn)
     if config.offload:
         for block in blocks[:-1]:  # backward begins with the last: moving it away and back hides nothing
             _offload(block)
+
+
+def recomputed_modules(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> list[nn.Module]:
+    """The modules whose forward backward runs again; arguments as in `apply_activation_checkpointing`."""
+    if config.checkpoint in ("full", "every", "selective"):
+        return blocks[:: config.every if config.checkpoint == "every" else 1]
+    return _matching(model, config.patterns) if config.checkpoint == "pattern" else []
 
 
 def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
@@ -87,6 +89,40 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
 
 def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one region: forward marks what to keep, recomputation reads it back."""
+    keeps = {False: SelectivePolicy(matmul_every), True: SelectivePolicy(matmul_every)}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = keeps[context.is_recompute].keeps(op)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = create_selective_checkpoint_contexts(policy)
+    if torch.compiler.is_compiling():
+        return contexts  # the compiler reads the policy from torch's own classes
+    watched = keeps[False].watched
+    return _Watch(contexts[0], watched), _Watch(contexts[1], watched)
+
+
+class SelectivePolicy:
+    """Which results one pass through a region keeps under ``checkpoint = "selective"``."""
+
+    def __init__(self, matmul_every: int) -> None:
+        """Start before the first operator; each ``matmul_every``-th product is recomputed, 0 keeps them all."""
+        self._matmul_every = matmul_every
+        self._seen = 0
+        self._matmuls, kept = _costly_operators()
+        self.watched = self._matmuls | kept
+        """Operators whose results may be kept."""
+
+    def keeps(self, op: Any) -> bool:
+        """Whether the result of ``op``, which runs now, is kept."""
+        if op in self._matmuls:
+            self._seen += 1
+            return not (self._matmul_every and self._seen % self._matmul_every == 0)
+        return op in self.watched
+
+
+def _costly_operators() -> tuple[set[Any], set[Any]]:
+    """Matrix products; and what else is kept."""
     matmuls = {
         getattr(namespace, name).default
         for namespace, names in ((torch.ops.aten, _MATMULS), (torch.ops.titan_fp8, _FLOAT8_MATMULS))
@@ -104,20 +140,7 @@ def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], Abstra
         if (packet := getattr(namespace, name, None)) is not None
         for overload in packet.overloads()
     }
-    seen = {False: 0, True: 0}
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in matmuls:
-            seen[context.is_recompute] += 1
-            skipped = matmul_every and seen[context.is_recompute] % matmul_every == 0
-            return CheckpointPolicy.PREFER_RECOMPUTE if skipped else CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = create_selective_checkpoint_contexts(policy)
-    if torch.compiler.is_compiling():
-        return contexts  # the compiler reads the policy from torch's own classes
-    watched = matmuls | kept
-    return _Watch(contexts[0], watched), _Watch(contexts[1], watched)
+    return matmuls, kept
 
 
 class _Watch(TorchDispatchMode):

@@ -1,7 +1,8 @@
 """What one rank of a layout would hold, without ranks and without memory.
 
-The model is built on the meta device, cut as the rank would cut it, and one micro-batch runs through it on fake tensors.
-Tensor parallelism is given a process group that pretends: it has the size and sends nothing.
+The model is built on the meta device and cut as the rank would cut it; tensor parallelism is given a process group that
+pretends: it has the size and sends nothing. What a micro-batch leaves for backward has a closed form for the shipped
+families (`titan_train.planner.memory.saved`). Any other model, and what the closed form does not cover, runs on fake tensors.
 """
 
 import copy
@@ -21,16 +22,19 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models import count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
-from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.models.registry import is_shipped
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
+from titan_train.parallel.rehearsed import recomputed_layers, rehearse_activation_checkpointing
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode
+from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
+from titan_train.planner.translate import shape_of_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ def estimate_ranks(
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:
-            return [_add_up([rank.measure(functools.partial(copy.deepcopy, whole))], 1.0, pipeline_rank=0)]
+            every = range(len(list(layers_of(whole).children())))
+            stage = rank.measure(functools.partial(copy.deepcopy, whole), every, last=True)
+            return [_add_up([stage], 1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
@@ -77,9 +83,8 @@ def estimate_ranks(
         for stage, here in enumerate(layers):
             kind = rank.kind(blocks[here.start : here.stop], stage, last)
             if kind not in measured:
-                measured[kind] = rank.measure(
-                    functools.partial(take_stage, whole, here, first=stage == 0, last=stage == last)
-                )
+                take = functools.partial(take_stage, whole, here, first=stage == 0, last=stage == last)
+                measured[kind] = rank.measure(take, here, last=stage == last)
         kinds = [rank.kind(blocks[here.start : here.stop], stage, last) for stage, here in enumerate(layers)]
         return [
             _add_up([measured[kinds[s]] for s in schedule.stages_of(number)], peaks[number], pipeline_rank=number)
@@ -134,19 +139,18 @@ class _Rank:
         )
         return stage == 0, stage == last, tuple(shapes)
 
-    def measure(self, make: Callable[[], nn.Module]) -> _Stage:
-        """What the part of the model that ``make`` builds holds."""
+    def measure(self, make: Callable[[], nn.Module], layers: range, *, last: bool) -> _Stage:
+        """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
         spec, config = self.layout.spec, self.config
         sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
         if self.mode == "ddp":
             sizes = {"replicate": spec.dp_replicate * spec.cp}
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
-        # with all its experts: as many rows meet them, whoever holds them
-        running = self._cut(make(), fused_loss=config.train.fused_loss)
-        apply_activation_checkpointing(running, blocks_of(running), config.activations)
-        measured = fsdp.plan(running, sizes, fsdp_policy(config, self.mode)).estimate(
-            running, self._inputs(running), loss=_loss, in_place=True
-        )
+        activations = self._closed_form(layers)
+        if activations is None:
+            # with all its experts: as many rows meet them, whoever holds them
+            running = self._cut(make(), fused_loss=config.train.fused_loss)
+            activations = self._trace(running, sizes, last=last)
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
         _cut_experts(held, spec.ep)
@@ -155,8 +159,33 @@ class _Rank:
         return _Stage(
             num_parameters=count_parameters(held),
             held=plan.estimate(microbatches=self.batch.accumulation, keep=config.parallel.accumulate),
-            activations=measured.activations,
+            activations=activations,
         )
+
+    def _closed_form(self, layers: range) -> int | None:
+        """Bytes that these blocks leave for backward; None where only a run can tell."""
+        config, spec = self.config, self.layout.spec
+        again = recomputed_layers(config.activations, len(layers))
+        frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
+        if again is None or frozen or config.parallel.tp_plan or not is_shipped(self.whole):
+            return None
+        args: Any = self.whole.args
+        at = RankTokens(
+            rows=self.batch.microbatch,
+            seq_len=config.model.seq_len // spec.cp,
+            element=2 if config.train.dtype == "bf16" else 4,
+            tp=spec.tp,
+            sequence_parallel=config.parallel.sequence_parallel,
+        )
+        shape = shape_of_args(config.model.name, args)
+        return stage_saved_bytes(shape, layers, again, at, chunked_loss=config.train.fused_loss)
+
+    def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
+        """The same, counted while a micro-batch runs on fake tensors."""
+        rehearse_activation_checkpointing(running, blocks_of(running), self.config.activations)
+        plan = fsdp.plan(running, sizes, fsdp_policy(self.config, self.mode))
+        loss = _loss if last else None
+        return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
 
     def _cut(self, part: nn.Module, *, fused_loss: bool = False) -> nn.Module:
         """Tensor parallelism's cut, as the first of its ranks has it; the loss in the head, where it is computed there."""
@@ -188,12 +217,16 @@ class _Rank:
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
         # a stage in the middle learns the length of its rows from their positions
         part.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "positions": torch.arange(seq_len).unsqueeze(0)}),
+            lambda _, args, kwargs: (args, {**kwargs, "positions": _positions(seq_len, args[0])}),
             with_kwargs=True,
         )
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
-        return (torch.zeros(rows, seq_len // cut, width, device="meta"),)
+        return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
+
+
+def _positions(seq_len: int, hidden: Tensor) -> Tensor:
+    return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
 
 
 def _loss(output: Tensor) -> Tensor:

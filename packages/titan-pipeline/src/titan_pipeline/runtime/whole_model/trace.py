@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.flop_counter import FlopCounterMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 CallId = tuple[str, int]
 """Name of a module and number of its call, from 0."""
@@ -77,6 +79,12 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         return _Tracer(copied(model).eval(), count=False).run(args, kwargs)
 
 
+def _flop_counter() -> "FlopCounterMode":
+    from torch.utils.flop_counter import FlopCounterMode  # loads triton, and only the cut of a whole model counts
+
+    return FlopCounterMode(display=False)
+
+
 class _Tracer:
     """Hooks on every module of a copy of the model."""
 
@@ -85,7 +93,7 @@ class _Tracer:
         self._trace = ModelTrace()
         self._stack: list[ModuleCall] = []
         self._clock = 0
-        self._flops = FlopCounterMode(display=False) if count else None
+        self._flops = _flop_counter() if count else None
         self._hooks: set[int] = set()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelTrace:

@@ -71,6 +71,8 @@ class ExpertsShape:
     bias: bool = False
     max_groups: int = 0
     """Groups of experts (nodes) that a token's experts may come from; 0 is any."""
+    normalized: bool = True
+    """A token's weights are divided by their sum."""
 
     @property
     def matrices(self) -> int:

@@ -1,0 +1,88 @@
+"""What activation checkpointing keeps, for an estimate: the same regions, without what would recompute them.
+
+torch's own checkpointing hides what it keeps of a selective region from saved-tensor hooks, and loads the compiler. Here a
+region shows autograd what it would keep: its arguments, and in selective mode the results that the policy keeps.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_train.config import ActivationsConfig
+from titan_train.parallel.activations import SelectivePolicy, recomputed_modules
+
+
+def recomputed_layers(config: ActivationsConfig, count: int) -> list[bool] | None:
+    """For each of ``count`` blocks, whether it is recomputed as a whole; None where parts of blocks are."""
+    if config.checkpoint in ("none", "budget"):
+        return [False] * count
+    every = {"full": 1, "every": config.every}.get(config.checkpoint)
+    return None if every is None else [layer % every == 0 for layer in range(count)]
+
+
+def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
+    """Make ``model`` save for backward what it would keep as configured; in place. Backward is then impossible.
+
+    Args:
+        model: The model, for ``patterns``.
+        blocks: Its repeated blocks, in order.
+        config: What to do. Offload moves bytes to the host and is not rehearsed.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    for module in recomputed_modules(model, blocks, config):
+        _rehearse(module, config.matmul_every if config.checkpoint == "selective" else None)
+
+
+def _rehearse(module: nn.Module, matmul_every: int | None) -> None:
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        results: list[Tensor] = []
+        with saved_tensors_hooks(lambda _: None, lambda _: None):  # what the region itself saves is recomputed
+            if matmul_every is None:
+                output = inner(*args, **kwargs)
+            else:
+                with _Record(SelectivePolicy(matmul_every), results):
+                    output = inner(*args, **kwargs)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        _Keep.apply(torch.empty(0, requires_grad=True), *given, *results)
+        return output
+
+    module.forward = forward
+
+
+class _Record(TorchDispatchMode):
+    """Writes down the results that a policy keeps."""
+
+    def __init__(self, policy: SelectivePolicy, results: list[Tensor]) -> None:
+        super().__init__()
+        self._policy = policy
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._policy.keeps(func):
+            self._results += [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
+        return out
+
+
+class _Keep(torch.autograd.Function):
+    """Saves its arguments for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("a rehearsal has no backward")

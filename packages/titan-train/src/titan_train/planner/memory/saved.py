@@ -1,0 +1,162 @@
+"""Bytes that eager autograd saves in one microbatch, in closed form, for the model families that are shipped.
+
+`titan_train.parallel.estimate` counts the same by running the model on fake tensors, which takes seconds and works for any
+model; a test holds the two equal, byte for byte, over families, layouts and recomputation. Both `titan-train check` and
+the planner count by these formulas.
+
+Counted is what a CPU saves: RMSNorm is taken apart there (its float32 input and result), and attention pads narrow values.
+Each tensor counts once, however many operators save it. Parameters do not count.
+
+Letters: d width, n tokens of a rank, r those of its share of the residual stream (sequence parallelism), e bytes of an
+element.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+
+_WIDE = 4  # bytes of float32
+_INDEX = 8  # bytes of int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTokens:
+    """What one rank computes a microbatch on."""
+
+    rows: int
+    """Sequences."""
+    seq_len: int
+    """Tokens of a sequence on this rank, after context parallelism."""
+    element: int
+    """Bytes of an element in compute: 2 for bf16, 4 for float32."""
+    tp: int = 1
+    sequence_parallel: bool = True
+
+    @property
+    def whole(self) -> int:
+        """Tokens inside attention and feed-forward."""
+        return self.rows * self.seq_len
+
+    @property
+    def residual(self) -> int:
+        """Tokens between them."""
+        return self.whole // self.tp if self.sequence_parallel else self.whole
+
+
+def stage_saved_bytes(
+    shape: ModelShape,
+    layers: range,
+    recomputed: Sequence[bool],
+    at: RankTokens,
+    *,
+    chunked_loss: bool,
+) -> int:
+    """Bytes that forward of some blocks leaves for backward, with the embedding and the head where they belong to them.
+
+    Args:
+        shape: The whole model.
+        layers: The blocks of this stage.
+        recomputed: For each of them, whether backward runs it again; it then keeps its input alone.
+        at: The microbatch.
+        chunked_loss: The head computes the loss and keeps no logits.
+    """
+    first, last = layers.start == 0, layers.stop == shape.num_layers
+    total = _embedding(shape, at) if first else 0
+    kinds = [block for block in shape.blocks for _ in range(block.count)]
+    for layer, again in zip(layers, recomputed, strict=True):
+        total += at.element * shape.dim * at.residual if again else block_saved_bytes(kinds[layer], shape.dim, at)
+    if not all(recomputed):
+        total += _rotary(shape, at)
+    return total + (_head(shape, at, chunked_loss=chunked_loss) if last else 0)
+
+
+def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
+    """Bytes of one block that is not recomputed, without the rotary angles, which all blocks share."""
+    assert block.attention is not None and block.ffn is not None and block.ssm is None
+    layer_norm = block.norms > 2
+    total = 2 * (_layer_norm(dim, at.residual, at.element) if layer_norm else _rms_norm(dim, at.residual))
+    if block.attention.latent:
+        total += _latent_attention(block.attention, dim, at)
+    else:
+        total += _attention(block.attention, dim, at)
+    if isinstance(block.ffn, FeedForwardShape):
+        return total + _feed_forward(block.ffn.hidden, dim, at, gated=block.ffn.gated)
+    return total + _experts(block.ffn, dim, at)
+
+
+def _rms_norm(width: int, tokens: int) -> int:
+    """Input and result before the weight, both in float32, and one number a token."""
+    return tokens * _WIDE * (2 * width + 1)
+
+
+def _layer_norm(width: int, tokens: int, element: int) -> int:
+    return tokens * element * (width + 2)
+
+
+def _share(heads: int, tp: int) -> int:
+    """Heads of one rank; where there are fewer than ranks, several ranks have the same one."""
+    return max(1, heads // tp)
+
+
+def _attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
+    heads, kv_heads = _share(a.heads, at.tp), _share(a.kv_heads, at.tp)
+    total = at.element * at.whole * (dim + (2 * heads + 2 * kv_heads) * a.head_dim)  # input, q, k, v, result
+    total += _WIDE * at.whole * heads  # log-sum-exp
+    if a.qk_norm:
+        total += _rms_norm(a.head_dim, at.whole * (heads + kv_heads))
+    return total
+
+
+def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
+    heads, n, e = _share(a.heads, at.tp), at.whole, at.element
+    total = e * n * dim + e * n * (a.q_lora + a.kv_lora)  # inputs of the projections
+    total += _rms_norm(a.q_lora, n) if a.q_lora else 0
+    total += _rms_norm(a.kv_lora, n)
+    if e == _WIDE:  # the norm's input is not a copy then, but part of the projection's result
+        total += _WIDE * n * a.rope_dim
+    total += 4 * e * n * heads * a.head_dim + _WIDE * n * heads  # q, k, v and result as wide as keys; log-sum-exp
+    if a.v_dim < a.head_dim:
+        total += e * n * heads * a.v_dim  # the result without its padding
+    return total
+
+
+def _feed_forward(hidden: int, dim: int, at: RankTokens, *, gated: bool) -> int:
+    return at.element * at.whole * (dim + (4 if gated else 2) * (hidden // at.tp))
+
+
+def _experts(f: ExpertsShape, dim: int, at: RankTokens) -> int:
+    """Each rank routes its own tokens to experts of full width; shared experts are cut as a feed-forward is."""
+    n, e, k = at.residual, at.element, f.per_token
+    router = _WIDE * n * dim + _WIDE * n * f.num_experts + _INDEX * n * k  # input, scores, choice
+    router += _WIDE * n * (k + 1) if f.normalized else 0
+    router += _WIDE * dim * f.num_experts if e != _WIDE else 0  # the gate's weight in float32
+    router += _INDEX * f.num_experts + 3 * _WIDE  # counts and losses
+    rows = 2 * _INDEX * n * k + _WIDE * n * k + _WIDE * f.num_experts  # orders, weights, ends of groups
+    rows += e * n * k * (2 * dim + 4 * f.hidden)
+    if not f.shared_hidden:
+        return router + rows
+    same_input = e == _WIDE and (at.tp == 1 or not at.sequence_parallel)  # the router saves the same tensor
+    shared = e * at.whole * (4 * (f.shared_hidden // at.tp) + (0 if same_input else dim))
+    return router + rows + shared
+
+
+def _embedding(shape: ModelShape, at: RankTokens) -> int:
+    """Tokens, learned positions, and which tokens are in other ranks' rows of the embedding."""
+    return (_INDEX + (at.tp > 1)) * at.whole + (_INDEX * at.seq_len if shape.positions else 0)
+
+
+def _rotary(shape: ModelShape, at: RankTokens) -> int:
+    """Cosine and sine, the same for all rows."""
+    attention = shape.blocks[0].attention
+    if shape.positions or attention is None:
+        return 0
+    return _WIDE * at.seq_len * (attention.rope_dim or attention.head_dim)
+
+
+def _head(shape: ModelShape, at: RankTokens, *, chunked_loss: bool) -> int:
+    norm = _layer_norm if shape.final_norm == 2 else None
+    total = norm(shape.dim, at.residual, at.element) if norm else _rms_norm(shape.dim, at.residual)
+    if not chunked_loss:
+        total += at.element * at.whole * shape.dim + at.whole * _WIDE * (shape.vocab // at.tp + 1)
+    return total
