@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 def test_private_names_are_as_on_torch_2_11_and_2_15() -> None:
     assert {"mesh", "mp_policy", "offload_policy", "ignored_params"} <= set(inspect.signature(replicate).parameters)
-    assert torch_private.torch_replicate is replicate
+    assert torch_private.replicate_engine() is replicate
     assert split_factor(_StridedShard(0, split_factor=2)) == 2
     assert split_factor(Shard(0)) == 1
     for name in verify._OPERATORS:

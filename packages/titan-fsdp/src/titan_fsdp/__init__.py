@@ -1,19 +1,40 @@
-"""An FSDP2, HSDP and DDP wrapping policy for any nn.Module: plan, explain, apply, verify."""
+"""An FSDP2, HSDP and DDP wrapping policy for any nn.Module: plan, explain, apply, verify.
 
+What needs FSDP2 itself is imported on first use: planning and estimating do not, and it takes a second.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from titan_fsdp.loaded import is_dtensor
 from titan_fsdp.names import clean_fqn, named_parameters, unwrap
 from titan_fsdp.planning.collectives import Accumulate, Collectives
 from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
 from titan_fsdp.planning.estimate import Estimate
 from titan_fsdp.planning.policy import Comm, MixedPrecision, Policy, Prefetch, Unit
-from titan_fsdp.training.accumulate import accumulate
-from titan_fsdp.training.clip import clip_grad_norm_
-from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
-from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
 from titan_fsdp.weights.conventions import Init, conventional_init
 from titan_fsdp.weights.materialize import generator_for, materialize
 from titan_fsdp.wrap_plan import WrapPlan, plan
-from titan_fsdp.wrapping.apply import applied_plan
 from titan_fsdp.wrapping.checks import check_optimizer, check_wrapping
+
+if TYPE_CHECKING:
+    from titan_fsdp.training.accumulate import accumulate
+    from titan_fsdp.training.clip import clip_grad_norm_
+    from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
+    from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
+    from titan_fsdp.wrapping.apply import applied_plan
+
+_ON_USE = {
+    "accumulate": "titan_fsdp.training.accumulate",
+    "clip_grad_norm_": "titan_fsdp.training.clip",
+    "eval_mode": "titan_fsdp.training.state",
+    "full_state_dict": "titan_fsdp.training.state",
+    "reshard": "titan_fsdp.training.state",
+    "CollectiveCounter": "titan_fsdp.training.verify",
+    "Verification": "titan_fsdp.training.verify",
+    "verify": "titan_fsdp.training.verify",
+    "applied_plan": "titan_fsdp.wrapping.apply",
+}
 
 __all__ = [
     "Accumulate",
@@ -41,6 +62,7 @@ __all__ = [
     "eval_mode",
     "full_state_dict",
     "generator_for",
+    "is_dtensor",
     "materialize",
     "named_parameters",
     "plan",
@@ -48,3 +70,15 @@ __all__ = [
     "unwrap",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ON_USE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,25 +6,35 @@ version checked. Methods that a torch version lacks are asked for with hasattr, 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
-from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["call", "fake_tensors", "fsdp_modules", "original_class", "split_factor", "torch_replicate"]
+from titan_fsdp.loaded import is_fsdp_class, is_fsdp_module
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["call", "fake_tensors", "fsdp_modules", "original_class", "replicate_engine", "split_factor"]
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def replicate_engine() -> Callable[..., nn.Module]:
+    """FSDP2's `replicate`."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate  # pyright: ignore[reportReturnType]
+
+
+def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
     """Every module of ``model`` that FSDP2 (sharded or replicated) wraps, outermost first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in model.modules() if is_fsdp_module(module)]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class ``module`` had before FSDP2 swapped it."""
     for cls in type(module).__mro__:
-        if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule):
+        if issubclass(cls, nn.Module) and not is_fsdp_class(cls):
             return cls
     raise AssertionError(f"{type(module)} has no nn.Module in its bases")
 

@@ -16,7 +16,7 @@ from titan_fsdp.planning.explain import explain_plan
 from titan_fsdp.planning.fp32 import split_fp32
 from titan_fsdp.planning.policy import Policy
 from titan_fsdp.planning.units import find_groups
-from titan_fsdp.wrapping.apply import apply_plan, check_not_wrapped
+from titan_fsdp.wrapping.checks import check_not_wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class WrapPlan(PlanData):
         Raises:
             ValueError: The model differs from the plan, is already wrapped, or the mesh has other sizes.
         """
+        from titan_fsdp.wrapping.apply import apply_plan  # imports FSDP2, which a plan alone does not need
+
         return apply_plan(self, model, mesh or self.mesh, {**self.meshes, **(meshes or {})})
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from titan_fsdp.loaded import is_dtensor
 from titan_fsdp.names import expand, matches, named_parameters
 from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
 from titan_fsdp.planning.policy import Policy, Reshard, Unit
@@ -56,7 +56,7 @@ def check_tensor_parallel(model: nn.Module, mesh: MeshOrSizes) -> None:
         return
     axes = set(mesh.mesh_dim_names or ())
     for name, parameter in named_parameters(model):
-        if isinstance(parameter, DTensor) and axes & set(parameter.device_mesh.mesh_dim_names or ()):
+        if is_dtensor(parameter) and axes & set(parameter.device_mesh.mesh_dim_names or ()):
             raise ValueError(
                 f"parameter {name!r} is already a DTensor over {parameter.device_mesh.mesh_dim_names}, which shares an "
                 f"axis with the data-parallel mesh {tuple(axes)}. Tensor parallelism must use another axis."
@@ -74,7 +74,7 @@ def planned_units(
         if matches(name, policy.ignore):
             ignored.append(name)
             continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = parameter.to_local() if is_dtensor(parameter) else parameter
         if local.ndim == 0:
             raise ValueError(f"parameter {name!r} is a scalar, which cannot be sharded. Make it 1-D: torch.zeros(1).")
         key = owner(name.rpartition(".")[0], everything)

@@ -10,15 +10,19 @@ Limits: the CPU and CUDA generators draw different numbers, so weights are the s
 
 import hashlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
+from titan_fsdp.loaded import is_dtensor
 from titan_fsdp.names import clean_fqn, named_parameters, tied_groups, unwrap
 from titan_fsdp.torch_private import split_factor
 from titan_fsdp.weights.buffers import meta_tables
 from titan_fsdp.weights.conventions import Init, conventional_init
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -80,7 +84,7 @@ def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator
 
 def copy_full(target: Tensor, full: Tensor) -> None:
     """Copy this rank's part of ``full`` (global shape, plain) into ``target``, a DTensor or a plain tensor."""
-    if not isinstance(target, DTensor):
+    if not is_dtensor(target):
         target.copy_(full)
         return
     target.to_local().copy_(_local_part(full, target))
@@ -91,7 +95,9 @@ def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
 
 
-def _local_part(full: Tensor, target: DTensor) -> Tensor:
+def _local_part(full: Tensor, target: "DTensor") -> Tensor:
+    from torch.distributed.tensor import Shard
+
     coordinate = target.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no part of the model"
     # FSDP over tensor parallelism splits what tensor parallelism left: those placements come after the others.

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.names import is_meta, named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
-from titan_fsdp.torch_private import call, fsdp_modules, torch_replicate
+from titan_fsdp.torch_private import call, fsdp_modules, replicate_engine
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
@@ -79,7 +79,7 @@ def _wrap(
         cast_at_borders(modules, unit.param_dtype, options["mp_policy"].output_dtype)
     target: Any = modules if len(modules) > 1 else modules[0]
     if policy.mode == "ddp":
-        torch_replicate(target, **options)
+        replicate_engine()(target, **options)
         return
     dims = {id(p): planned.shard_dim for p, planned in _parameters(unit, modules) if planned.shard_dim}
     if dims:

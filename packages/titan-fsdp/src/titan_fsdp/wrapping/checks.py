@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from titan_fsdp.loaded import is_dtensor, is_fsdp_module
 from titan_fsdp.names import clean_fqn, named_parameters, unwrap
 
 _SNAPSHOT = "_titan_fsdp_snapshot"
@@ -18,8 +17,8 @@ _SNAPSHOT = "_titan_fsdp_snapshot"
 def check_not_wrapped(model: nn.Module) -> None:
     """Raise ValueError if ``model`` or a part of it is already wrapped for data parallelism."""
     for name, module in model.named_modules():
-        if isinstance(module, (FSDPModule, DistributedDataParallel)):
-            what = "FSDP2" if isinstance(module, FSDPModule) else "DistributedDataParallel"
+        if is_fsdp_module(module) or isinstance(module, DistributedDataParallel):
+            what = "FSDP2" if is_fsdp_module(module) else "DistributedDataParallel"
             raise ValueError(
                 f"module {clean_fqn(name) or 'root'!r} is already wrapped by {what}: it would be sharded twice. "
                 "Plan and apply once, on the plain model; name inner modules as units of the policy instead."
@@ -109,11 +108,11 @@ class Snapshot:
 def take_snapshot(model: nn.Module) -> Snapshot:
     """The present state of ``model``."""
     layouts = {name: _layout(parameter) for name, parameter in named_parameters(model)}
-    modules = [clean_fqn(n) for n, m in unwrap(model).named_modules() if isinstance(m, FSDPModule)]
+    modules = [clean_fqn(n) for n, m in unwrap(model).named_modules() if is_fsdp_module(m)]
     return Snapshot(layouts, frozenset(modules))
 
 
 def _layout(parameter: nn.Parameter) -> str:
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return f"plain {tuple(parameter.shape)}"
     return f"{tuple(parameter.shape)} {parameter.placements} over {parameter.device_mesh}"

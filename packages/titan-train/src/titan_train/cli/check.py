@@ -79,8 +79,6 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.structure import freeze
     from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task
-    from titan_train.train.published_tokenizer import check_tokenizer
-    from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
     model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
@@ -88,8 +86,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     freeze(model, config.train.freeze)
     check_model(config, layout, batch, model)
     if config.model.init:
-        check_init(config.model.init, model, config.model)
-        check_tokenizer(config)
+        _check_published(config, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
@@ -107,9 +104,18 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     return 0
 
 
+def _check_published(config: Config, model: "nn.Module") -> None:
+    """Compare the model and the tokenizer with the folder that the weights come from."""
+    from titan_train.train.published_tokenizer import check_tokenizer
+    from titan_train.train.warm_start import check_init
+
+    check_init(config.model.init, model, config.model)
+    check_tokenizer(config)
+
+
 def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> str:
     """The schedule, what its ranks hold, and how much of a step they wait."""
-    from titan_train.parallel.pipeline import stage_layers
+    from titan_train.parallel.stages import stage_layers
 
     layers = stage_layers(config, model, schedule)
     held = "; ".join(

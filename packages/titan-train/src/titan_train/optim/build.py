@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from titan_fsdp import is_dtensor
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.optim.groups import plan_groups
@@ -46,7 +46,7 @@ def build_optimizer(
     ]
     parameters = [p for group in groups for p in group.parameters]
     takes = all(p.device.type in _FUSED_DEVICES for p in parameters)
-    takes = takes and (config.name == "adamw" or not any(isinstance(p, DTensor) for p in parameters))
+    takes = takes and (config.name == "adamw" or not any(is_dtensor(p) for p in parameters))
     fused = True if config.fused == "auto" and takes else None
     if config.name == "sgd":
         return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)

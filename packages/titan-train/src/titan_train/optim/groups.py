@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_fsdp import clean_fqn, unwrap
+from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.nearest import did_you_mean
@@ -59,7 +58,7 @@ def plan_groups(
     for fqn, parameter in named:
         scale = first_match(config.lr_scales, fqn, 1.0)
         decay = first_match(config.weight_decays, fqn, 0.0 if id(parameter) in vectors else config.weight_decay)
-        groups.setdefault((scale, decay, isinstance(parameter, DTensor)), []).append((fqn, parameter))
+        groups.setdefault((scale, decay, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
         ParameterGroup(scale, decay, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
         for (scale, decay, _), members in groups.items()

@@ -5,7 +5,7 @@
   `rehearsed`: what recomputation would keep.
 - ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.
 - `context`: each rank computes on its share of every sequence.
-- `pipeline`: the stages of a model, and their executor.
+- `stages`: the pipeline stages of a model. `pipeline`: their executor.
 - `data_parallel`: FSDP2, HSDP or DDP around what the others left.
 - `float8`, `activations`, `compiled`: float8 layers, activation checkpointing and offload, torch.compile.
 - `param_shard`: which box of each parameter a rank holds. `gradients`: partial gradients, and the norm over all ranks.

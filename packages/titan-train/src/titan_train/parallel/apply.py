@@ -32,7 +32,8 @@ from titan_train.parallel.float8 import convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
 from titan_train.parallel.param_shard import ParamShard
-from titan_train.parallel.pipeline import Pipeline, make_transport, stage_layers, take_stage
+from titan_train.parallel.pipeline import Pipeline, make_transport
+from titan_train.parallel.stages import stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of, freeze, tied_to_first
 from titan_train.parallel.tensor import (
     FusedProducts,

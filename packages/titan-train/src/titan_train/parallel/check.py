@@ -13,7 +13,7 @@ from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.compiled import check_backend
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
-from titan_train.parallel.pipeline import layers_of, stage_layers
+from titan_train.parallel.stages import layers_of, stage_layers
 from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
 from titan_train.plan.batch import BatchPlan

@@ -26,8 +26,8 @@ from titan_train.models.registry import is_shipped
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
-from titan_train.parallel.pipeline import layers_of, stage_layers, take_stage
 from titan_train.parallel.rehearsed import recomputed_layers, rehearse_activation_checkpointing
+from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
@@ -72,9 +72,8 @@ def estimate_ranks(
     with _pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group)
         if schedule is None:
-            every = range(len(list(layers_of(whole).children())))
-            stage = rank.measure(functools.partial(copy.deepcopy, whole), every, last=True)
-            return [_add_up([stage], 1.0, pipeline_rank=0)]
+            whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
+            return [_add_up([whole_of_it], 1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
@@ -139,7 +138,7 @@ class _Rank:
         )
         return stage == 0, stage == last, tuple(shapes)
 
-    def measure(self, make: Callable[[], nn.Module], layers: range, *, last: bool) -> _Stage:
+    def measure(self, make: Callable[[], nn.Module], layers: range | None, *, last: bool) -> _Stage:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
         spec, config = self.layout.spec, self.config
         sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
@@ -162,14 +161,18 @@ class _Rank:
             activations=activations,
         )
 
-    def _closed_form(self, layers: range) -> int | None:
-        """Bytes that these blocks leave for backward; None where only a run can tell."""
+    def _closed_form(self, layers: range | None) -> int | None:
+        """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
         config, spec = self.config, self.layout.spec
-        again = recomputed_layers(config.activations, len(layers))
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
-        if again is None or frozen or config.parallel.tp_plan or not is_shipped(self.whole):
+        if frozen or config.parallel.tp_plan or not is_shipped(self.whole):
             return None
         args: Any = self.whole.args
+        shape = shape_of_args(config.model.name, args)
+        layers = range(shape.num_layers) if layers is None else layers
+        again = recomputed_layers(config.activations, len(layers))
+        if again is None:
+            return None
         at = RankTokens(
             rows=self.batch.microbatch,
             seq_len=config.model.seq_len // spec.cp,
@@ -177,7 +180,6 @@ class _Rank:
             tp=spec.tp,
             sequence_parallel=config.parallel.sequence_parallel,
         )
-        shape = shape_of_args(config.model.name, args)
         return stage_saved_bytes(shape, layers, again, at, chunked_loss=config.train.fused_loss)
 
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:

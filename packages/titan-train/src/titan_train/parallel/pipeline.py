@@ -1,113 +1,25 @@
-"""Pipeline parallelism: cut the model into stages, pick a schedule, run it.
+"""Pipeline parallelism: run the stages of one rank by a schedule.
 
-titan-pipeline owns schedules and execution; here a configuration becomes a schedule, a model becomes the stages of one
-rank, and a step's microbatches become the executor's inputs. Every pipeline rank reads the same batch, so positions
-and labels are never sent: only hidden states travel.
-
-A model can be cut if it names its repeated blocks in an ``nn.ModuleDict`` called ``layers``, keyed by number, and its
-``forward`` takes hidden states where its embedding is None, and returns them where its head is None. Parts before the
-layers are ``tok_embeddings`` and ``pos_embeddings``, parts after them ``norm`` and ``lm_head``; a model of your own may
-name others in ``first_stage_parts`` and ``last_stage_parts``. Or it has a method ``take_stage(layers, first=, last=)`` of its
-own, and names what holds its repeated blocks in ``pipeline_layers``, as models of transformers do here.
+titan-pipeline owns schedules and execution; here the parts that `stages` cut become its stages, and a step's microbatches
+the executor's inputs. Every pipeline rank reads the same batch, so positions and labels are never sent: only hidden states
+travel.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from titan_mesh import Mesh
-from titan_pipeline import Schedule, balanced_cut
+from titan_pipeline import Schedule
 from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage, Transport
 from torch import Tensor, nn
 
-from titan_train.config import Config, PipelineConfig
-from titan_train.models import accepted_inputs, flops_per_token
+from titan_train.config import PipelineConfig
+from titan_train.models import accepted_inputs
 from titan_train.models.common.loss import TokenLoss
 from titan_train.parallel.float8 import DEFERRING_RULES
 from titan_train.task import TaskBatch
-
-_FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
-
-
-def plan_layers(
-    config: PipelineConfig, costs: Sequence[float], ends: tuple[float, float], num_stages: int
-) -> list[range]:
-    """Which layers each stage holds.
-
-    Args:
-        config: With cuts, or without for a balanced one.
-        costs: Of each layer, in any unit.
-        ends: Cost of what precedes the first layer (embedding) and follows the last (norm and head).
-        num_stages: Stages of the schedule.
-
-    Raises:
-        ValueError: Fewer layers than stages, or cuts that do not make ``num_stages``.
-    """
-    layers = len(costs)
-    if layers < num_stages:
-        raise ValueError(
-            f"{layers} layers cannot fill {num_stages} pipeline stages with one each. Lower parallel.pp or "
-            "pipeline.stages_per_rank, or deepen the model."
-        )
-    if config.cuts:
-        if len(config.cuts) != num_stages - 1 or config.cuts[0] < 1 or config.cuts[-1] >= layers:
-            raise ValueError(
-                f"pipeline.cuts={list(config.cuts)} must be {num_stages - 1} layer numbers between 1 and {layers - 1}: the "
-                f"schedule has {num_stages} stages."
-            )
-        bounds = [0, *config.cuts, layers]
-        return [range(a, b) for a, b in pairwise(bounds)]
-    loaded = list(costs)
-    loaded[0] += ends[0]
-    loaded[-1] += ends[1]
-    return balanced_cut(loaded, num_stages)
-
-
-def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
-    """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
-    check_can_be_cut(whole)
-    costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
-    head = flops_per_token(whole, config.model.seq_len) - sum(costs)
-    return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks in order: those in ``layers``, or in what its ``pipeline_layers`` names, one or several."""
-    named: str | Sequence[str] = getattr(model, "pipeline_layers", "layers")
-    containers = (named,) if isinstance(named, str) else named
-    return [block for name in containers for block in model.get_submodule(name).children()]
-
-
-def check_can_be_cut(model: nn.Module) -> None:
-    """Refuse a model that does not follow this module's protocol.
-
-    Raises:
-        ValueError: It has no ``layers``, keyed by number, and no ``take_stage`` of its own.
-    """
-    if hasattr(model, "take_stage"):
-        return
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
-        raise ValueError(
-            f"parallel.pp: {type(model).__name__} cannot be cut into stages: it needs an nn.ModuleDict called layers with "
-            "keys '0', '1', …, and a forward that takes hidden states where its embedding is None (see the guide on your "
-            "own model)."
-        )
-
-
-def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
-    if hasattr(whole, "take_stage"):
-        return cast("Any", whole).take_stage(layers, first=first, last=last)
-    gone = [*(() if first else getattr(whole, "first_stage_parts", _FIRST))]
-    gone += [*(() if last else getattr(whole, "last_stage_parts", _LAST))]
-    stage = copy.copy(whole)
-    kept = nn.ModuleDict({str(number): cast(nn.ModuleDict, whole.layers)[str(number)] for number in layers})
-    stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}
-    return copy.deepcopy(stage)  # parts that other stages hold are not copied
 
 
 def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device) -> Transport:

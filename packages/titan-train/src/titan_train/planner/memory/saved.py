@@ -73,7 +73,8 @@ def stage_saved_bytes(
 
 def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     """Bytes of one block that is not recomputed, without the rotary angles, which all blocks share."""
-    assert block.attention is not None and block.ffn is not None and block.ssm is None
+    assert block.attention is not None
+    assert block.ffn is not None
     layer_norm = block.norms > 2
     total = 2 * (_layer_norm(dim, at.residual, at.element) if layer_norm else _rms_norm(dim, at.residual))
     if block.attention.latent:

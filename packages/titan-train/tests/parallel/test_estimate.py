@@ -1,0 +1,124 @@
+"""What a microbatch leaves for backward: the closed form against a run on fake tensors, and that against a real run."""
+
+import pytest
+import torch
+from titan_train.config import ActivationsConfig, load_config
+from titan_train.models import Llama, LlamaArgs, build_model
+from titan_train.parallel import estimate
+from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.estimate import estimate_ranks
+from titan_train.parallel.rehearsed import rehearse_activation_checkpointing
+from titan_train.parallel.structure import blocks_of, freeze
+from titan_train.plan.run import plan_run
+
+FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
+LAYOUTS = {
+    "one rank": (1, {"parallel.mode": "fsdp"}),
+    "fp32": (1, {"parallel.mode": "fsdp", "train.dtype": "fp32"}),
+    "whole logits": (1, {"train.fused_loss": False}),
+    "tp2": (2, {"parallel.tp": 2}),
+    "tp2 fp32, whole logits": (2, {"parallel.tp": 2, "train.dtype": "fp32", "train.fused_loss": False}),
+    "tp2, tokens not split": (2, {"parallel.tp": 2, "parallel.sequence_parallel": False, "train.dtype": "fp32"}),
+    "tp2 cp2": (4, {"parallel.tp": 2, "parallel.cp": 2}),
+    "tp2 pp2": (4, {"parallel.tp": 2, "parallel.pp": 2, "train.fused_loss": False}),
+    "pp2 zbv": (2, {"parallel.pp": 2, "pipeline.schedule": "zbv", "model.args.num_layers": 5}),
+    "full": (2, {"parallel.pp": 2, "activations.checkpoint": "full"}),
+    "every": (2, {"parallel.tp": 2, "activations.checkpoint": "every", "model.args.num_layers": 5}),
+}
+
+
+def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
+    given = {"model.name": name, "train.dtype": "bf16", "train.global_batch": 16, "train.microbatch": 2}
+    given |= {"launch.nproc": world, "launch.device": "cpu", **settings}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value).lower())]
+    config = load_config("debug", words)
+    plan = plan_run(config, world)
+    model = build_model(config.model, vocab_size=None)
+    freeze(model, frozen)
+    with monkeypatch.context() as patch:
+        if closed:
+            patch.setattr(estimate._Rank, "_trace", lambda *_, **__: pytest.fail("this has a closed form"))
+        else:
+            patch.setattr(estimate._Rank, "_closed_form", lambda *_: None)
+        return estimate_ranks(
+            config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_closed_form_is_what_a_run_on_fake_tensors_counts(monkeypatch, name, layout):
+    world, settings = LAYOUTS[layout]
+    found = ranks_of(monkeypatch, name, world, settings, closed=True)
+    assert found == ranks_of(monkeypatch, name, world, settings, closed=False)
+    assert found[0].activations > 0
+
+
+def test_kv_heads_that_several_ranks_hold_are_counted_on_each(monkeypatch):
+    settings = {"parallel.tp": 4, "parallel.replicate_kv": True, "model.args.num_kv_heads": 2}
+    assert ranks_of(monkeypatch, "llama3_debug", 4, settings, closed=True) == ranks_of(
+        monkeypatch, "llama3_debug", 4, settings, closed=False
+    )
+
+
+def test_frozen_parameters_have_no_closed_form(monkeypatch):
+    traced = ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=False, frozen=("tok_embeddings*", "layers.0.*"))
+    whole = ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=True)
+    assert traced[0].activations < whole[0].activations
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ActivationsConfig(),
+        ActivationsConfig(checkpoint="selective"),
+        ActivationsConfig(checkpoint="selective", matmul_every=0),
+        ActivationsConfig(checkpoint="pattern", patterns=("layers.*.feed_forward",)),
+        ActivationsConfig(checkpoint="every", every=2),
+        ActivationsConfig(checkpoint="full"),
+    ],
+    ids=lambda config: f"{config.checkpoint}{config.matmul_every}",
+)
+def test_a_rehearsal_keeps_what_real_checkpointing_keeps(config):
+    """Real bytes are allocated less freed; those of a rehearsal are counted by storages that saved-tensor hooks see."""
+    args = LlamaArgs(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=256, vocab_size=128)
+    tokens = torch.randint(128, (4, 128))
+
+    def run(model):
+        return model(tokens).square().sum()
+
+    torch.manual_seed(0)
+    real = Llama(args)
+    apply_activation_checkpointing(real, blocks_of(real), config)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = run(real)
+    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    rehearsed = Llama(args)
+    rehearsed.load_state_dict(real.state_dict())
+    rehearse_activation_checkpointing(rehearsed, blocks_of(rehearsed), config)
+    own = {p.untyped_storage().data_ptr() for p in rehearsed.parameters()} | {tokens.untyped_storage().data_ptr()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        again = run(rehearsed)
+    assert torch.equal(loss.detach(), again.detach())
+    # real checkpointing also holds what every block is given: positions, and the angles of RoPE (2 x 128 x 8 float32)
+    # and, of each region, the random state (5056 bytes) that recomputation restores
+    regions = 4
+    slack = 128 * 8 + 2 * 128 * 8 * 4 + regions * 5056 + 4096
+    found = sum(size for size, _ in saved.values())
+    assert found == pytest.approx(held, abs=slack), (found, held)
+
+
+def test_selective_keeps_less_than_nothing_recomputed_and_more_than_all(monkeypatch):
+    bytes_of = {}
+    for kind in ("none", "selective", "full"):
+        (rank,) = ranks_of(monkeypatch, "llama3_debug", 1, {"activations.checkpoint": kind}, closed=False)
+        bytes_of[kind] = rank.activations
+    assert bytes_of["full"] < bytes_of["selective"] < bytes_of["none"]
