@@ -1,6 +1,8 @@
 """The commands around a run, called in this process as the command line calls them."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,18 @@ def test_check_explains_405b_without_memory(capsys):
     assert rows["params"][1] == "2.97"
     assert "the configuration is valid" in out
     assert not torch.cuda.is_initialized()
+
+
+def test_check_imports_neither_the_compiler_nor_what_shards():
+    """Each of them takes longer than the check itself."""
+    code = (
+        "import sys; from titan_train.cli import main; "
+        "assert main(['check', 'llama3_405b', '--parallel', 'pp8 dp8 tp8']) == 0; "
+        "print([name for name in ('torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy') "
+        "if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
 
 
 def test_check_refuses_what_does_not_fit(capsys):

@@ -38,10 +38,14 @@ def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
     with monkeypatch.context() as patch:
         if closed:
             patch.setattr(estimate._Rank, "_trace", lambda *_, **__: pytest.fail("this has a closed form"))
-        else:
-            patch.setattr(estimate._Rank, "_closed_form", lambda *_: None)
         return estimate_ranks(
-            config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule
+            config,
+            model,
+            layout=plan.layout,
+            mode=plan.mode,
+            batch=plan.batch,
+            schedule=plan.schedule,
+            closed_form=closed,
         )
 
 
@@ -62,9 +66,13 @@ def test_kv_heads_that_several_ranks_hold_are_counted_on_each(monkeypatch):
 
 
 def test_frozen_parameters_have_no_closed_form(monkeypatch):
-    traced = ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=False, frozen=("tok_embeddings*", "layers.0.*"))
     whole = ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=True)
-    assert traced[0].activations < whole[0].activations
+    frozen = ("tok_embeddings*", "layers.0.*")
+    assert (
+        ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=False, frozen=frozen)[0].activations < whole[0].activations
+    )
+    with pytest.raises(pytest.fail.Exception, match="closed form"):
+        ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=True, frozen=frozen)
 
 
 @pytest.mark.parametrize(

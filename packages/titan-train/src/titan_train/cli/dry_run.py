@@ -37,7 +37,15 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     vocabulary = load_task(config).vocab_size(config)
     model = build_model(config.model, vocab_size=vocabulary, device="meta")
     freeze(model, config.train.freeze)
-    ranks = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule)
+    ranks = estimate_ranks(
+        config,
+        model,
+        layout=plan.layout,
+        mode=plan.mode,
+        batch=plan.batch,
+        schedule=plan.schedule,
+        closed_form=False,
+    )
     print(plan.layout.explain())
     print(f"\n{'pipeline rank':<14}{'parameters':>12}{'state GiB':>11}{'kept GiB':>10}{'peak GiB':>10}")
     for rank in ranks:

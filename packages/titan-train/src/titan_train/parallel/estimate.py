@@ -57,7 +57,14 @@ class RankEstimate:
 
 
 def estimate_ranks(
-    config: Config, whole: nn.Module, *, layout: Layout, mode: Mode, batch: BatchPlan, schedule: Schedule | None
+    config: Config,
+    whole: nn.Module,
+    *,
+    layout: Layout,
+    mode: Mode,
+    batch: BatchPlan,
+    schedule: Schedule | None,
+    closed_form: bool = True,
 ) -> list[RankEstimate]:
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much.
 
@@ -68,9 +75,10 @@ def estimate_ranks(
         mode: The data-parallel wrapper.
         batch: How a step is cut.
         schedule: The pipeline's; None without one.
+        closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
     """
     with _pretended_group(layout.spec.tp) as group:
-        rank = _Rank(config, layout, mode, batch, whole, group)
+        rank = _Rank(config, layout, mode, batch, whole, group, closed_form)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
             return [_add_up([whole_of_it], 1.0, pipeline_rank=0)]
@@ -126,6 +134,7 @@ class _Rank:
     batch: BatchPlan
     whole: nn.Module
     group: dist.ProcessGroup | None
+    closed_form: bool
 
     def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
         """Equal for two stages that hold the same: their layers are alike, and no setting names a layer."""
@@ -165,7 +174,7 @@ class _Rank:
         """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
         config, spec = self.config, self.layout.spec
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
-        if frozen or config.parallel.tp_plan or not is_shipped(self.whole):
+        if not self.closed_form or frozen or config.parallel.tp_plan or not is_shipped(self.whole):
             return None
         args: Any = self.whole.args
         shape = shape_of_args(config.model.name, args)
