@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from ckpt_loop import Net
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -36,6 +37,37 @@ def save_odd(root: str, sharded: bool) -> None:
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     Checkpointer(root).save(1, TrainState(model=model, rng=False))
+
+
+def export_with(root: str, out: str, fails: bool) -> str:
+    if fails and dist.get_rank() == 1:
+
+        def full(nbytes: int) -> None:
+            raise ValueError("the disk of this rank is full")
+    else:
+
+        def full(nbytes: int) -> None:
+            pass
+
+    try:
+        export_hf(root, out, max_shard_bytes=800, config={"model_type": "x"}, progress=full, group=dist.group.WORLD)
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+def test_ranks_write_the_files_that_one_process_writes_and_fail_together(tmp_path):
+    save_odd(str(tmp_path), False)
+    step = tmp_path / "step-00000001"
+    export_hf(step, tmp_path / "one", max_shard_bytes=800, config={"model_type": "x"})
+    assert run_ranks(export_with, 2, str(step), str(tmp_path / "two"), False) == ["", ""]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert len(files) > 4
+    assert {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()} == files
+    first, second = run_ranks(export_with, 2, str(step), str(tmp_path / "bad"), True)
+    assert second == "the disk of this rank is full"
+    assert "rank 1 failed (1 of 2 ranks did): the disk of this rank is full" in first
+    assert sorted(path.name for path in tmp_path.iterdir() if "bad" in path.name) == []
 
 
 def test_an_export_equals_the_state_bit_for_bit_and_opens_with_the_plain_library(tmp_path):

@@ -107,6 +107,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> None:
     patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
 
 
+@pytest.mark.timeout(900)  # imports of the harness and its processes take minutes on a loaded machine
 @pytest.mark.filterwarnings("ignore")
 def test_tasks_score_each_request_as_the_harness_scores_the_export(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")

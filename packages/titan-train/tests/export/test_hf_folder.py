@@ -8,7 +8,7 @@ import pytest
 import torch
 from exported_runs import trained
 from titan_train.cli import main
-from titan_train.export import run as export_module
+from titan_train.export import job as export_module
 from titan_train.export.run import export_run
 from titan_train.generation import load_run
 from titan_train.models.llama import LLAMA_FAMILY

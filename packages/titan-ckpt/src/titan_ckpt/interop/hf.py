@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.names import ITEM_BYTES, Entry, parse_object
@@ -50,8 +52,12 @@ def export_hf(
     leave_out: Sequence[str] = (),
     float8: Collection[str] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
     """Write a step's weights as a Hugging Face folder. The folder appears when it is complete.
+
+    With ``group``, the ranks share the files between them and the result is the same: each reads and writes the tensors of
+    its files, and the first writes the index.
 
     Args:
         step: The step's folder.
@@ -65,7 +71,9 @@ def export_hf(
         leave_out: Regular expressions. Tensors of the step whose whole name matches are not exported.
         float8: Names, in the folder, of matrices to store as e4m3 with one float32 scale per block of 128 x 128
             (``NAME_scale_inv``). Describe them in ``config``.
-        progress: Called with the bytes just written.
+        progress: Called with the bytes that this process has just written.
+        group: Ranks that all call this with the same arguments and see the same file system, over a backend with CPU
+            tensors; the call is then collective. None: this process writes everything.
 
     Returns:
         The safetensors files.
@@ -75,35 +83,42 @@ def export_hf(
         ValueError: If ``out`` exists, the family does not have a name, a pattern of ``leave_out`` matches nothing, or
             ``float8`` names something other than a matrix.
     """
-    reader, target = StepReader(step), Path(out)
-    if target.exists():
-        raise ValueError(f"{target} exists. Export to a new folder, so that no stale file stays in it.")
-    listed = _export_list(reader, names, dtype, leave_out, float8)
-    shards = _split(listed, max_shard_bytes)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.parent / f".{target.name}.part-{secrets.token_hex(4)}"
-    folder.mkdir()
-    try:
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            entries = [entry for entry, _ in shard]
-            pieces = (_checked(view, DTYPES[entry.dtype], reader, progress) for entry, view in shard)
-            write_safetensors(folder, file, entries, pieces)
-            weight_map |= {entry.name: file for entry in entries}
-        if len(shards) > 1:
-            totals = {
-                "total_size": sum(entry.nbytes for entry, _ in listed),
-                "total_parameters": sum(math.prod(entry.shape) for entry, _ in listed),
-            }
-            _write_json(folder / HF_INDEX_NAME, {"metadata": totals, "weight_map": weight_map})
+    comm = None if group is None else ByteComm(group)
+    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    target = Path(out)
+    token = secrets.token_hex(4).encode()
+    folder = target.parent / f".{target.name}.part-{(comm.broadcast(token) if comm else token).decode()}"
+    reader: list[StepReader] = []
+    shards: list[list[tuple[Entry, View]]] = []
+
+    def plan() -> None:
+        if target.exists():
+            raise ValueError(f"{target} exists. Export to a new folder, so that no stale file stays in it.")
+        reader.append(StepReader(step))
+        shards.extend(_split(_export_list(reader[0], names, dtype, leave_out, float8), max_shard_bytes))
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write_mine() -> None:
+        for file, shard in list(zip(_file_names(shards), shards, strict=True))[rank::ranks]:
+            pieces = (_checked(view, DTYPES[entry.dtype], reader[0], progress) for entry, view in shard)
+            write_safetensors(folder, file, [entry for entry, _ in shard], pieces)
+
+    def finish() -> None:
+        if rank > 0:
+            return
+        _write_index(folder, shards)
         if config is not None:
             _write_json(folder / "config.json", dict(config))
         fsync_folder(folder)
         folder.rename(target)
         fsync_folder(target.parent)
+
+    try:
+        for work in (plan, write_mine, finish):
+            _on_every_rank(comm, work, f"exporting to {target}")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return sorted(target.glob("*.safetensors"))
 
@@ -318,6 +333,45 @@ def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[
     for shard in shards:
         shard.sort(key=lambda item: -ITEM_BYTES[item[0].dtype])  # keeps every tensor aligned
     return shards
+
+
+def _on_every_rank(comm: ByteComm | None, work: Callable[[], None], doing: str) -> None:
+    """Raise on every rank what one of them raised."""
+    if comm is None:
+        work()
+        return
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as err:
+        error = err
+    comm.agree(error, doing)
+
+
+def _file_names(shards: Sequence[Any]) -> list[str]:
+    if len(shards) == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+
+def _write_index(folder: Path, shards: list[list[tuple[Entry, View]]]) -> None:
+    """Name the file of each tensor, where there are several."""
+    names = _file_names(shards)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {missing[:4]}, which other ranks have written: not all ranks see the same file system. Export to "
+            "a shared one, or from one machine."
+        )
+    if len(shards) == 1:
+        return
+    entries = [entry for shard in shards for entry, _ in shard]
+    totals = {
+        "total_size": sum(entry.nbytes for entry in entries),
+        "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+    }
+    weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry, _ in shard}
+    _write_json(folder / HF_INDEX_NAME, {"metadata": totals, "weight_map": weight_map})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: each holds the whole model and takes every n-th text.
+"""Evaluation on several ranks: each holds the whole model and takes every n-th text. Export shares these ranks.
 
 The ranks are those of torchrun: ``torchrun --nproc-per-node 4 -m titan_train eval RUN --tasks ...``. Sums are exchanged with
 gloo, a few numbers in all.
@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,18 +42,26 @@ class Ranks:
 @contextlib.contextmanager
 def join_ranks() -> Generator[Ranks]:
     """The ranks of this process's group or torchrun; one rank without either."""
+    with cpu_ranks() as group:
+        yield Ranks() if group is None else Ranks(dist.get_rank(), dist.get_world_size())
+
+
+@contextlib.contextmanager
+def cpu_ranks() -> "Generator[dist.ProcessGroup | None]":
+    """The process's group, or torchrun's ranks over gloo; None without either.
+
+    Ranks wait for each other for hours if need be: a share may take long, and torchrun ends all when one ends.
+    """
     if dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size())
-        return
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        yield Ranks()
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield Ranks(dist.get_rank(), world_size)
-    finally:
-        dist.destroy_process_group()
+        yield dist.group.WORLD
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(hours=24))
+        try:
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
 
 
 def local_device() -> str | None:

@@ -1,6 +1,6 @@
 """A trained model leaves complete and proven, for every library that runs models.
 
-- `run`: export to one target or several; nothing appears before every check has passed.
+- `run`: export to one target or several; nothing appears before every check has passed. `job`: what is exported.
 - `gate`: compare an artefact with the model of the run. `load` loads an artefact with the library of its users.
 - `hf_folder`, `hf_model`: a Hugging Face folder, by transformers. `tokenizer_json`: our tokenizers in its format.
 - `step_model`, `stepped`: the model as one function with the caches as arguments; `onnx_folder`, `aoti_folder` export it.

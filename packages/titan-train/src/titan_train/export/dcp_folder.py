@@ -3,7 +3,6 @@
 Names are the model's own, below ``model``. Tensors are read from the run's checkpoint as they are written, one at a time.
 """
 
-import copy
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +50,8 @@ class DcpModel:
     """An exported folder, loaded with torch's own reader."""
 
     def __init__(self, folder: Path, like: nn.Module) -> None:
-        """Load it into a copy of ``like``."""
-        self._model = copy.deepcopy(like)
+        """Load it into ``like``, whose values are lost."""
+        self._model = like
         for tensor in self._model.state_dict().values():
             tensor.zero_()
         load_dcp(folder, self._model)

@@ -11,12 +11,11 @@ published: ``NAME.weight`` beside ``NAME.weight_scale_inv``, announced by ``quan
 
 import json
 import logging
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from titan_ckpt import export_hf
 from torch import nn
 
@@ -25,8 +24,6 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
-from titan_train.models.hf.lora import merge_adapters, merged_step, save_adapter
-from titan_train.models.registry import family_of
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -38,18 +35,19 @@ _logger = logging.getLogger(__name__)
 
 
 def write_hf(
-    folder: Path, run: LoadedRun, family: Family, step: Path, *, dtype: ExportDtype, max_shard_bytes: int
+    folder: Path,
+    run: LoadedRun,
+    family: Family,
+    step: Path,
+    *,
+    dtype: ExportDtype,
+    max_shard_bytes: int,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the folder; ``step`` is the checkpoint's. Adapters are merged, and written beside it in ``adapter/``."""
-    if getattr(run.model, "lora", None) is not None:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".merged-") as scratch:
-            merged = merge_adapters(run.model)
-            step = merged_step(merged, Path(scratch))
-            named = family_of(merged) or family
-            of_merged = replace(run, model=merged)
-            write_hf(folder, of_merged, named, step, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        save_adapter(run.model, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
-        return
+    """Write the folder; ``step`` is the checkpoint's, and the model's values are not looked at.
+
+    Ranks of ``group`` share the weight files between them; the first writes the rest.
+    """
     names = family.load_hf().key_map
     args: Any = run.model.args
     if args.tied_embeddings if hasattr(args, "tied_embeddings") else _is_tied(run.model):
@@ -63,7 +61,10 @@ def write_hf(
         max_shard_bytes=max_shard_bytes,
         config=config,
         float8=float8_names(run.model, family) if dtype == "float8" else (),
+        group=group,
     )
+    if group is not None and group.rank() > 0:
+        return
     ids = _token_ids(run.tokenizer)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
     write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)

@@ -3,59 +3,36 @@
 Everything is written under a temporary name, and appears when it is complete and every check has passed.
 """
 
-import copy
 import secrets
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
-import torch
+import torch.distributed as dist
+from titan_ckpt.comm import ByteComm
 
 from titan_train.export.card import model_card
-from titan_train.export.float8 import float8_names, is_float8
-from titan_train.export.gate import Check, Exported, check_artefact
+from titan_train.export.float8 import float8_names
+from titan_train.export.gate import Check, Exported, Reference, check_artefact, compute_reference
 from titan_train.export.gguf.folder import GgufType, check_gguf, gguf_library, write_gguf
-from titan_train.export.hf_folder import (
-    DTYPES,
-    ExportDtype,
-    hf_config,
-    write_hf,
-    write_json,
-    write_tokenizer_files,
-)
+from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_json, write_tokenizer_files
+from titan_train.export.hf_model import StreamedHfModel
+from titan_train.export.job import AnyDtype, Job, Load, export_job
 from titan_train.export.load import TARGETS, read_exported
 from titan_train.files import write_atomic
-from titan_train.generation import LoadedRun, load_run
+from titan_train.generation import load_run
 from titan_train.models import unwrap
-from titan_train.models.family import Family
-from titan_train.models.registry import family_of
-from titan_train.run_folder import checkpoint_folders
+from titan_train.models.hf.lora import save_adapter
 from titan_train.trust import remember_machine_code
 
 Target = Literal["hf", "gguf", "onnx", "aoti", "dcp"]
-AnyDtype = Literal["fp32", "bf16", "fp16", "float8", "q8_0"]
 _ONLY = {"float8": "hf", "q8_0": "gguf"}
 _ROUNDING = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "q8_0": 2**-8}
 """What llama.cpp rounds the activations of its products to: the dtype of the matrix, or 8 bits in blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """What is exported, and how."""
-
-    run: LoadedRun
-    family: Family
-    name: str
-    step: Path
-    dtype: AnyDtype
-    max_shard_bytes: int
-
-    @property
-    def stored(self) -> ExportDtype:
-        """How tensors are stored before GGUF quantizes them."""
-        return "fp32" if self.dtype == "q8_0" else self.dtype
 
 
 def export_run(
@@ -67,6 +44,7 @@ def export_run(
     dtype: AnyDtype = "bf16",
     max_shard_bytes: int = 5_000_000_000,
     gate: bool = True,
+    group: dist.ProcessGroup | None = None,
     trust_code: bool = False,
     code: Sequence[str] = (),
 ) -> dict[str, list[Check]]:
@@ -79,13 +57,16 @@ def export_run(
         step: Which checkpoint; None takes the newest.
         dtype: Of the weights. Routing biases stay float32. ONNX and AOTInductor hold these values in float32.
         max_shard_bytes: Start another file before one passes this size (hf).
-        gate: Load every artefact and compare it with the run's model. Without, hf, gguf and dcp take memory for one
-            tensor instead of the model.
+        gate: Load every artefact and compare it with the run's model, one after the other in memory. Without, hf, gguf and
+            dcp take memory for one tensor instead of the model.
+        group: Ranks that all call this with the same arguments and see the same file system (gloo; hf alone). Each writes
+            its own files; the run's model is cut over them and the folder read layer by layer, so that none holds the
+            model.
         trust_code: As in `load_run`.
         code: As in `load_run`.
 
     Returns:
-        The checks by target, all passed; none without ``gate``.
+        The checks by target, all passed; none without ``gate``, and none on ranks other than the first.
 
     Raises:
         ValueError: ``out`` exists, the model cannot be written to a target, a library is missing, or a check failed.
@@ -95,30 +76,71 @@ def export_run(
     if out.exists():
         raise ValueError(f"{out} exists. Export to a new folder, so that no stale file stays in it.")
     _check_targets(to, dtype)
-    whole = gate or not {"onnx", "aoti"}.isdisjoint(to)
-    run = load_run(run_dir, step=step, device="cpu" if whole else "meta", trust_code=trust_code, code=code)
-    job = _Export(run, _family(run), run_dir.name, checkpoint_folders(run_dir)[run.step], dtype, max_shard_bytes)
-    _check_model(job, to)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staged = out.parent / f".{out.name}.part-{secrets.token_hex(4)}"
-    try:
-        if whole:
-            _round_weights(job)
-        checks: dict[str, list[Check]] = {}
-        for target in to:
-            folder = staged if len(to) == 1 else staged / target
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            _write(target, folder, job)
-            checks[target] = _prove(target, folder, job) if gate else []
-            card = model_card(run, job.family, job.name, target, dtype, checks[target])
-            write_atomic(folder / "README.md", card)
-        staged.rename(out)
+    group = None if group is None or group.size() == 1 else group
+    load = cast(Load, partial(load_run, run_dir, step=step, trust_code=trust_code, code=code))
+    with export_job(run_dir, load, dtype=dtype, max_shard_bytes=max_shard_bytes, scratch=out.absolute().parent) as job:
+        _check_model(job, to, group, gate=gate)
+        return _export(job, out, list(to), group, gate=gate)
+
+
+def _export(
+    job: Job, out: Path, to: list[Target], group: dist.ProcessGroup | None, *, gate: bool
+) -> dict[str, list[Check]]:
+    comm = None if group is None else ByteComm(group)
+    first = comm is None or comm.rank == 0
+    token = secrets.token_hex(4).encode()
+    staged = out.parent / f".{out.name}.part-{(comm.broadcast(token) if comm else token).decode()}"
+    checks: dict[str, list[Check]] = {}
+
+    def on_first(work: Callable[[], None]) -> None:
+        """Do it on the first rank; what it raises there, every rank raises."""
+        error: Exception | None = None
+        try:
+            if first:
+                work()
+        except Exception as err:
+            if comm is None:
+                raise
+            error = err
+        if comm is not None:
+            comm.agree(error, f"exporting to {out}")
+
+    def appear() -> None:
+        (staged if len(to) > 1 else staged / to[0]).rename(out)
         if "aoti" in to:
             folder = out if len(to) == 1 else out / "aoti"
             remember_machine_code(folder, folder / "model.pt2")
+
+    try:
+        on_first(lambda: staged.mkdir(parents=True))
+        reference = None
+        if gate:
+            run = job.run
+            reference = compute_reference(job.model(group), run.tokenizer.vocab_size, seq_len=run.config.model.seq_len)
+        for target in to:
+            folder = staged / target
+            _write(target, folder, job, group)
+            on_first(partial(_finish, target, folder, job, reference, checks, streamed=group is not None))
+        on_first(appear)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        if first:
+            shutil.rmtree(staged, ignore_errors=True)
     return checks
+
+
+def _finish(
+    target: Target,
+    folder: Path,
+    job: Job,
+    reference: Reference | None,
+    checks: dict[str, list[Check]],
+    *,
+    streamed: bool,
+) -> None:
+    """Prove what was written, and write the model card."""
+    checks[target] = [] if reference is None else _prove(target, folder, job, reference, streamed=streamed)
+    card = model_card(job.run, job.family, job.name, target, job.dtype, checks[target])
+    write_atomic(folder / "README.md", card)
 
 
 def _check_targets(to: Sequence[str], dtype: str) -> None:
@@ -130,18 +152,10 @@ def _check_targets(to: Sequence[str], dtype: str) -> None:
         raise ValueError(f"--dtype {dtype} is for --to {only} alone. Export the other targets in a second command.")
 
 
-def _family(run: LoadedRun) -> Family:
-    family = family_of(run.model)
-    if family is None:
-        raise ValueError(
-            f"model.name={run.config.model.name!r} belongs to no registered family, so its names on Hugging Face are unknown. "
-            "Register a family with a key map (see the guide on adding a model family)."
-        )
-    return family
-
-
-def _check_model(job: _Export, to: Sequence[str]) -> None:
+def _check_model(job: Job, to: Sequence[str], group: dist.ProcessGroup | None, *, gate: bool) -> None:
     """Refuse what a target cannot hold before anything is written."""
+    if group is not None:
+        _check_ranks(job, to, gate=gate, ranks=group.size())
     if job.dtype == "float8":
         float8_names(job.run.model, job.family)
     if "gguf" in to:
@@ -149,10 +163,24 @@ def _check_model(job: _Export, to: Sequence[str]) -> None:
         check_gguf(hf_config(job.run, job.family, job.stored))
 
 
-def _write(target: Target, folder: Path, job: _Export) -> None:
+def _check_ranks(job: Job, to: Sequence[str], *, gate: bool, ranks: int) -> None:
+    reason = None
+    if list(to) != ["hf"]:
+        reason = f"--to {','.join(to)}: only --to hf is written by several ranks"
+    elif job.adapted is not None:
+        reason = "the model has adapters, which one process merges"
+    elif gate and job.dtype == "float8":
+        reason = "--dtype float8 is compared by one process: blocks of 128 x 128 do not fit the ranks' parts; --no-gate would do"
+    if reason is not None:
+        raise ValueError(f"{reason}, and these are {ranks} ranks. Export without torchrun.")
+
+
+def _write(target: Target, folder: Path, job: Job, group: dist.ProcessGroup | None) -> None:
     run = job.run
     if target == "hf":
-        write_hf(folder, run, job.family, job.step, dtype=job.stored, max_shard_bytes=job.max_shard_bytes)
+        write_hf(folder, run, job.family, job.step, dtype=job.stored, max_shard_bytes=job.max_shard_bytes, group=group)
+        if job.adapted is not None:
+            save_adapter(job.adapted, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
         return
     if target == "gguf":
         source = folder.with_name(f".{folder.name}.hf")
@@ -164,11 +192,11 @@ def _write(target: Target, folder: Path, job: _Export) -> None:
     elif target == "onnx":
         from titan_train.export.onnx_folder import write_onnx
 
-        write_onnx(folder, copy.deepcopy(unwrap(run.model)), step=run.step)
+        write_onnx(folder, unwrap(job.model()), step=run.step)
     elif target == "aoti":
         from titan_train.export.aoti_folder import write_aoti
 
-        write_aoti(folder, copy.deepcopy(unwrap(run.model)), step=run.step)
+        write_aoti(folder, unwrap(job.model()), step=run.step)
     else:
         from titan_train.export.dcp_folder import write_dcp
 
@@ -176,55 +204,15 @@ def _write(target: Target, folder: Path, job: _Export) -> None:
     write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
 
 
-def _round_weights(job: _Export) -> None:
-    """Give the run's model, in float32, the values that the artefacts store."""
-    job.run.model.float()
-    for name, parameter in job.run.model.named_parameters():
-        if job.dtype == "float8" and is_float8(name, job.run.model, job.family):
-            parameter.data = _through_float8(parameter.data)
-        elif job.dtype == "q8_0":
-            parameter.data = _through_q8(parameter.data, name)
-        else:
-            parameter.data = parameter.data.to(DTYPES[job.stored]).float()
-
-
-def _through_float8(values: torch.Tensor) -> torch.Tensor:
-    from titan_ckpt.interop.float8 import dequantize, quantize
-
-    matrices = values.reshape(-1, *values.shape[-2:])
-    return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices]).view(values.shape)
-
-
-def _through_q8(values: torch.Tensor, name: str) -> torch.Tensor:
-    quants = gguf_library().quants
-    kind = gguf_library().GGMLQuantizationType
-    if values.ndim == 1 or "router" in name or "pos_embeddings" in name:
-        return values
-    if values.shape[-1] % 32 or ".wkv_b." in name:
-        return values.half().float()
-    return torch.from_numpy(quants.dequantize(quants.quantize(values.numpy(), kind.Q8_0), kind.Q8_0))
-
-
-def _load(target: Target, folder: Path, job: _Export) -> Exported:
-    if target != "dcp":
-        return read_exported(folder)
-    from titan_train.export.dcp_folder import DcpModel
-
-    return DcpModel(folder, unwrap(job.run.model))
-
-
-def _prove(target: Target, folder: Path, job: _Export) -> list[Check]:
+def _prove(target: Target, folder: Path, job: Job, reference: Reference, *, streamed: bool) -> list[Check]:
     """Run the checks on what was stored, write their table, and refuse if one failed."""
-    run = job.run
-    checks = check_artefact(
-        _load(target, folder, job),
-        run.model,
-        run.tokenizer,
-        seq_len=run.config.model.seq_len,
-        rounding=_ROUNDING[job.dtype] if target == "gguf" else 0.0,
-    )
+    rounding = _ROUNDING[job.dtype] if target == "gguf" else 0.0
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".offloaded-") as scratch:
+        exported = StreamedHfModel(folder, Path(scratch)) if streamed else _load(target, folder, job)
+        checks = check_artefact(exported, reference, job.run.tokenizer, rounding=rounding)
+        del exported
     write_json(
-        folder / "parity.json", {"step": run.step, "target": target, "checks": [asdict(check) for check in checks]}
+        folder / "parity.json", {"step": job.run.step, "target": target, "checks": [asdict(check) for check in checks]}
     )
     failed = [check for check in checks if not check.passed]
     if failed:
@@ -234,3 +222,11 @@ def _prove(target: Target, folder: Path, job: _Export) -> list[Check]:
             "Please report this; --no-gate writes the folder all the same."
         )
     return checks
+
+
+def _load(target: Target, folder: Path, job: Job) -> Exported:
+    if target != "dcp":
+        return read_exported(folder)
+    from titan_train.export.dcp_folder import DcpModel
+
+    return DcpModel(folder, unwrap(job.model()))

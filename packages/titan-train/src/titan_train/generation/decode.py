@@ -7,8 +7,8 @@ which gives the same tokens at a higher cost.
 Shapes: B rows, P longest prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,8 @@ class _CachedLogits:
         if step == 0:
             self._in_use.used = self._longest
             positions = torch.arange(self._longest, device=tokens.device).expand(tokens.shape[0], -1)
-            return _last(model(tokens[:, : self._longest], positions=positions), lengths)
+            with _head_of_last(model, lengths):
+                return _last(model(tokens[:, : self._longest], positions=positions), lengths)
         self._in_use.used = None if self._compiled else self._longest + step
         self._in_use.even = self._even and not self._compiled
         last = (lengths - 1)[:, None]
@@ -168,11 +169,30 @@ def _compile(model: nn.Module) -> Callable[..., Tensor]:
 
 def _recomputed_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
     """The same from the whole rows; padding follows a row's last token, so causal attention never sees it."""
-    return _last(model(tokens[:, : int(lengths.max())]), lengths)
+    with _head_of_last(model, lengths):
+        return _last(model(tokens[:, : int(lengths.max())]), lengths)
 
 
-def _last(logits: Tensor, lengths: Tensor) -> Tensor:
-    return logits[torch.arange(logits.shape[0], device=logits.device), lengths - 1]
+@contextmanager
+def _head_of_last(model: nn.Module, lengths: Tensor) -> Generator[None]:
+    """Inside, a model that names its head computes logits of each row's last token alone, ``[B, 1, V]``."""
+    whole = unwrap(model)
+    name = getattr(whole, "loss_head", None)
+    if not isinstance(name, str):
+        yield
+        return
+
+    def last(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (_last(inputs[0], lengths).unsqueeze(1), *inputs[1:])
+
+    with whole.get_submodule(name).register_forward_pre_hook(last):
+        yield
+
+
+def _last(values: Tensor, lengths: Tensor) -> Tensor:
+    """Of each row's last token, ``[B, S, ...]`` to ``[B, ...]``; a single one is the last."""
+    last = lengths - 1 if values.shape[1] > 1 else torch.zeros_like(lengths)
+    return values[torch.arange(values.shape[0], device=values.device), last]
 
 
 def _seen(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:

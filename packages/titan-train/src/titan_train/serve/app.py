@@ -72,7 +72,10 @@ class _Server:
         self._page = files("titan_train.serve").joinpath("chat.html").read_text(encoding="utf-8")
 
     async def page(self, request: Request) -> Response:
-        settings = {"model": self._name, "chat": self.worker.run.template is not None, "step": self.worker.run.step}
+        run = self.worker.run
+        settings = {
+            "model": self._name, "chat": run.template is not None, "step": run.step, "max_tokens": self._most
+        }  # fmt: skip
         text = json.dumps(settings).replace("<", "\\u003c")
         return HTMLResponse(self._page.replace("{{ settings }}", text))
 

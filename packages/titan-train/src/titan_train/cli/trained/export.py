@@ -4,6 +4,9 @@
 code of ours: weights, configuration, tokenizer and model card. `--to hf,gguf,onnx` writes one folder per target
 into `--out`. Every artefact is loaded with the library that its users have (extras `hf`, `gguf`, `onnx`) and
 compared with the run's model; it is written only if they agree.
+
+For models that one process cannot hold, `torchrun --nproc-per-node 4 -m titan_train export ... --to hf` writes from four
+processes: each writes its own files, and none holds the model.
 """
 
 from collections.abc import Sequence
@@ -43,21 +46,25 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if arguments.max_shard_gb <= 0:
         raise ValueError(f"--max-shard-gb={arguments.max_shard_gb} must be positive. The default is 5.")
 
+    from titan_train.eval.ranks import cpu_ranks
     from titan_train.export.gate import as_table
     from titan_train.export.run import export_run
 
-    targets = arguments.to.split(",")
-    checks = export_run(
-        arguments.run_dir,
-        arguments.out,
-        to=targets,
-        step=arguments.step,
-        dtype=arguments.dtype,
-        max_shard_bytes=int(arguments.max_shard_gb * 1e9),
-        gate=not arguments.no_gate,
-        trust_code=arguments.trust_code,
-        code=arguments.code,
-    )
+    with cpu_ranks() as group:
+        checks = export_run(
+            arguments.run_dir,
+            arguments.out,
+            to=arguments.to.split(","),
+            step=arguments.step,
+            dtype=arguments.dtype,
+            max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+            gate=not arguments.no_gate,
+            group=group,
+            trust_code=arguments.trust_code,
+            code=arguments.code,
+        )
+        if group is not None and group.rank() > 0:
+            return 0
     for target, table in checks.items():
         if table:
             print((f"{target}\n" if len(checks) > 1 else "") + as_table(table))

@@ -1,0 +1,120 @@
+"""What is exported: a run's checkpoint, its adapters merged, and its model with the values that artefacts store."""
+
+import contextlib
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_train.export.float8 import is_float8
+from titan_train.export.gguf.folder import gguf_library
+from titan_train.export.hf_folder import DTYPES, ExportDtype
+from titan_train.generation import LoadedRun
+from titan_train.models.family import Family
+from titan_train.models.hf.lora import merge_adapters, merged_step
+from titan_train.models.registry import family_of
+from titan_train.run_folder import checkpoint_folders
+
+AnyDtype = Literal["fp32", "bf16", "fp16", "float8", "q8_0"]
+
+
+class Load(Protocol):
+    """Loads the run anew; "meta" reads no values."""
+
+    def __call__(self, *, device: str, group: dist.ProcessGroup | None = None) -> LoadedRun: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is exported, and how."""
+
+    run: LoadedRun
+    """Its model is on the meta device."""
+    family: Family
+    step: Path
+    """The checkpoint's folder."""
+    name: str
+    dtype: AnyDtype
+    max_shard_bytes: int
+    load: Load
+    adapted: Any = None
+    """The model with its adapters and values, where it has adapters; ``run`` and ``step`` are then the merged model's."""
+
+    @property
+    def stored(self) -> ExportDtype:
+        """How tensors are stored before GGUF quantizes them."""
+        return "fp32" if self.dtype == "q8_0" else self.dtype
+
+    def model(self, group: dist.ProcessGroup | None = None) -> nn.Module:
+        """A model of its own on the CPU, float32, with the values that the artefacts store; cut over ``group``."""
+        model = self.load(device="cpu", group=group).model
+        if self.adapted is not None:
+            model = merge_adapters(model)
+        _round_weights(model.float(), self)
+        return model
+
+
+@contextlib.contextmanager
+def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: int, scratch: Path) -> Generator[Job]:
+    """The job of a run's checkpoint. Where the model has adapters, the merged one is written as a checkpoint in ``scratch``.
+
+    Raises:
+        ValueError: The model belongs to no family with names on Hugging Face.
+    """
+    run = load(device="meta")
+    step = checkpoint_folders(run_dir)[run.step]
+    job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
+    if getattr(run.model, "lora", None) is None:
+        yield job(run=run, family=_family(run), step=step)
+        return
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".merged-") as folder:
+        adapted = load(device="cpu").model
+        merged = merge_adapters(adapted)
+        step = merged_step(merged, Path(folder))
+        run = replace(run, model=merged.to("meta"))
+        yield job(run=run, family=_family(run), step=step, adapted=adapted)
+
+
+def _family(run: LoadedRun) -> Family:
+    family = family_of(run.model)
+    if family is None:
+        raise ValueError(
+            f"model.name={run.config.model.name!r} belongs to no registered family, so its names on Hugging Face are unknown. "
+            "Register a family with a key map (see the guide on adding a model family)."
+        )
+    return family
+
+
+def _round_weights(model: nn.Module, job: Job) -> None:
+    """Give the model, in float32, the values that the artefacts store."""
+    for name, parameter in model.named_parameters():
+        if job.dtype == "float8" and is_float8(name, job.run.model, job.family):
+            parameter.data = _through_float8(parameter.data)
+        elif job.dtype == "q8_0":
+            parameter.data = _through_q8(parameter.data, name)
+        else:
+            parameter.data = parameter.data.to(DTYPES[job.stored]).float()
+
+
+def _through_float8(values: torch.Tensor) -> torch.Tensor:
+    from titan_ckpt.interop.float8 import dequantize, quantize
+
+    matrices = values.reshape(-1, *values.shape[-2:])
+    return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices]).view(values.shape)
+
+
+def _through_q8(values: torch.Tensor, name: str) -> torch.Tensor:
+    quants = gguf_library().quants
+    kind = gguf_library().GGMLQuantizationType
+    if values.ndim == 1 or "router" in name or "pos_embeddings" in name:
+        return values
+    if values.shape[-1] % 32 or ".wkv_b." in name:
+        return values.half().float()
+    return torch.from_numpy(quants.dequantize(quants.quantize(values.numpy(), kind.Q8_0), kind.Q8_0))
