@@ -1,6 +1,7 @@
 """Writing files so that a reader sees the old content or the new one, and reading files that may hold anything."""
 
 import contextlib
+import errno
 import json
 import os
 import tomllib
@@ -43,6 +44,8 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> Non
     Raises:
         OSError: The file cannot be written; ``path`` and its folder are as before.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -20,7 +20,7 @@ def all_cases() -> dict[str, Case]:
     """Every case, by a name that says where it comes from."""
     groups = (
         words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs, shown_data,
-        downloads, evaluations, serving, exported_folders, comparisons, other_commands,
+        downloads, evaluations, serving, exported_folders, comparisons, other_commands, found_by_trying,
     )  # fmt: skip
     return {f"{group.__name__} {i}": case for group in groups for i, case in enumerate(group())}
 
@@ -420,3 +420,33 @@ def other_commands() -> Iterator[Case]:
     yield ["check", "debug", "--compile.backend", "eager", "--compile.mode", "max-autotune"], {}
     for tracker in ('["zap"]', '[""]', '"x"', "[1]"):
         yield ["check", "debug", "--metrics.trackers", tracker], {}
+
+
+def found_by_trying() -> Iterator[Case]:
+    """What a person tried who had not read the groups above."""
+    step = '{"kind":"step","step":"x","loss":[]}\n'
+    yield ["calibrate", "RUN"], {"RUN/metrics.jsonl": step * 9}
+    yield ["calibrate", "RUN"], {"RUN/run.json": '{"attempts": [{"world_size": "x"}]}'}
+    yield ["calibrate", "RUN"], {"RUN/metrics.jsonl": b"\xff\x00" * 99}
+    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": 'matmul = "x"'}
+    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": "matmul = nan"}
+    yield ["generate", "RUN", "--prompt", "a", "--samples", "100000000"], {}
+    for words in (["--run.dir", "~nosuchuser/x"], ["--model.init", "hf:~nosuch/x"], ["--model.name", "hf:~nosuch/x"]):
+        yield ["check", "debug", *words], {}
+    yield ["prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "~nosuch/x.txt")}
+    yield ["prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "~nosuch/x"\n{SOURCE}'}
+    yield ["prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "/dev/zero")}
+    for kind in ("parquet", "arrow"):
+        source = SOURCE.replace('"text"', f'"{kind}"').replace("text.txt", f"x.{kind}")
+        yield ["prepare", "c.toml"], {f"x.{kind}": b"PAR1ARROW1garbage", "c.toml": BYTES + DATA + source}
+    for command in ("report", "compare"):
+        yield (
+            [command, "RUN", *(["RUN2"] if command == "compare" else []), "--out", ""],
+            {"RUN2/config.toml": "[run]\nname = 'b'"},
+        )
+    yield ["doctor", "--bench", ""], {}
+    yield ["slurm", "debug", "--launch.nproc", "1", "--partition", "-x; rm -rf /"], {}
+    yield ["generate", "RUN", "--prompt", "\ud800"], {}
+    yield ["generate", "RUN", "--prompt", "a", "--stop", ""], {}
+    yield ["check", "debug", "--train.freeze", '["["]'], {}
+    yield ["report", "RUN"], {"RUN/config.toml": 'train = 3\nmodel = [1]\nparallel = "x"'}

@@ -29,7 +29,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         "--bench", metavar="FILE", help="measure this machine and write its hardware file for the planner"
     )
     arguments = parser.parse_args(words)
-    if arguments.bench:
+    if arguments.bench is not None:
+        place = Path(arguments.bench)
+        if place.is_dir() or not place.absolute().parent.is_dir():
+            raise ValueError(f"--bench {arguments.bench}: there is no such folder to write a file in. Make it first.")
         from titan_train.planner.hardware.measure import write_machine
 
         table = write_machine(Path(arguments.bench))

@@ -155,5 +155,10 @@ def _add_lines(history: History, path: Path, start: int, end: int | None) -> Non
                 history.add_step(line)
             else:
                 history.add_other(line)
-        except (KeyError, TypeError, ValueError):  # a line of another format, or one that somebody edited
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+        ):  # a line of another format, or one that somebody edited
             history.unreadable_lines += 1

@@ -129,7 +129,7 @@ class JsonlTracker:
             if block is not None:
                 with self._blocks.open("ab") as file:
                     file.write(block)
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, OverflowError):
             self._blocks = None
 
     def _cut(self, path: Path, step: int) -> None:
@@ -186,7 +186,12 @@ def read_metrics(run_dir: str | Path) -> RunMetrics:
                 validations[validation.step] = validation
             elif line["kind"] == "event":
                 metrics.events.append(as_event(line))
-        except (KeyError, TypeError, ValueError):  # a line of another format, or one that somebody edited
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+        ):  # a line of another format, or one that somebody edited
             metrics.unreadable_lines += 1
     metrics.steps = [steps[step] for step in sorted(steps)]
     metrics.validations = [validations[step] for step in sorted(validations)]

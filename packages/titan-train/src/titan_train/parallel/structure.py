@@ -44,7 +44,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = {clean_fqn(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for pattern in patterns:
-        found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
+        try:
+            found = [parameter for name, parameter in named.items() if re.search(pattern, name)]
+        except re.error as err:
+            raise ValueError(f"train.freeze: {pattern!r} is no regular expression ({err}). Correct it.") from err
         if not found:
             distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in named))
             raise ValueError(

@@ -13,7 +13,7 @@ _MODEL = "model"
 
 def run_folder(config: Config) -> Path:
     """The folder of the run that ``config`` describes."""
-    return Path(config.run.dir) / config.run.name
+    return Path(config.run.dir).expanduser() / config.run.name
 
 
 def read_config(run_dir: Path) -> Config:

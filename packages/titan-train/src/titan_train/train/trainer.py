@@ -39,7 +39,7 @@ from titan_train.observe import (
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
-from titan_train.run_folder import commit, keep_model, with_kept_model
+from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.published_tokenizer import check_tokenizer
@@ -83,7 +83,7 @@ class Trainer:
         """
         self._unattended = monitor is None  # no launcher has prepared the inputs
         self._monitor = monitor or StepMonitor()
-        self.run_dir = Path(run_dir) if run_dir is not None else Path(config.run.dir) / config.run.name
+        self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
         self._as_given = config
         self.config = config = with_kept_model(config, self.run_dir)
         self.task = task or load_task(config)

@@ -46,6 +46,10 @@ def _of_a_library(err: BaseException) -> int:
     if type(err).__name__ == "PanicException":  # a panic in a Rust extension, such as tiktoken's
         return _end(f"a library failed on this input: {_first_line(err)}", 2)
     if isinstance(err, RuntimeError):
+        if "determine home directory" in str(err):  # pathlib's own error
+            return _end(
+                "a path begins with ~ and the name of a user that this machine does not have. Write it whole.", 2
+            )
         if _TOO_LARGE in str(err).lower():
             return _end(f"a size is too large: {_first_line(err)}. Choose a smaller one.", 2)
         if any(sign in str(err).lower() for sign in _ALLOCATION):

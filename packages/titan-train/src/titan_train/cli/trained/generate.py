@@ -56,7 +56,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         help="drop tokens below P times the most likely one; default 0",
     )
     parser.add_argument("--repetition-penalty", type=number(0), default=1.0, metavar="X", help="1 disables (default)")
-    parser.add_argument("--samples", type=integer(1), default=1, metavar="N", help="continuations; default 1")
+    parser.add_argument("--samples", type=integer(1, 4096), default=1, metavar="N", help="continuations; default 1")
     parser.add_argument("--seed", type=integer(0), default=0, help="default 0")
     parser.add_argument("--step", type=integer(0), default=None, help="checkpoint to use (default: the last)")
     parser.add_trust()

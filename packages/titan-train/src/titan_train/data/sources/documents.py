@@ -113,6 +113,11 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
         found = sorted(p for p in root.glob(pattern) if p.is_file())
         if found:
             return [CorpusFile(p, p.as_posix()) for p in found]
+    if path.exists():
+        raise ValueError(
+            f"data.sources[{source.name!r}].paths: {given!r} is a pipe or a device, and sources are read several times. Write "
+            "it to a file first."
+        )
     raise ValueError(f"data.sources[{source.name!r}].paths: {given!r} does not exist.{_nearest(path)}")
 
 

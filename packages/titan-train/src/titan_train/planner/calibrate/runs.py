@@ -5,14 +5,17 @@ and warm-up do not count. The constants that a handful of runs can tell are fitt
 """
 
 import dataclasses
-import json
+import math
 import statistics
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
+from titan_train.observe import read_run_info
+from titan_train.observe.jsonl import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
 from titan_train.planner.calibrate.rows import MeasuredRow
 from titan_train.planner.cost.constants import Constants, prior
@@ -47,19 +50,28 @@ def read_run(folder: Path, machine: Machine) -> MeasuredRow:
     info_file, metrics = folder / "run.json", folder / "metrics.jsonl"
     if not metrics.is_file() or not info_file.is_file():
         raise ValueError(f"{folder} has no metrics.jsonl or run.json: it has not made a step yet.")
-    records = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
-    lines = [record for record in records if record.get("kind") == "step"]
-    steps = [float(record["step_time_s"]) for record in lines]
+    info = read_run_info(folder)
+    lines = [line for line, _, _ in lines_of(metrics) if line is not None and line.get("kind") == "step"]
+    steps = _positive(lines, "step_time_s")
     if len(steps) < 4:
         raise ValueError(f"{folder} has {len(steps)} timed steps; calibration needs at least 4.")
     seconds = statistics.median(steps[len(steps) // 2 :])
-    info = json.loads(info_file.read_text())
-    # without a launcher nobody writes world_size; the two rates of a step tell it
-    ranks = int(info.get("world_size") or round(lines[-1]["tokens_per_s"] / lines[-1]["tokens_per_s_per_rank"]))
+    ranks, parameters = info.get("world_size"), info.get("parameters")
+    if not isinstance(ranks, int) or ranks < 1:  # without a launcher nobody writes it; the two rates of a step tell it
+        of_all, of_one = _positive(lines, "tokens_per_s"), _positive(lines, "tokens_per_s_per_rank")
+        if not of_all or not of_one:
+            raise ValueError(f"{folder} does not say on how many ranks it ran: run.json has no world_size.")
+        ranks = max(1, round(of_all[-1] / of_one[-1]))
     setup = setup_of_config(config, ranks)
-    shape = with_parameters(shape_of_config(config), int(info.get("parameters") or 0))
+    shape = with_parameters(shape_of_config(config), parameters if isinstance(parameters, int) else 0)
     speed = setup.global_batch * setup.seq_len / ranks / seconds
     return MeasuredRow(0, str(folder), "run", "", shape, machine, setup, speed, None, seconds)
+
+
+def _positive(lines: list[dict[str, Any]], name: str) -> list[float]:
+    """A quantity of the steps, where it is a positive number: somebody may have edited the file."""
+    values = [line.get(name) for line in lines]
+    return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v) and v > 0]
 
 
 def with_parameters(shape: ModelShape, parameters: int) -> ModelShape:
@@ -112,4 +124,8 @@ def load_constants(path: str | Path) -> Constants:
     unknown = set(table) - {f.name for f in dataclasses.fields(Constants)}
     if unknown:
         raise ValueError(f"{path} has unknown constants {', '.join(sorted(unknown))}.")
+    for name, value in table.items():
+        wanted = str if name == "source" else (int, float)
+        if not isinstance(value, wanted) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{path}: {name} = {value!r} is not a {'text' if name == 'source' else 'finite number'}.")
     return Constants(**table)
