@@ -60,7 +60,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
             hf[pair.hf.format(**letters)] = view
     for name, (count, dim, parts) in packs.items():
         if len(parts) != count:
-            raise ValueError(f"{name!r} consists of {count} tensors, but the step holds {len(parts)} of them.")
+            raise ValueError(f"{name!r} is made of {count} tensors, but the step holds {len(parts)} of them.")
         hf[name] = JoinView([parts[i] for i in range(count)], dim)
     return hf
 
