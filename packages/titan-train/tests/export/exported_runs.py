@@ -14,12 +14,13 @@ def trained(
     run: str = "",
     steps: int = 6,
     tokenizer: dict[str, object] | None = None,
+    model: dict[str, object] | None = None,
     **args: object,
 ) -> Path:
     """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
     tree = {
         "run": {"dir": str(folder / "runs"), "name": run or name},
-        "model": {"name": name, "seq_len": 64, "args": args},
+        "model": {"name": name, "seq_len": 64, "args": args, **(model or {})},
         "tokenizer": tokenizer or {"kind": "bytes"},
         "data": {
             "cache_dir": str(folder / "cache"),

@@ -107,3 +107,31 @@ def test_the_command_prints_the_table_and_refuses_an_existing_folder(
     assert "17 of 17 texts equal" in (tmp_path / "model" / "README.md").read_text()
     assert main(["export", str(run_dir), "--out", str(tmp_path / "model")]) == 2
     assert "exists. Export to a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(900)
+def test_adapters_are_merged_before_their_weights_are_rounded(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = transformers.Qwen3Config(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, max_position_embeddings=256,
+    )  # fmt: skip
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    model = {"init": f"hf:{base}", "lora_rank": 4}
+    run_dir = trained(folder, f"hf:{base}", run="lora", model=model)
+    checks = export_run(run_dir, tmp_path / "model", to=["hf", "dcp"], dtype="bf16")
+    for target in ("hf", "dcp"):
+        assert [check.passed for check in checks[target]] == [True] * 4
+        assert checks[target][2].measured == "3 of 3 prompts equal"
+    assert (tmp_path / "model" / "hf" / "adapter" / "adapter_config.json").is_file()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model" / "hf").state_dict()
+    adapted = load_run(run_dir, device="cpu").model
+    name = "model.layers.0.self_attn.q_proj"
+    layer = adapted.get_submodule(name)
+    delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+    want = layer.base_layer.weight + delta
+    # one rounding to bfloat16, half a unit in its 8 bits, of a sum that float32 orders another way
+    assert ((merged[f"{name}.weight"].float() - want).abs() <= 2**-8 * want.abs()).all()
+    assert delta.abs().max() > 0
