@@ -1,6 +1,7 @@
 """What a model cannot do under a layout: refused with one error, before any rank starts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import titan_fp8
 import torch
@@ -112,7 +113,8 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
 def _check_cut_adapters(config: Config, model: nn.Module) -> None:
     """Refuse tensor parallelism of adapters where a linear is several in one, or its region is not entered as a whole."""
     asked = f"parallel.tp={config.parallel.tp} with model.lora_rank={config.model.lora_rank}"
-    fused = sorted(model.plan.fused)
+    plan: Any = model.plan
+    fused = sorted(plan.fused)
     if fused:
         raise ValueError(
             f"{asked}: {' and '.join(fused)} are several linears in one, and so is an adapter beside them. Set parallel.tp=1."
