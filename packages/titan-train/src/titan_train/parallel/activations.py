@@ -157,6 +157,10 @@ class _Watch(TorchDispatchMode):
         self._watched = watched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.topk.default:
+            # routers of transformers divide the values in place; what is kept must stay as it is
+            kept = self._mode.__torch_dispatch__(func, types, args, kwargs)
+            return tuple(result.clone() for result in kept)
         if func in self._watched:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
