@@ -17,6 +17,7 @@ from typing import Any
 
 import titan_fp8
 import torch
+from titan_fp8.layers import eager
 from titan_fp8.ops import casts, products, weights
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ def main() -> None:
     x, g = torch.randn(size, size).bfloat16().requires_grad_(), torch.randn(size, size).bfloat16()
     small = torch.randn(16, 16, requires_grad=True)
     found = {"nn.Linear": microseconds(forward_and_backward(nn.Linear(16, 16, bias=False), small, torch.randn(16, 16)))}
-    for module in (casts, products, weights):
+    for module in (casts, products, weights, eager):
         module.implementation = stub
     for recipe in ("blockwise", "tensorwise"):
         layer = titan_fp8.Float8Linear(size, size, bias=False, dtype=torch.bfloat16, recipe=recipe)

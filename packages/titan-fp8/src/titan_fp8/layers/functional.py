@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8 import products
+from titan_fp8 import products as plain_products
+from titan_fp8.layers.eager import Products, products_for, unwatched
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
@@ -82,14 +83,16 @@ def linears(
     bias_list = [None] * len(weights) if biases is None else list(biases)
     cache_list = [open_cache(cache, w) for cache, w in zip(caches or [None] * len(weights), weights, strict=True)]
     check_shapes(x, weights, bias_list)
+    training = torch.is_grad_enabled()
     call = Call(
         chosen,
         output_dtype(x),
-        torch.is_grad_enabled() and any(w.requires_grad for w in weights),
-        torch.is_grad_enabled() and x.requires_grad,
+        training and any(w.requires_grad for w in weights),
+        training and x.requires_grad,
         amax_group,
+        products_for(chosen, x, amax_group),
     )
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     outs = cast("tuple[Tensor, ...]", _Linears.apply(flat, call, tuple(cache_list), *weights, *bias_list))
     return tuple(_unflatten(out, x) for out in outs)
 
@@ -126,7 +129,8 @@ def linear_deferred(
     """
     chosen = Recipe.get(recipe)
     check_shapes(x, [w], [bias])
-    call = Call(chosen, output_dtype(x), w.requires_grad, x.requires_grad, amax_group)
+    path = products_for(chosen, x, amax_group)
+    call = Call(chosen, output_dtype(x), w.requires_grad, x.requires_grad, amax_group, path)
     flat = x.reshape(-1, x.shape[-1])
     frozen_bias = None if bias is None else bias.detach()
     owners = (w, bias, defer)
@@ -144,18 +148,20 @@ class Call:
         weight_grad: bool,
         input_grad: bool,
         amax_group: dist.ProcessGroup | None,
+        products: Products = plain_products,
     ) -> None:
         self.recipe = recipe
         self.out_dtype = out_dtype
         self.weight_grad = weight_grad
         self.input_grad = input_grad
         self.amax_group = amax_group
+        self.products = products
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, caches: tuple[WeightCache | None, ...], *parameters: Any) -> Any:
-        count = len(caches)
+        count, products = len(caches), call.products
         weights, biases = parameters[:count], parameters[count:]
         xq = products.cast_input(x, call.recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
         outs = tuple(
@@ -172,7 +178,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
-        recipe = call.recipe
+        recipe, products = call.recipe, unwatched(call.products, grads)
         data_t, scale_t, hp, *weights = ctx.saved_tensors
         xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
@@ -207,7 +213,7 @@ class _Deferred(torch.autograd.Function):
         bias: Tensor | None,
         owners: tuple[Tensor, Tensor | None, Callable[..., None]],
     ) -> Tensor:
-        recipe = call.recipe
+        recipe, products = call.recipe, call.products
         xq = products.cast_input(x, recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
         wq = weight_cast(owners[0], call, cache)
         out = products.forward_product(xq, wq, recipe, out_dtype=call.out_dtype, bias=bias)
@@ -221,6 +227,7 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,) = grads
         call: Call = ctx.call
+        products = unwatched(call.products, grads)
         data_t, scale_t, hp, w = ctx.saved_tensors
         parameter, bias, defer = ctx.owners
         gq = products.cast_grad(g, call.recipe, for_weight_grad=parameter.requires_grad, amax_group=call.amax_group)
@@ -231,14 +238,15 @@ class _Deferred(torch.autograd.Function):
             dx = products.input_gradient(gq, wq, call.recipe, out_dtype=ctx.x_dtype)
         if parameter.requires_grad:
             xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
-            defer(parameter, _deferred_weight_gradient, gq.for_weight_gradient(), xq, call.recipe, w.dtype)
+            given = (gq.for_weight_gradient(), xq, call.recipe, w.dtype)
+            defer(parameter, _deferred_weight_gradient, call.products, *given)
         if bias is not None and bias.requires_grad:
             defer(bias, bias_gradient, g, bias.dtype)
         return None, dx, None, None, None, None, None
 
 
-def _deferred_weight_gradient(g: QTensor, x: QTensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    return products.weight_gradient(g, x, recipe, out_dtype=dtype)
+def _deferred_weight_gradient(products: Products, g: QTensor, x: QTensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    return unwatched(products, ()).weight_gradient(g, x, recipe, out_dtype=dtype)
 
 
 def open_cache(cache: WeightCache | None, w: Tensor) -> WeightCache | None:
@@ -257,6 +265,7 @@ def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward
         return known
     # Without a cache the forward's cast is dropped, and backward makes its own: each then needs one layout.
     both = in_backward or (cache is not None and call.input_grad)
+    products = unwatched(call.products, (w,))
     wq = products.cast_weight(w, call.recipe, for_input_grad=both, amax_group=call.amax_group)
     if cache is not None and cache.keeps(w):
         cache.keep(w, wq)

@@ -164,11 +164,12 @@ def empty_block_dual(x: Tensor, dtype: torch.dtype, dual: bool = True) -> tuple[
     """Uninitialised results of a 1×128 cast, with the strides of the real ones; empty transposes without ``dual``."""
     rows, columns = padded_shape(x, 128)
     rows_t, columns_t = (rows, columns) if dual else (0, 0)
+    strided = x.new_empty_strided
     return (
         x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(columns // 128, rows, dtype=torch.float32).t(),
+        strided((rows, columns // 128), (1, rows), dtype=torch.float32),
         x.new_empty(columns_t, rows_t, dtype=dtype),
-        x.new_empty(rows_t // 128, columns_t, dtype=torch.float32).t(),
+        strided((columns_t, rows_t // 128), (1, columns_t), dtype=torch.float32),
     )
 
 
