@@ -33,6 +33,7 @@ def stub(op: str, *_: Any) -> Callable[..., Any]:
         "scaled_mm": lambda a, sa, b, sb, *rest: empty(a.shape[0], b.shape[0], dtype=rest[2]),
         "cast_block": lambda x, dtype, pow2: casts.empty_block_dual(x, dtype, False)[:2],
         "cast_block_dual": lambda x, dtype, pow2: casts.empty_block_dual(x, dtype),
+        "cast_weight_rows": lambda w, dtype, pow2: weights.empty_weight_rows(w, dtype),
         "cast_weight_block": lambda w, dtype, pow2: weights.empty_weight_block(w, dtype),
         "cast_tensor": lambda x, dtype, pow2, amax: tensorwise(x, dtype)[::2],
         "cast_tensor_dual": lambda x, dtype, pow2, amax: tensorwise(x, dtype),

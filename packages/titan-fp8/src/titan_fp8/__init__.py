@@ -14,6 +14,7 @@ from titan_fp8.convert.roofline import H200, Hardware, predict_speedup
 from titan_fp8.dispatch import backends
 from titan_fp8.export import export_hf_fp8
 from titan_fp8.layers.functional import linear, linear_deferred, linears
+from titan_fp8.layers.fused import norm_linears, rms_norm, swiglu, swiglu_linear
 from titan_fp8.layers.grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
 from titan_fp8.layers.linear import Float8Linear
 from titan_fp8.lifetime import ConstantWeights
@@ -74,10 +75,14 @@ __all__ = [
     "linear_deferred",
     "linear_reduce_scatter",
     "linears",
+    "norm_linears",
     "predict_speedup",
     "record_stats",
+    "rms_norm",
     "scaled_mm",
     "stats",
+    "swiglu",
+    "swiglu_linear",
     "tensor_stats",
     "weight_gradient",
 ]

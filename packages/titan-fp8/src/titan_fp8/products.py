@@ -60,8 +60,7 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32.
         scaling: Granularity, format, and whether scales are powers of two.
-        layouts: ``"both"`` for products that sum over columns and over rows, ``"rows"`` for the former alone. 128x128
-            blocks always have both: the transpose holds the same codes.
+        layouts: ``"both"`` for products that sum over columns and over rows, ``"rows"`` for the former alone.
         amax: For one scale per tensor: the largest magnitude, float32 ``[]``, if it is known (or must be larger: where
             ``x`` is one part of a tensor cut over ranks).
 
@@ -79,6 +78,8 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
         )
     rows, columns = x.shape
     x = x.contiguous()
+    if scaling.gran == "block128" and layouts == "rows":
+        return QTensor(rows, columns, *run_op(ops.cast_weight_rows, x, scaling.dtype, scaling.pow2))
     if scaling.gran == "block128":
         return QTensor(rows, columns, *run_op(ops.cast_weight_block, x, scaling.dtype, scaling.pow2))
     if scaling.gran == "tensor":

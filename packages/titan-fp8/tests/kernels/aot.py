@@ -14,7 +14,18 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
-from titan_fp8.kernels.triton import block, fused, grouped_cast, grouped_mm, mx, row, tensor, weights
+from titan_fp8.kernels.triton import (
+    block,
+    elementwise,
+    fused,
+    grouped_cast,
+    grouped_mm,
+    mx,
+    row,
+    tensor,
+    transpose,
+    weights,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -42,7 +53,18 @@ KERNELS = {
         weights.cast_weight_kernel,
         {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
          "experts_scale_t": ODD},
-        {"MASKED": False, **E4M3}, 8,
+        {"DUAL": True, "MASKED": False, **E4M3}, 8,
+    ),
+    "cast_weight-rows": (
+        weights.cast_weight_kernel,
+        {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
+         "experts_scale_t": ODD},
+        {"DUAL": False, "MASKED": False, **E4M3}, 8,
+    ),
+    "transpose_codes": (
+        transpose.transpose_kernel,
+        {"codes": CODES, "out": CODES, "N": INT, "K": INT, "stride": INT, "stride_out": INT, "K_OUT": INT, "tiles_k": ODD},
+        {"MASKED": False}, 4,
     ),
     "cast_weights": (
         weights.cast_weights_kernel, {"table": "*i64"},
@@ -71,6 +93,19 @@ KERNELS = {
     "cast_grouped": (
         grouped_cast.cast_grouped_kernel,
         {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, {"GROUPS": 16, **E4M3}, 8,
+    ),
+    "rmsnorm": (
+        elementwise.rmsnorm_kernel,
+        {"x": X, "weight": X, "y": X, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},
+        {"BLOCK": 4096, "MASKED": False, "HARDWARE": True}, 4,
+    ),
+    "swiglu": (
+        elementwise.swiglu_kernel, {"gate": X, "up": X, "out": X, "numel": INT},
+        {"BLOCK": 4096, "MASKED": False, "HARDWARE": True}, 8,
+    ),
+    "swiglu_backward": (
+        elementwise.swiglu_backward_kernel, {"grad": X, "gate": X, "up": X, "dgate": X, "dup": X, "numel": INT},
+        {"BLOCK": 4096, "MASKED": False, "HARDWARE": True}, 8,
     ),
     "rms_rstd": (
         fused.rms_rstd_kernel, {"x": X, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},
@@ -138,8 +173,31 @@ def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
         "stack_bytes": int(stack),
         "local_bytes": int(local),
         "shared_bytes": compiled.metadata.shared,
+        "warps": warps,
+        "ctas_per_sm": ctas_per_sm(int(registers), warps, compiled.metadata.shared),
         "opcodes": collections.Counter(opcodes),
     }
+
+
+def ctas_per_sm(registers, warps, shared_bytes):
+    """Programs that one multiprocessor holds at once; the limits are the same on sm_90 and sm_100 (CUDA C++ guide, 20.2).
+
+    65,536 registers, given to a warp in units of 256; 64 warps; 32 programs; 227 KiB of shared memory, 1 KiB of which each
+    program costs besides its own.
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    return min(65536 // (of_warp * warps), 64 // warps, 32, 227 * 1024 // (shared_bytes + 1024))
+
+
+def table(capability):
+    """A line of Markdown for each kernel."""
+    for name in KERNELS:
+        k = compile_kernel(*KERNELS[name], capability)
+        opcodes = k["opcodes"]
+        spills = sum(count for opcode, count in opcodes.items() if opcode.startswith(("LDL", "STL")))
+        wide = f"{opcodes['LDG.E.128']} / {opcodes['STG.E.128']}"
+        cells = (k["warps"], k["registers"], spills, k["shared_bytes"], k["ctas_per_sm"], wide, sum(opcodes.values()))
+        print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main(names, capability):
@@ -147,4 +205,7 @@ def main(names, capability):
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:] or list(KERNELS), int(sys.argv[1]))
+    if sys.argv[2:] == ["table"]:
+        table(int(sys.argv[1]))
+    else:
+        main(sys.argv[2:] or list(KERNELS), int(sys.argv[1]))

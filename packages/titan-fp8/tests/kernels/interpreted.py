@@ -11,7 +11,18 @@ import torch
 import triton
 import triton.language as tl
 from titan_fp8 import reference
-from titan_fp8.kernels.triton import block, fused, grouped_cast, grouped_mm, mx, row, tensor, weights
+from titan_fp8.kernels.triton import (
+    block,
+    elementwise,
+    fused,
+    grouped_cast,
+    grouped_mm,
+    mx,
+    row,
+    tensor,
+    transpose,
+    weights,
+)
 from titan_fp8.kernels.triton.round import round_like, scales_of, to_float8, widen
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -133,12 +144,19 @@ def casts():
                 ("cast_block", block, (x, dtype, pow2)),
                 ("cast_block_dual", block, (x, dtype, pow2)),
                 ("cast_weight_block", weights, (torch.stack([x, x * 2]), dtype, pow2)),
+                ("cast_weight_rows", weights, (torch.stack([x, x * 2]), dtype, pow2)),
                 ("cast_weights_block", weights, ([x, torch.stack([few, few * 2])], dtype, pow2)),
                 ("cast_mx", mx, (x, dtype)),
                 ("cast_mx_dual", mx, (x, dtype)),
             ):
                 got, expected = getattr(module, op)(*arguments), getattr(reference, op)(*arguments)
                 results[f"{op}-{label}"] = mismatches(got, expected)
+    for shape in ((128, 256), (140, 147)):
+        codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        for multiple in (16, 128):
+            results[f"transpose_codes-{shape[0]}x{shape[1]}-{multiple}"] = mismatches(
+                transpose.transpose_codes(codes, multiple), reference.transpose_codes(codes, multiple)
+            )
     for input_dtype in (torch.float32, torch.float16):
         x = matrix(128, 128, dtype=input_dtype)
         name = str(input_dtype).removeprefix("torch.")
@@ -188,6 +206,11 @@ def closeness():
     results = {"rmsnorm_cast_block": dual_error(got[:4], expected[:4]), "rmsnorm_rstd": error(got[4], expected[4])}
     got, expected = (m.rmsnorm_backward(g, x, weight, expected[4]) for m in (fused, reference))
     results["rmsnorm_backward-dx"], results["rmsnorm_backward-dweight"] = map(error, got, expected)
+    got, expected = (m.rmsnorm(x, weight, 1e-5) for m in (elementwise, reference))
+    results["rmsnorm"], results["rmsnorm-rstd"] = map(error, got, expected)
+    results["swiglu"] = error(elementwise.swiglu(x, u), reference.swiglu(x, u))
+    got, expected = (m.swiglu_backward(g, x, u) for m in (elementwise, reference))
+    results["swiglu_backward-gate"], results["swiglu_backward-up"] = map(error, got, expected)
     got, expected = (m.swiglu_cast_block(x, u, E4M3, True) for m in (fused, reference))
     results["swiglu_cast_block"] = dual_error(got, expected)
     got, expected = (m.swiglu_backward_cast_block(g, x, u, E4M3, True) for m in (fused, reference))

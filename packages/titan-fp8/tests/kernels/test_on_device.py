@@ -55,6 +55,18 @@ def test_cast_equals_the_reference(name, shape, dtype, pow2):
 
 
 @DTYPES
+@POW2
+@SHAPES
+def test_weight_casts_and_their_transpose_equal_the_reference(shape, dtype, pow2):
+    w = _matrix(*shape)
+    for op in (ops.cast_weight_block, ops.cast_weight_rows):
+        _assert_same(op(w, dtype, pow2), _on_cpu(op, w, dtype, pow2))
+    codes = ops.cast_weight_rows(w, dtype, pow2)[0].view(torch.uint8)[: shape[0], : shape[1]]
+    for multiple in (16, 128):
+        _assert_same(ops.transpose_codes(codes, multiple), _on_cpu(ops.transpose_codes, codes, multiple))
+
+
+@DTYPES
 @pytest.mark.parametrize("name", ["cast_tensor_dual", "cast_row_dual", "cast_block_dual", "cast_mx_dual"])
 def test_cast_equals_the_reference_for_every_bfloat16(name, dtype):
     op, x = getattr(ops, name), _every_bfloat16()

@@ -1,6 +1,8 @@
 """Matrix products under autograd.
 
 - `functional`: `linear`, `linears` and `linear_deferred`.
+- `fused`: RMSNorm and SwiGLU before linears, with the cast in one kernel.
+- `eager`: the kernels of a recipe on a device, looked up once.
 - `linear`: `Float8Linear`, an ``nn.Linear`` that calls them.
 - `grouped`: one product per expert.
 """

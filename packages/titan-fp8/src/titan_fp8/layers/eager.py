@@ -142,17 +142,16 @@ class Eager:
 def _caster(scaling: Scaling, device: torch.device, *, both: bool) -> Callable[[Tensor], QTensor]:
     """`titan_fp8.products.cast` with its choices made."""
     dtype, pow2 = scaling.dtype, scaling.pow2
-    name = _CASTS[scaling.gran] + ("_dual" if both and scaling.gran != "block128" else "")
-    kernel = implementation(name, device)
+    kernel = implementation(_CASTS[scaling.gran][both], device)
     if scaling.gran == "tensor" and both:
 
         def cast_tensor_dual(x: Tensor) -> QTensor:
             data, data_t, scale = kernel(x.contiguous(), dtype, pow2, None)
-            return QTensor(*x.shape, data, scale, data_t, scale)
+            return QTensor(x.shape[0], x.shape[1], data, scale, data_t, scale)
 
         return cast_tensor_dual
     arguments = {"tensor": (dtype, pow2, None), "mx32": (dtype,)}.get(scaling.gran, (dtype, pow2))
-    return lambda x: QTensor(*x.shape, *kernel(x.contiguous(), *arguments))
+    return lambda x: QTensor(x.shape[0], x.shape[1], *kernel(x.contiguous(), *arguments))
 
 
 def _product(a: Scaling, b: Scaling, device: torch.device, fast_accum: bool) -> Callable[..., Tensor]:
@@ -173,9 +172,9 @@ def _cut(out: Tensor, rows: int, columns: int) -> Tensor:
 
 _PLAIN = (Tensor, nn.Parameter)
 _CASTS = {
-    "tensor": "cast_tensor",
-    "row": "cast_row",
-    "block1x128": "cast_block",
-    "block128": "cast_weight_block",
-    "mx32": "cast_mx",
+    "tensor": ("cast_tensor", "cast_tensor_dual"),
+    "row": ("cast_row", "cast_row_dual"),
+    "block1x128": ("cast_block", "cast_block_dual"),
+    "block128": ("cast_weight_rows", "cast_weight_block"),
+    "mx32": ("cast_mx", "cast_mx_dual"),
 }

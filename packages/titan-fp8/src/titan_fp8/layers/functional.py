@@ -94,7 +94,7 @@ def linears(
     )
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     outs = cast("tuple[Tensor, ...]", _Linears.apply(flat, call, tuple(cache_list), *weights, *bias_list))
-    return tuple(_unflatten(out, x) for out in outs)
+    return tuple(unflatten(out, x) for out in outs)
 
 
 def linear_deferred(
@@ -135,7 +135,7 @@ def linear_deferred(
     frozen_bias = None if bias is None else bias.detach()
     owners = (w, bias, defer)
     out = cast(Tensor, _Deferred.apply(anchor, flat, call, open_cache(cache, w), w.detach(), frozen_bias, owners))
-    return _unflatten(out, x)
+    return unflatten(out, x)
 
 
 class Call:
@@ -161,44 +161,75 @@ class Call:
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, caches: tuple[WeightCache | None, ...], *parameters: Any) -> Any:
-        count, products = len(caches), call.products
-        weights, biases = parameters[:count], parameters[count:]
-        xq = products.cast_input(x, call.recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
-        outs = tuple(
-            products.forward_product(xq, weight_cast(w, call, cache), call.recipe, out_dtype=call.out_dtype, bias=bias)
-            for w, bias, cache in zip(weights, biases, caches, strict=True)
-        )
-        ctx.call, ctx.caches, ctx.count = call, caches, count
-        ctx.rows, ctx.columns, ctx.x_dtype = x.shape[0], x.shape[1], x.dtype
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        kept = xq.for_weight_gradient()
-        ctx.save_for_backward(kept.data_t, kept.scale_t, kept.hp, *weights)
-        return outs
+        xq = call.products.cast_input(x, call.recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
+        ctx.x_dtype = x.dtype
+        return multiply(ctx, call, caches, parameters, xq)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        call: Call = ctx.call
-        recipe, products = call.recipe, unwatched(call.products, grads)
-        data_t, scale_t, hp, *weights = ctx.saved_tensors
-        xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
-        need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        dx: Tensor | None = None
-        dws: list[Tensor | None] = []
-        dbs: list[Tensor | None] = []
-        for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
-            need_w, need_b = need[i], need[ctx.count + i]
-            dws.append(None)
-            dbs.append(bias_gradient(g, ctx.bias_dtypes[i]) if need_b else None)
-            if not need_x and not need_w:
-                continue
-            gq = products.cast_grad(g, recipe, for_weight_grad=need_w, amax_group=call.amax_group)
-            if need_x:
-                wq = weight_cast(w, call, ctx.caches[i], in_backward=True)
-                part = products.input_gradient(gq, wq, recipe, out_dtype=ctx.x_dtype)
-                dx = part if dx is None else dx + part
-            if need_w:
-                dws[i] = products.weight_gradient(gq, xq, recipe, out_dtype=w.dtype)
-        return dx, None, None, *dws, *dbs
+        dx, parameters = gradients(ctx, grads, ctx.saved_tensors, ctx.needs_input_grad[0], ctx.needs_input_grad[3:])
+        return dx, None, None, *parameters
+
+
+def multiply(
+    ctx: Any, call: Call, caches: tuple[WeightCache | None, ...], parameters: Sequence[Any], xq: QTensor, *kept: Tensor
+) -> tuple[Tensor, ...]:
+    """The forward products of a cast input with each weight; what `gradients` needs goes to ``ctx``, and ``kept`` with it.
+
+    Args:
+        ctx: Of the autograd function; its ``x_dtype`` is the dtype of the input's gradient.
+        call: What is not a tensor.
+        caches: One per weight.
+        parameters: Weights, then one bias (or None) per weight.
+        xq: The input.
+        kept: More tensors to save, before the others.
+    """
+    count = len(caches)
+    weights, biases = parameters[:count], parameters[count:]
+    outs = tuple(
+        call.products.forward_product(xq, weight_cast(w, call, cache), call.recipe, out_dtype=call.out_dtype, bias=bias)
+        for w, bias, cache in zip(weights, biases, caches, strict=True)
+    )
+    ctx.call, ctx.caches, ctx.count = call, caches, count
+    ctx.rows, ctx.columns = xq.rows, xq.columns
+    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+    ctx.save_for_backward(*kept, xq.data_t, xq.scale_t, xq.hp, *weights)
+    return outs
+
+
+def gradients(
+    ctx: Any, grads: Sequence[Tensor], saved: Sequence[Any], need_x: bool, need: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of the (uncast) input, and those of the parameters, for ``grads`` of `multiply`'s results.
+
+    Args:
+        ctx: As `multiply` left it.
+        grads: One per output.
+        saved: What `multiply` saved, without ``kept``.
+        need_x: Whether the input's is wanted.
+        need: Whether each parameter's is.
+    """
+    call: Call = ctx.call
+    recipe, products = call.recipe, unwatched(call.products, grads)
+    data_t, scale_t, hp, *weights = saved
+    xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = []
+    dbs: list[Tensor | None] = []
+    for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
+        need_w, need_b = need[i], need[ctx.count + i]
+        dws.append(None)
+        dbs.append(bias_gradient(g, ctx.bias_dtypes[i]) if need_b else None)
+        if not need_x and not need_w:
+            continue
+        gq = products.cast_grad(g, recipe, for_weight_grad=need_w, amax_group=call.amax_group)
+        if need_x:
+            wq = weight_cast(w, call, ctx.caches[i], in_backward=True)
+            part = products.input_gradient(gq, wq, recipe, out_dtype=ctx.x_dtype)
+            dx = part if dx is None else dx + part
+        if need_w:
+            dws[i] = products.weight_gradient(gq, xq, recipe, out_dtype=w.dtype)
+    return dx, [*dws, *dbs]
 
 
 class _Deferred(torch.autograd.Function):
@@ -272,7 +303,7 @@ def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward
     return wq
 
 
-def _unflatten(out: Tensor, x: Tensor) -> Tensor:
+def unflatten(out: Tensor, x: Tensor) -> Tensor:
     """``out[M, N]`` with ``x``'s leading sizes. No view, as ``nn.Linear``'s output is none: it may be changed in place."""
     return out if x.dim() == 2 else torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
 

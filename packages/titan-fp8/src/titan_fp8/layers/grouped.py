@@ -178,8 +178,9 @@ def cast_experts(w: Tensor, recipe: Recipe, *, contract_rows: bool) -> tuple[Ten
     stored = w.mT if is_transpose else w.contiguous()
     as_stored = contract_rows == is_transpose
     if recipe.w.gran == "block128":
-        q, scale, qt, scale_t = run_op(ops.cast_weight_block, stored, dtype, pow2)
-        return (q, scale) if as_stored else (qt, scale_t)
+        if as_stored:
+            return run_op(ops.cast_weight_rows, stored, dtype, pow2)
+        return run_op(ops.cast_weight_block, stored, dtype, pow2)[2:]
     matrices = stored if as_stored else stored.mT
     num_experts, rows, columns = matrices.shape
     padded = F.pad(matrices, (0, -columns % 128, 0, -rows % 128)).contiguous()

@@ -36,10 +36,11 @@ from titan_fp8.ops.casts import (
     cast_tensor,
     cast_tensor_dual,
 )
+from titan_fp8.ops.elementwise import rmsnorm, swiglu, swiglu_backward
 from titan_fp8.ops.fused import rmsnorm_backward, rmsnorm_cast_block, swiglu_backward_cast_block, swiglu_cast_block
 from titan_fp8.ops.grouped import cast_grouped
 from titan_fp8.ops.products import grouped_scaled_mm, grouped_scaled_mm_wgrad, scaled_mm
-from titan_fp8.ops.weights import cast_weight_block, cast_weights_block
+from titan_fp8.ops.weights import cast_weight_block, cast_weight_rows, cast_weights_block, transpose_codes
 
 __all__ = [
     "amax",
@@ -53,12 +54,17 @@ __all__ = [
     "cast_tensor",
     "cast_tensor_dual",
     "cast_weight_block",
+    "cast_weight_rows",
     "cast_weights_block",
     "grouped_scaled_mm",
     "grouped_scaled_mm_wgrad",
+    "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_cast_block",
     "scaled_mm",
+    "swiglu",
+    "swiglu_backward",
     "swiglu_backward_cast_block",
     "swiglu_cast_block",
+    "transpose_codes",
 ]

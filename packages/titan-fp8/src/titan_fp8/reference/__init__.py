@@ -11,11 +11,14 @@ from titan_fp8.reference.cast import (
     cast_tensor,
     cast_tensor_dual,
     cast_weight_block,
+    cast_weight_rows,
     cast_weights_block,
     pad_matrix,
     round_up,
+    transpose_codes,
 )
 from titan_fp8.reference.fused import (
+    rmsnorm,
     rmsnorm_backward,
     rmsnorm_cast_block,
     swiglu,
@@ -48,6 +51,7 @@ __all__ = [
     "cast_tensor",
     "cast_tensor_dual",
     "cast_weight_block",
+    "cast_weight_rows",
     "cast_weights_block",
     "dequantize",
     "encode_decode_scales",
@@ -58,6 +62,7 @@ __all__ = [
     "pad_matrix",
     "padded_offsets",
     "padded_tokens",
+    "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_cast_block",
     "round_to_float8",
@@ -67,4 +72,5 @@ __all__ = [
     "swiglu_backward",
     "swiglu_backward_cast_block",
     "swiglu_cast_block",
+    "transpose_codes",
 ]

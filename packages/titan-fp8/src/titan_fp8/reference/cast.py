@@ -83,12 +83,27 @@ def cast_weight_block(w: Tensor, dtype: torch.dtype, pow2: bool) -> Dual:
     cuBLASLt reads the scales; the padding is 1. ``qt`` is the transpose of ``q``, byte for byte, and ``scale_t`` of
     ``scale``.
     """
+    q, decode = _cast_tiles(w, dtype, pow2)
+    return q, _pad_to_four(decode), q.mT.contiguous(), _pad_to_four(decode.mT)
+
+
+def cast_weight_rows(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`cast_weight_block` without the transpose: ``q[Np, Kp], scale[Np/128, L4(Kp/128)]``."""
+    q, decode = _cast_tiles(w, dtype, pow2)
+    return q, _pad_to_four(decode)
+
+
+def transpose_codes(codes: Tensor, multiple: int) -> Tensor:
+    """The transpose of bytes ``[N, K]``, contiguous, padded with zeros: ``[Kp, Np]``."""
+    return pad_matrix(codes, multiple).t().contiguous()
+
+
+def _cast_tiles(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     padded = pad_matrix(w, 128).float()
     *_, rows, columns = padded.shape
     tiles = padded.view(*w.shape[:-2], rows // 128, 128, columns // 128, 128)
     encode, decode = encode_decode_scales(finite_amax(tiles, (-3, -1)), dtype, pow2)
-    q = round_to_float8(tiles * encode[..., None, :, None], dtype).view(padded.shape)
-    return q, _pad_to_four(decode), q.mT.contiguous(), _pad_to_four(decode.mT)
+    return round_to_float8(tiles * encode[..., None, :, None], dtype).view(padded.shape), decode
 
 
 def cast_weights_block(weights: list[Tensor], dtype: torch.dtype, pow2: bool) -> list[Tensor]:

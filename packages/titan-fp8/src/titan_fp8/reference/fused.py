@@ -12,17 +12,19 @@ from titan_fp8.reference.cast import Dual, cast_block_dual
 DualPair = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def rms_rstd(x: Tensor, eps: float) -> Tensor:
-    """``1 / sqrt(mean(x²) + eps)`` of each row, float32 ``[M]``."""
-    return torch.rsqrt(x.float().square().mean(-1) + eps)
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x · rstd · weight`` in float32, rounded once to ``x``'s dtype, and ``rstd[M]``."""
+    wide = x.float()
+    # The norm of a row in one pass; the square of it is the sum of squares.
+    rstd = torch.linalg.vector_norm(wide, dim=-1).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * rstd[:, None]).mul_(weight.float()).to(x.dtype), rstd
 
 
 def rmsnorm_cast_block(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cast_block_dual` of ``rmsnorm(x) * weight``, and ``rstd[M]`` for the backward pass."""
-    rstd = rms_rstd(x, eps)
-    y = (x.float() * rstd[:, None] * weight.float()).to(x.dtype)
+    y, rstd = rmsnorm(x, weight, eps)
     return *cast_block_dual(y, dtype, pow2), rstd
 
 
@@ -31,10 +33,12 @@ def rmsnorm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
 
     With ``n = x · rstd`` and ``h = grad · weight``: ``dx = rstd · (h − n · mean(h · n))``, ``dweight = Σ grad · n``.
     """
-    normed = x.float() * rstd[:, None]
-    scaled = grad.float() * weight.float()
-    dx = rstd[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (grad.float() * normed).sum(0)
+    wide, of_y, gain = x.float(), grad.float(), weight.float()
+    normed = wide * rstd[:, None]
+    product = of_y * normed
+    mean = torch.mv(product, gain).div_(x.shape[-1])  # of h * n, without making h first
+    dx = (of_y * gain).sub_(normed.mul_(mean[:, None])).mul_(rstd[:, None])
+    return dx.to(x.dtype), product.sum(0)
 
 
 def swiglu_cast_block(gate: Tensor, up: Tensor, dtype: torch.dtype, pow2: bool) -> Dual:
@@ -44,16 +48,16 @@ def swiglu_cast_block(gate: Tensor, up: Tensor, dtype: torch.dtype, pow2: bool) 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to ``gate.dtype``."""
-    g = gate.float()
-    return (g * torch.sigmoid(g) * up.float()).to(gate.dtype)
+    return torch.nn.functional.silu(gate.float()).mul_(up).to(gate.dtype)
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `swiglu` with respect to ``gate`` and ``up``, each in its dtype."""
-    h, g, u = grad.float(), gate.float(), up.float()
-    sigmoid = torch.sigmoid(g)
-    dgate = h * u * (sigmoid * (1 + g * (1 - sigmoid)))
-    return dgate.to(gate.dtype), (h * (g * sigmoid)).to(up.dtype)
+    h, g = grad.float(), gate.float()
+    dup = torch.nn.functional.silu(g).mul_(h)
+    dgate = h * up  # float32 times the dtype of up is float32
+    torch.ops.aten.silu_backward.grad_input(dgate, g, grad_input=dgate)
+    return dgate.to(gate.dtype), dup.to(up.dtype)
 
 
 def swiglu_backward_cast_block(grad: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, pow2: bool) -> DualPair:

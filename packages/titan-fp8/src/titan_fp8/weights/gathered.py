@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from titan_fp8 import ops
+from titan_fp8.ops.direct import run_op
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe, Scaling
 from titan_fp8.reference import dequantize, round_up
@@ -109,12 +111,12 @@ def gathered_operand(codes: Tensor, scale: Tensor, recipe: Recipe, *, for_input_
     rows, columns = codes.shape
     multiple = 16 if recipe.w.gran == "tensor" else 128
     pad_rows, pad_columns = round_up(rows, multiple) - rows, round_up(columns, multiple) - columns
-    if pad_rows or pad_columns:
-        codes = F.pad(codes, (0, pad_columns, 0, pad_rows))
     if not for_input_grad:
+        if pad_rows or pad_columns:
+            codes = F.pad(codes, (0, pad_columns, 0, pad_rows))
         return QTensor(rows, columns, data=codes.view(recipe.w.dtype), scale=_padded_to_four(scale, recipe))
     scale_t = scale if recipe.w.gran == "tensor" else scale.t()
-    data_t = codes.t().contiguous().view(recipe.w.dtype)
+    data_t = run_op(ops.transpose_codes, codes, multiple).view(recipe.w.dtype)
     return QTensor(rows, columns, data_t=data_t, scale_t=_padded_to_four(scale_t, recipe))
 
 

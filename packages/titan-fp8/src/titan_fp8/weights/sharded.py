@@ -241,13 +241,13 @@ class ShardedWeight(torch.Tensor):
         if self.scaling.gran == "tensor":
             data, scale = run_op(ops.cast_tensor, self.tensor, dtype, pow2, amax)
         elif amax is None:
-            data, block_scale, _, _ = run_op(ops.cast_weight_block, self.tensor, dtype, pow2)
+            data, block_scale = run_op(ops.cast_weight_rows, self.tensor, dtype, pow2)
             block_scale = block_scale[:, : -(-shape[1] // 128)].contiguous()
             # alone, the scales need no all-gather, and their shape may differ from the shard's
             extra, scale = ((block_scale,), None) if num_ranks > 1 else ((), block_scale)
         else:
             framed, _, offset = self._framed(shape[0], num_ranks, rank, amax)
-            data = run_op(ops.cast_weight_block, framed, dtype, pow2)[0][offset:]
+            data = run_op(ops.cast_weight_rows, framed, dtype, pow2)[0][offset:]
             scale = encode_decode_scales(amax, dtype, pow2)[1]
         codes = data.view(torch.uint8)[:rows, : shape[1]]
         missing = -(-shape[0] // num_ranks) - rows

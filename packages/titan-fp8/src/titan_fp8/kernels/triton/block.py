@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, row_major, store_block_tile
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, row_major, store_block_tile
 from titan_fp8.ops.casts import empty_block_dual
 
 
@@ -48,10 +49,10 @@ def _launch(x: Tensor, dtype: torch.dtype, pow2: bool, dual: bool) -> tuple[Tens
     if q.numel() == 0:
         return results
     x = row_major(x)
-    with on_device_of(x):
-        cast_block_kernel[(q.numel() // 128**2,)](
-            x, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, *x.shape, x.stride(0), q.shape[1], q.shape[0],
-            DUAL=dual, MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
-            num_warps=8 if pow2 else 16,  # divisions need registers
-        )  # fmt: skip
+    launch(
+        cast_block_kernel, (q.numel() // 128**2,),
+        x, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, *x.shape, x.stride(0), q.shape[1], q.shape[0],
+        DUAL=dual, MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
+        num_warps=8 if pow2 else 16,  # divisions need registers
+    )  # fmt: skip
     return results

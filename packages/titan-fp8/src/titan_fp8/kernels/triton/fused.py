@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8 import reference
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, round_like, row_major, store_block_tile, widen
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, round_like, row_major, store_block_tile, widen
 from titan_fp8.ops.casts import empty_block_dual
 
 _LONGEST_ROW = 16384
@@ -139,17 +140,18 @@ def rmsnorm_cast_block(
         return *results, rstd
     x, weight = row_major(x), weight.contiguous()
     block = min(triton.next_power_of_2(x.shape[1]), 4096)
-    with on_device_of(x):
-        rms_rstd_kernel[(x.shape[0],)](
-            x, rstd, x.shape[1], x.stride(0), eps, BLOCK=block, BLOCKS=triton.cdiv(x.shape[1], block),
-            HARDWARE=x.is_cuda, num_warps=4,
-        )  # fmt: skip
-        rmsnorm_cast_kernel[(q.numel() // 128**2,)](
-            x, weight, rstd, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
-            *x.shape, x.stride(0), q.shape[1], q.shape[0],
-            MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
-            num_warps=8 if pow2 else 16,
-        )  # fmt: skip
+    launch(
+        rms_rstd_kernel, (x.shape[0],),
+        x, rstd, x.shape[1], x.stride(0), eps, BLOCK=block, BLOCKS=triton.cdiv(x.shape[1], block),
+        HARDWARE=x.is_cuda, num_warps=4,
+    )  # fmt: skip
+    launch(
+        rmsnorm_cast_kernel, (q.numel() // 128**2,),
+        x, weight, rstd, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
+        *x.shape, x.stride(0), q.shape[1], q.shape[0],
+        MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
+        num_warps=8 if pow2 else 16,
+    )  # fmt: skip
     return *results, rstd
 
 
@@ -164,11 +166,11 @@ def rmsnorm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
     dx = x.new_empty(x.shape)
     partial = x.new_empty(programs, num_columns, dtype=torch.float32)
     block = triton.next_power_of_2(num_columns)
-    with on_device_of(x):
-        rmsnorm_backward_kernel[(programs,)](
-            grad, x, weight, rstd, dx, partial, num_rows, num_columns, grad.stride(0), x.stride(0),
-            ROWS=rows_each, BLOCK=block, HARDWARE=x.is_cuda, num_warps=8 if block <= 4096 else 16,
-        )  # fmt: skip
+    launch(
+        rmsnorm_backward_kernel, (programs,),
+        grad, x, weight, rstd, dx, partial, num_rows, num_columns, grad.stride(0), x.stride(0),
+        ROWS=rows_each, BLOCK=block, HARDWARE=x.is_cuda, num_warps=8 if block <= 4096 else 16,
+    )  # fmt: skip
     return dx, partial.sum(0)
 
 
@@ -180,13 +182,13 @@ def swiglu_cast_block(
     if q.numel() == 0:
         return results
     gate, up = row_major(gate), row_major(up)
-    with on_device_of(gate):
-        swiglu_cast_kernel[(q.numel() // 128**2,)](
-            gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
-            *gate.shape, gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
-            MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
-            num_warps=16,
-        )  # fmt: skip
+    launch(
+        swiglu_cast_kernel, (q.numel() // 128**2,),
+        gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
+        *gate.shape, gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
+        MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
+        num_warps=16,
+    )  # fmt: skip
     return results
 
 
@@ -199,12 +201,12 @@ def swiglu_backward_cast_block(
     if q.numel() == 0:
         return *of_gate, *of_up
     grad, gate, up = row_major(grad), row_major(gate), row_major(up)
-    with on_device_of(gate):
-        swiglu_backward_cast_kernel[(q.numel() // 128**2,)](
-            grad, gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
-            q_up.view(torch.uint8), scale_up, qt_up.view(torch.uint8), scale_t_up,
-            *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
-            MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
-            num_warps=16,
-        )  # fmt: skip
+    launch(
+        swiglu_backward_cast_kernel, (q.numel() // 128**2,),
+        grad, gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
+        q_up.view(torch.uint8), scale_up, qt_up.view(torch.uint8), scale_t_up,
+        *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
+        MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
+        num_warps=16,
+    )  # fmt: skip
     return *of_gate, *of_up

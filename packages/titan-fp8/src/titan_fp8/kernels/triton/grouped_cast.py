@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, row_major, scales_of, to_float8
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
 from titan_fp8.ops.grouped import empty_grouped
 from titan_fp8.reference import padded_tokens
 
@@ -71,11 +72,11 @@ def cast_grouped(
     x, offs = row_major(x), offs.contiguous()
     num_groups = offs.shape[0]
     tiles_m, tiles_k = padded_tokens(x.shape[0], num_groups + 1) // 128, q.shape[1] // 128
-    with on_device_of(x):
-        cast_grouped_kernel[(tiles_m * tiles_k,)](
-            x, offs, offs_padded, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
-            *x.shape, num_groups, x.stride(0), q.shape[1], qt.shape[1], tiles_k,
-            GROUPS=triton.next_power_of_2(num_groups + 1),
-            E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8 if pow2 else 16,
-        )  # fmt: skip
+    launch(
+        cast_grouped_kernel, (tiles_m * tiles_k,),
+        x, offs, offs_padded, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
+        *x.shape, num_groups, x.stride(0), q.shape[1], qt.shape[1], tiles_k,
+        GROUPS=triton.next_power_of_2(num_groups + 1),
+        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8 if pow2 else 16,
+    )  # fmt: skip
     return results

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_fp8.kernels.triton.round import on_device_of, round_like
+from titan_fp8.kernels.triton.launch import on_device_of
+from titan_fp8.kernels.triton.round import round_like
 
 _TILE = 128
 _BANDS = 8  # row tiles that share columns of b while those are in the cache

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, row_major, scales_of, to_float8
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
 from titan_fp8.reference import round_up
 
 
@@ -23,26 +24,25 @@ def cast_mx_kernel(
     x, q, scale, qt, scale_t, M, K, stride_x, stride_q, stride_qt,
     DUAL: tl.constexpr, MASKED: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One 128×128 tile per program."""
+    """One 128×128 tile per program, 32 rows at a time: the rows of one block of the transpose, and few registers."""
     tiles_k = stride_q // 128
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    lanes, four = tl.arange(0, 128), tl.arange(0, 4)
-    rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    tile = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
-
-    blocks = tl.reshape(tile, (128, 4, 32))
-    encode, decode = scales_of(tl.max(tl.abs(blocks), axis=2), E4M3, True)
-    codes = tl.reshape(to_float8(blocks * encode[:, :, None], E4M3, HARDWARE), (128, 128))
-    tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
-    tl.store(scale + rows[:, None] * (stride_q // 32) + (tile_k * 4 + four)[None, :], exponent_byte(decode))
-    if DUAL:
-        blocks_t = tl.reshape(tile, (4, 32, 128))
-        encode_t, decode_t = scales_of(tl.max(tl.abs(blocks_t), axis=1), E4M3, True)
-        codes_t = tl.reshape(to_float8(blocks_t * encode_t[:, None, :], E4M3, HARDWARE), (128, 128))
-        tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes_t))
-        scale_t_pointers = scale_t + columns[:, None] * (stride_qt // 32) + (tile_m * 4 + four)[None, :]
-        tl.store(scale_t_pointers, tl.trans(exponent_byte(decode_t)))
+    four = tl.arange(0, 4)
+    columns = tile_k * 128 + tl.arange(0, 128)
+    for slab in range(4):
+        rows = tile_m * 128 + slab * 32 + tl.arange(0, 32)
+        mask = (rows < M)[:, None] & (columns < K)[None, :]
+        tile = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
+        blocks = tl.reshape(tile, (32, 4, 32))
+        encode, decode = scales_of(tl.max(tl.abs(blocks), axis=2), E4M3, True)
+        codes = tl.reshape(to_float8(blocks * encode[:, :, None], E4M3, HARDWARE), (32, 128))
+        tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
+        tl.store(scale + rows[:, None] * (stride_q // 32) + (tile_k * 4 + four)[None, :], exponent_byte(decode))
+        if DUAL:
+            encode_t, decode_t = scales_of(tl.max(tl.abs(tile), axis=0), E4M3, True)
+            codes_t = to_float8(tile * encode_t[None, :], E4M3, HARDWARE)
+            tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes_t))
+            tl.store(scale_t + columns * (stride_qt // 32) + (tile_m * 4 + slab), exponent_byte(decode_t))
 
 
 def cast_mx(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -64,10 +64,10 @@ def _launch(x: Tensor, dtype: torch.dtype, dual: bool) -> tuple[Tensor, Tensor, 
     qt = x.new_empty((columns, rows) if dual else (0, 0), dtype=dtype)
     scale_t = x.new_empty((columns, rows // 32) if dual else (0, 0), dtype=torch.uint8)
     if q.numel():
-        with on_device_of(x):
-            cast_mx_kernel[(q.numel() // 128**2,)](
-                x, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, *x.shape, x.stride(0), columns, rows,
-                DUAL=dual, MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=x.is_cuda,
-                num_warps=8,
-            )  # fmt: skip
+        launch(
+            cast_mx_kernel, (q.numel() // 128**2,),
+            x, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, *x.shape, x.stride(0), columns, rows,
+            DUAL=dual, MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=x.is_cuda,
+            num_warps=8,
+        )  # fmt: skip
     return q, scale.view(torch.float8_e8m0fnu), qt, scale_t.view(torch.float8_e8m0fnu)

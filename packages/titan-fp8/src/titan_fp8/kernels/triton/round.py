@@ -12,18 +12,9 @@ multiply-add does both: ``fma(x, 0, x)`` is ``x`` for finite values and NaN othe
 # pyright: basic, reportCallIssue=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
-import contextlib
-from contextlib import AbstractContextManager
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launch on ``x``'s device; nothing to do for the interpreter, whose tensors are on the CPU."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def row_major(x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, row_major, scales_of, to_float8
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
 from titan_fp8.reference import round_up
 
 _LONGEST_ROW = 16384
@@ -57,11 +58,11 @@ def cast_row(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     if rows:
         block = min(triton.next_power_of_2(max(columns, 16)), _LONGEST_ROW)
-        with on_device_of(x):
-            cast_row_kernel[(rows,)](
-                x, q.view(torch.uint8), scale, *x.shape, x.stride(0), columns,
-                BLOCK=block, BLOCKS=triton.cdiv(columns, block), MASKED=x.shape[0] != rows or x.shape[1] != block,
-                E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
-                num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
-            )  # fmt: skip
+        launch(
+            cast_row_kernel, (rows,),
+            x, q.view(torch.uint8), scale, *x.shape, x.stride(0), columns,
+            BLOCK=block, BLOCKS=triton.cdiv(columns, block), MASKED=x.shape[0] != rows or x.shape[1] != block,
+            E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
+            num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        )  # fmt: skip
     return q, scale

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, row_major, scales_of, to_float8
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
 from titan_fp8.reference import encode_decode_scales, round_up
 
 _FLAT_BLOCK, _FLAT_BLOCKS = 8192, 4
@@ -97,11 +98,11 @@ def amax(x: Tensor) -> Tensor:
     if x.numel():
         flat = x.contiguous()
         chunk = _FLAT_BLOCK * _FLAT_BLOCKS
-        with on_device_of(x):
-            amax_kernel[(triton.cdiv(flat.numel(), chunk),)](
-                flat, bits, flat.numel(), BLOCK=_FLAT_BLOCK, BLOCKS=_FLAT_BLOCKS, MASKED=flat.numel() % chunk != 0,
-                HARDWARE=x.is_cuda, num_warps=8,
-            )  # fmt: skip
+        launch(
+            amax_kernel, (triton.cdiv(flat.numel(), chunk),),
+            flat, bits, flat.numel(), BLOCK=_FLAT_BLOCK, BLOCKS=_FLAT_BLOCKS, MASKED=flat.numel() % chunk != 0,
+            HARDWARE=x.is_cuda, num_warps=8,
+        )  # fmt: skip
     return bits.view(torch.float32)
 
 
@@ -126,11 +127,11 @@ def cast_row_dual(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Te
     bits = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)  # one fill for both vectors
     row_bits, column_bits = bits[:rows], bits[rows:]
     if x.numel():
-        with on_device_of(x):
-            row_column_amax_kernel[(triton.cdiv(x.shape[0], 128) * triton.cdiv(x.shape[1], 128),)](
-                x, row_bits, column_bits, *x.shape, x.stride(0), triton.cdiv(x.shape[1], 128),
-                MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128), HARDWARE=x.is_cuda, num_warps=8,
-            )  # fmt: skip
+        launch(
+            row_column_amax_kernel, (triton.cdiv(x.shape[0], 128) * triton.cdiv(x.shape[1], 128),),
+            x, row_bits, column_bits, *x.shape, x.stride(0), triton.cdiv(x.shape[1], 128),
+            MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128), HARDWARE=x.is_cuda, num_warps=8,
+        )  # fmt: skip
     return _cast(x, row_bits.view(torch.float32), column_bits.view(torch.float32), dtype, pow2, vector=True, dual=True)
 
 
@@ -153,11 +154,11 @@ def _cast(
         scale = encode_decode_scales(largest, dtype, pow2)[1].view_as(scale)
         return q, scale, qt, encode_decode_scales(largest_t, dtype, pow2)[1].view_as(scale_t)
     tiles_k = triton.cdiv(columns, 128)
-    with on_device_of(x):
-        cast_with_amax_kernel[(triton.cdiv(rows, 128) * tiles_k,)](
-            x, largest, largest_t, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
-            *x.shape, x.stride(0), columns, rows, tiles_k,
-            VECTOR=vector, DUAL=dual, MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128),
-            E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8 if pow2 else 16,
-        )  # fmt: skip
+    launch(
+        cast_with_amax_kernel, (triton.cdiv(rows, 128) * tiles_k,),
+        x, largest, largest_t, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
+        *x.shape, x.stride(0), columns, rows, tiles_k,
+        VECTOR=vector, DUAL=dual, MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128),
+        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8 if pow2 else 16,
+    )  # fmt: skip
     return q, scale, qt, scale_t

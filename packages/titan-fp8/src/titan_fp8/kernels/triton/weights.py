@@ -13,28 +13,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.kernels.triton.round import load_finite, on_device_of, scales_of, to_float8
-from titan_fp8.ops.weights import empty_weight_block
+from titan_fp8.kernels.triton.launch import launch
+from titan_fp8.kernels.triton.round import load_finite, scales_of, to_float8
+from titan_fp8.ops.weights import empty_weight_block, empty_weight_rows
 
 _FIELDS = 9  # first tile, then: w, q, scale, qt, scale_t addresses, N, K, row stride of w
 
 
 @triton.jit
+def load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED: tl.constexpr, HARDWARE: tl.constexpr):
+    """32 rows of a tile."""
+    rows = tile_n * 128 + quarter * 32 + tl.arange(0, 32)
+    mask = (rows < N)[:, None] & (columns < K)[None, :]
+    return load_finite(w + rows[:, None] * stride_w + columns[None, :], mask, MASKED, HARDWARE)
+
+
+@triton.jit
 def cast_weight_tile(
     w, q, scale, qt, scale_t, N, K, stride_w, tile_n, tile_k,
-    MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    DUAL: tl.constexpr, MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One 128×128 tile of one matrix, both layouts, and its scale in both tables; ``tile_n`` and ``tile_k`` are int64."""
+    """One 128×128 tile of one matrix, its scale, and with ``DUAL`` both of the transpose; tile numbers are int64."""
     tiles_n, tiles_k = (N + 127) // 128, (K + 127) // 128
-    lanes = tl.arange(0, 128)
-    rows, columns = tile_n * 128 + lanes, tile_k * 128 + lanes
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
-    values = load_finite(w + rows[:, None] * stride_w + columns[None, :], mask, MASKED, HARDWARE)
-    encode, decode = scales_of(tl.max(tl.max(tl.abs(values), axis=1), axis=0), E4M3, POW2)
-    codes = to_float8(values * encode, E4M3, HARDWARE)
+    columns = tile_k * 128 + tl.arange(0, 128)
+    # A quarter of the tile at a time, read twice, the second time from the cache: with the registers of a whole tile a
+    # multiprocessor holds two programs, with these three or more, whose loads overlap the others' stores.
+    largest = tl.zeros((128,), tl.float32)
+    for quarter in range(4):
+        values = tl.abs(load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED, HARDWARE))
+        by_column = tl.max(values, axis=0)
+        largest = tl.where(
+            by_column > largest, by_column, largest
+        )  # NaN, of a column without a finite value, is dropped
+    encode, decode = scales_of(tl.max(largest, axis=0), E4M3, POW2)
     stride_q, stride_qt = tl.multiple_of(tiles_k * 128, 128), tl.multiple_of(tiles_n * 128, 128)
-    tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
-    tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes))
+    for quarter in range(4):
+        values = load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED, HARDWARE)
+        codes = to_float8(values * encode, E4M3, HARDWARE)
+        rows = tile_n * 128 + quarter * 32 + tl.arange(0, 32)
+        tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
+        if DUAL:
+            tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes))
 
     # Scales, each row padded with ones to a multiple of 4: the last tile of a row writes the padding too.
     wide_k, wide_n = (tiles_k + 3) // 4 * 4, (tiles_n + 3) // 4 * 4
@@ -43,13 +62,14 @@ def cast_weight_tile(
     four = tl.arange(0, 4)
     own = tl.where(four == 0, decode, 1.0)
     tl.store(scale + tile_n * wide_k + tile_k + four, own, mask=four < count_k)
-    tl.store(scale_t + tile_k * wide_n + tile_n + four, own, mask=four < count_n)
+    if DUAL:
+        tl.store(scale_t + tile_k * wide_n + tile_n + four, own, mask=four < count_n)
 
 
 @triton.jit
 def cast_weight_kernel(
     w, q, scale, qt, scale_t, N, K, stride_w, experts_w, experts_q, experts_scale, experts_scale_t,
-    MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    DUAL: tl.constexpr, MASKED: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One tile per program of one weight, whose experts, ``experts_*`` elements apart, are the grid's second axis."""
     tiles_k = (K + 127) // 128
@@ -58,7 +78,7 @@ def cast_weight_kernel(
     cast_weight_tile(
         w + expert * experts_w, q + expert * experts_q, scale + expert * experts_scale,
         qt + expert * experts_q, scale_t + expert * experts_scale_t,
-        N, K, stride_w, tile_n, tile_k, MASKED, E4M3, POW2, HARDWARE,
+        N, K, stride_w, tile_n, tile_k, DUAL, MASKED, E4M3, POW2, HARDWARE,
     )  # fmt: skip
 
 
@@ -85,24 +105,35 @@ def cast_weights_kernel(
     tile_in_matrix = (tile - tl.load(row_of_table)).to(tl.int32)
     tiles_k = (K + 127) // 128
     tile_n, tile_k = (tile_in_matrix // tiles_k).to(tl.int64), (tile_in_matrix % tiles_k).to(tl.int64)
-    cast_weight_tile(w, q, scale, qt, scale_t, N, K, stride_w, tile_n, tile_k, MASKED, E4M3, POW2, HARDWARE)
+    cast_weight_tile(w, q, scale, qt, scale_t, N, K, stride_w, tile_n, tile_k, True, MASKED, E4M3, POW2, HARDWARE)
 
 
 def cast_weight_block(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `titan_fp8.reference.cast_weight_block`. Needs no table, so that it can be captured in a CUDA graph."""
-    q, scale, qt, scale_t = results = empty_weight_block(w, dtype)
+    results = empty_weight_block(w, dtype)
+    _launch_one(w, *results, pow2=pow2, dual=True)
+    return results
+
+
+def cast_weight_rows(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """See `titan_fp8.reference.cast_weight_rows`."""
+    q, scale = empty_weight_rows(w, dtype)
+    _launch_one(w, q, scale, q, scale, pow2=pow2, dual=False)
+    return q, scale
+
+
+def _launch_one(w: Tensor, q: Tensor, scale: Tensor, qt: Tensor, scale_t: Tensor, *, pow2: bool, dual: bool) -> None:
     if w.numel() == 0:
-        return results
+        return
     w = w.contiguous()
     experts, (rows, columns) = w.numel() // (w.shape[-2] * w.shape[-1]), w.shape[-2:]
-    with on_device_of(w):
-        cast_weight_kernel[(triton.cdiv(rows, 128) * triton.cdiv(columns, 128), experts)](
-            w, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, rows, columns, columns,
-            *(tensor.numel() // experts for tensor in (w, q, scale, scale_t)),
-            MASKED=bool(rows % 128 or columns % 128), E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=w.is_cuda,
-            num_warps=8,
-        )  # fmt: skip
-    return results
+    launch(
+        cast_weight_kernel, (triton.cdiv(rows, 128) * triton.cdiv(columns, 128), experts),
+        w, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, rows, columns, columns,
+        *(tensor.numel() // experts for tensor in (w, q, scale, scale_t)),
+        DUAL=dual, MASKED=bool(rows % 128 or columns % 128), E4M3=q.dtype == torch.float8_e4m3fn, POW2=pow2,
+        HARDWARE=w.is_cuda, num_warps=8,
+    )  # fmt: skip
 
 
 def cast_weights_block(weights: list[Tensor], dtype: torch.dtype, pow2: bool) -> list[Tensor]:
@@ -130,13 +161,13 @@ def _launch(weights: list[Tensor], results: list[list[Tensor]], dtype: torch.dty
             num_tiles += triton.cdiv(rows, 128) * triton.cdiv(columns, 128)
     device = weights[0].device
     on_host = torch.tensor(table, dtype=torch.int64, pin_memory=device.type == "cuda")
-    with on_device_of(weights[0]):
-        cast_weights_kernel[(num_tiles,)](
-            on_host.to(device, non_blocking=True), NUM_MATRICES=len(table),
-            PADDED_MATRICES=triton.next_power_of_2(len(table)), FIELDS=_FIELDS, INPUT=_TRITON_DTYPE[weights[0].dtype],
-            MASKED=any(size % 128 for w in weights for size in w.shape[-2:]),
-            E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=device.type == "cuda", num_warps=8,
-        )  # fmt: skip
+    launch(
+        cast_weights_kernel, (num_tiles,),
+        on_host.to(device, non_blocking=True), NUM_MATRICES=len(table),
+        PADDED_MATRICES=triton.next_power_of_2(len(table)), FIELDS=_FIELDS, INPUT=_TRITON_DTYPE[weights[0].dtype],
+        MASKED=any(size % 128 for w in weights for size in w.shape[-2:]),
+        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=device.type == "cuda", num_warps=8,
+    )  # fmt: skip
 
 
 _TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
