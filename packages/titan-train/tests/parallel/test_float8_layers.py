@@ -3,16 +3,19 @@
 import collections
 import contextlib
 import copy
+import functools
 
 import pytest
 import titan_fp8
 import torch
 from titan_pipeline.runtime import TorchStage, WeightGradEngine
 from titan_train.config import ActivationsConfig, Float8Config
-from titan_train.models import Llama, LlamaArgs
+from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args
 from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
+from titan_train.parallel.head_loss import fuse_head_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ARGS = LlamaArgs(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
@@ -63,11 +66,74 @@ def test_weights_are_cast_once_a_step_where_the_step_is_declared(declared):
             for index in range(microbatches):
                 loss_of(model, index).backward()
         per_step = 1 if declared else 2 * microbatches
-        assert casts.calls["cast_weight_block"] == LINEARS * per_step, step
+        # forward needs the rows alone; a kept cast has both layouts
+        made = casts.calls["cast_weight_block"] + casts.calls["cast_weight_rows"]
+        assert made == LINEARS * per_step, step
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
         model.zero_grad()
+
+
+def family(name):
+    torch.manual_seed(0)
+    if name == "llama":
+        return Llama(ARGS)
+    if name == "qwen3":
+        return Qwen3(
+            Qwen3Args(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=64)
+        )
+    args = DeepSeekArgs(
+        dim=64, num_layers=2, num_dense_layers=2, num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=16, ffn_dim=128, vocab_size=64, num_experts=4, experts_per_token=2, expert_ffn_dim=32,
+    )  # fmt: skip
+    return DeepSeek(args)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek"])
+def test_norms_and_swiglu_are_computed_in_the_pass_that_casts(name):
+    model = family(name)
+    convert_to_float8(model, Float8Config(recipe="blockwise", min_speedup=0.0), tokens=64)
+    with Casts() as casts:
+        loss_of(model).backward()
+    layers = ARGS.num_layers
+    assert casts.calls["rmsnorm_cast_block"] == casts.calls["rmsnorm_backward"] == 2 * layers
+    assert casts.calls["swiglu_cast_block"] == casts.calls["swiglu_backward"] == layers
+    assert casts.calls["swiglu"] == casts.calls["rmsnorm"] == 0
+    # what is left: the other inputs (attention's output; DeepSeek's latent), and the gradient of every linear's output
+    linears = sum(isinstance(m, titan_fp8.Float8Linear) for m in model.modules())
+    others = {"llama": 1, "qwen3": 1, "deepseek": 2}[name]
+    assert casts.calls["cast_block_dual"] == others * layers + linears
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek"])
+def test_casting_in_the_pass_gives_the_bits_of_norm_and_swiglu_and_then_the_cast(name, dtype):
+    found = []
+    for fuse in (True, False):
+        model = family(name).to(dtype)
+        convert_to_float8(model, Float8Config(recipe="blockwise", min_speedup=0.0), tokens=64, fuse_norms=fuse)
+        if not fuse:
+            take_apart(model)
+        loss = loss_of(model)
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[1])
+
+
+def take_apart(model):
+    """Norms and SwiGLU as passes of their own, with the same roundings."""
+    for block in model.layers.values():
+        block.feed_forward.gated = GatedInput()
+        for norm in (block.attention_norm, block.ffn_norm):
+            norm.forward = functools.partial(titan_fp8.rms_norm, weight=norm.weight, eps=norm.eps)
+
+
+def test_a_float8_head_and_the_fused_loss_are_refused():
+    model = family("llama")
+    convert_to_float8(model, Float8Config(recipe="blockwise", min_speedup=0.0, skip=("none of them",)), tokens=64)
+    with pytest.raises(ValueError, match=r"Add 'lm_head' to float8\.skip, or set train\.fused_loss=false"):
+        fuse_head_loss(model, z_loss=0.0, vocab_size=64)
 
 
 def test_kept_casts_change_no_bit():

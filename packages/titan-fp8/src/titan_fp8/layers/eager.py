@@ -150,7 +150,8 @@ def _caster(scaling: Scaling, device: torch.device, *, both: bool) -> Callable[[
             return QTensor(x.shape[0], x.shape[1], data, scale, data_t, scale)
 
         return cast_tensor_dual
-    arguments = {"tensor": (dtype, pow2, None), "mx32": (dtype,)}.get(scaling.gran, (dtype, pow2))
+    special: dict[str, tuple[Any, ...]] = {"tensor": (dtype, pow2, None), "mx32": (dtype,)}
+    arguments = special.get(scaling.gran, (dtype, pow2))
     return lambda x: QTensor(x.shape[0], x.shape[1], *kernel(x.contiguous(), *arguments))
 
 

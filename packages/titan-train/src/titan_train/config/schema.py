@@ -70,8 +70,8 @@ class TrainConfig:
     found in no name is an error."""
 
     fused_loss: bool = True
-    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models that name no loss_head, and
-    float8 heads, compute whole logits either way."""
+    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models that name no loss_head compute
+    whole logits either way; a float8 head needs false."""
 
     z_loss: float = 0.0
     """Weight of the z-loss, which keeps the logits' log-sum-exp small (PaLM: 1e-4); it changes gradients, not the reported

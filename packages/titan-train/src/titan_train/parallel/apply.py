@@ -232,6 +232,7 @@ class _Application:
                 part,
                 config.float8,
                 tokens=config.model.seq_len // self.spec.cp * (config.train.microbatch or 1),
+                fuse_norms=self.spec.tp == 1 and self.spec.pp == 1,
             )
 
     def _tensor(self, part: nn.Module) -> None:

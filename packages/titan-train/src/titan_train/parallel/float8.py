@@ -2,39 +2,87 @@
 
 Conversion comes before tensor parallelism, which then cuts float8 layers like others; layers with one scale for a whole
 tensor are told the ranks that hold its other parts, so that the scale is the same for any number of them. Several
-linears of one input share its cast; experts multiply in float8 too.
+linears of one input share its cast; experts multiply in float8 too. The norm before such linears, and SwiGLU before the last
+linear of a feed-forward, are computed in the pass that casts (`CastingNorm`, `GatedFloat8Input`), in eager mode and where
+the linears are whole.
 
 A weight's cast is kept by its layer over the micro-batches of a step, which `titan_train.train.step` declares with
 `titan_fp8.ConstantWeights`; a weight that FSDP gathered in high precision keeps it only until the weight is freed.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import titan_fp8
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_train.config import Float8Config
+from titan_train.models.common.blocks import DecoderBlock
 from titan_train.models.common.moe.experts import Experts
-from titan_train.models.common.shared_input import SharedInput
+from titan_train.models.common.shared_input import GatedInput, SharedInput
 
+_CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
+
+
+class NormedInput(NamedTuple):
+    """The input of a norm that its reader shall apply."""
+
+    x: Tensor
+    """``[B, S, d]``."""
+    norm: "CastingNorm"
+    """What to apply."""
+
+    def compute(self) -> Tensor:
+        """The norm's output."""
+        return self.norm.compute(self.x)
+
+
+class CastingNorm(nn.RMSNorm):
+    """An RMSNorm whose only reader is a `SharedFloat8Input`, which normalizes and casts in one pass."""
+
+    def forward(self, x: Tensor) -> Any:
+        """``[B, S, d]`` to a `NormedInput`; under ``torch.compile``, which fuses by itself, to the norm's output."""
+        return self.compute(x) if torch.compiler.is_compiling() else NormedInput(x, self)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The norm's output."""
+        return nn.RMSNorm.forward(self, x)
 
 
 class SharedFloat8Input(SharedInput):
     """Linears of one input that is cast once."""
 
-    def forward(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor | NormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
         """As `SharedInput`; linears that are not all float8 of one recipe run one by one."""
         layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
         if len(layers) < len(linears) or any(layer.recipe != layers[0].recipe for layer in layers):
-            return super().forward(x, *linears)
+            return super().forward(x.compute() if isinstance(x, NormedInput) else x, *linears)
         first = layers[0]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
         caches = [layer.weight_cache for layer in layers]
+        if isinstance(x, NormedInput):
+            norm, eps = x.norm, x.norm.eps
+            if first.amax_group is None and eps is not None and x.x.dtype in _CAST_DTYPES:
+                return titan_fp8.norm_linears(x.x, norm.weight, eps, weights, biases, first.recipe, caches=caches)
+            x = x.compute()
         return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
+
+
+class GatedFloat8Input(GatedInput):
+    """SwiGLU and the cast that its linear takes in one pass."""
+
+    def forward(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
+        """As `GatedInput`."""
+        whole = isinstance(linear, titan_fp8.Float8Linear) and linear.amax_group is None
+        if not whole or torch.compiler.is_compiling() or gate.dtype not in _CAST_DTYPES:
+            return super().forward(gate, up, linear)
+        return titan_fp8.swiglu_linear(
+            gate, up, linear.weight, linear.bias, linear.recipe, cache=linear.weight_cache
+        )  # fmt: skip
 
 
 class WeightGradDeferrer(Protocol):
@@ -55,10 +103,26 @@ def defer_linear(
 
 
 def defer_shared(
-    engine: WeightGradDeferrer, shared: SharedFloat8Input, plain: Callable[..., Any], x: Tensor, *linears: nn.Module
+    engine: WeightGradDeferrer,
+    shared: SharedFloat8Input,
+    plain: Callable[..., Any],
+    x: Tensor | NormedInput,
+    *linears: nn.Module,
 ) -> tuple[Tensor, ...]:
     """Linears of one input, one by one so that each defers; the input is then cast for each of them."""
-    return SharedInput.forward(shared, x, *linears)
+    return SharedInput.forward(shared, x.compute() if isinstance(x, NormedInput) else x, *linears)
+
+
+def defer_gated(
+    engine: WeightGradDeferrer,
+    gated: GatedFloat8Input,
+    plain: Callable[..., Any],
+    gate: Tensor,
+    up: Tensor,
+    linear: nn.Module,
+) -> Tensor:
+    """SwiGLU, and then the linear, which defers."""
+    return GatedInput.forward(gated, gate, up, linear)
 
 
 def defer_grouped(
@@ -88,18 +152,23 @@ def _transposed(grad: Tensor) -> Tensor:
 DEFERRING_RULES: Mapping[type[nn.Module], Callable[..., Any]] = {
     titan_fp8.Float8Linear: defer_linear,
     SharedFloat8Input: defer_shared,
+    GatedFloat8Input: defer_gated,
     titan_fp8.Float8GroupedMM: defer_grouped,
 }
 """For `titan_pipeline.runtime.TorchStage`: how float8 layers take part in schedules that split backward."""
 
 
-def convert_to_float8(model: nn.Module, config: Float8Config, *, tokens: int) -> titan_fp8.ConversionReport:
+def convert_to_float8(
+    model: nn.Module, config: Float8Config, *, tokens: int, fuse_norms: bool = True
+) -> titan_fp8.ConversionReport:
     """Make the linears and experts of ``model`` compute in float8; in place, on any device, before anything is cut.
 
     Args:
         model: The whole model or a pipeline stage.
         config: Recipe and exceptions.
         tokens: That one rank computes at once, for the prediction of speed.
+        fuse_norms: Normalize and cast in one pass. Not where something stands between a norm and its linears: tensor
+            parallelism's gather, a schedule that takes the norm's weight gradient apart.
 
     Returns:
         What was converted, what was not, and why.
@@ -119,9 +188,25 @@ def convert_to_float8(model: nn.Module, config: Float8Config, *, tokens: int) ->
     for name, module in list(model.named_modules()):
         if type(module) is SharedInput:
             model.set_submodule(name, SharedFloat8Input())
+        elif type(module) is GatedInput:
+            model.set_submodule(name, GatedFloat8Input())
         elif isinstance(module, Experts):
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
+    if fuse_norms:
+        _cast_in_norms(model)
     return report
+
+
+def _cast_in_norms(model: nn.Module) -> None:
+    """Let norms be computed by the linears that read them, in blocks whose norm has no other reader."""
+    for block in model.modules():
+        if type(block) is not DecoderBlock:
+            continue
+        readers = ((block.attention_norm, block.attention), (block.ffn_norm, block.feed_forward))
+        for norm, reader in readers:
+            shared = getattr(reader, "linears", None)
+            if type(norm) is nn.RMSNorm and norm.elementwise_affine and isinstance(shared, SharedFloat8Input):
+                norm.__class__ = CastingNorm
 
 
 def share_scales(model: nn.Module, group: dist.ProcessGroup) -> None:

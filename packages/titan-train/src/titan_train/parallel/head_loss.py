@@ -25,6 +25,7 @@ Shapes: T tokens, d width, V_r vocabulary entries of this rank, n ranks.
 import inspect
 from typing import Any, NamedTuple, cast
 
+import titan_fp8
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | 
     which it hands to the head as second argument, returning what comes back.
 
     Args:
-        part: After conversion to float8: a float8 head is left as it is.
+        part: After conversion to float8.
         z_loss: Weight of the z-loss.
         vocab_size: The tokenizer's.
 
@@ -84,13 +85,19 @@ def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | 
         The head's name; None where nothing was changed.
 
     Raises:
-        ValueError: The head has fewer rows than the tokenizer has tokens.
+        ValueError: The head is float8, or has fewer rows than the tokenizer has tokens.
     """
     name = getattr(part, "loss_head", None)
     if not isinstance(name, str) or "labels" not in inspect.signature(part.forward).parameters:
         return None
     owner, _, leaf = name.rpartition(".")
     head = getattr(part.get_submodule(owner), leaf, None)
+    if isinstance(head, titan_fp8.Float8Linear):
+        raise ValueError(
+            f"{name} is float8, but train.fused_loss=true computes the loss from the logits of a few tokens at a time, in "
+            f"high precision: a float8 head would make those of the whole batch. Add {name!r} to float8.skip, or set "
+            "train.fused_loss=false."
+        )
     if type(head) is not nn.Linear:
         return None
     if head.out_features < vocab_size:

@@ -7,13 +7,12 @@ between them.
 Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head width.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
 from titan_train.models.common.moe.layer import MoE
 from titan_train.models.common.rope import apply_rope
-from titan_train.models.common.shared_input import SharedInput
+from titan_train.models.common.shared_input import GatedInput, SharedInput
 
 
 class DecoderBlock(nn.Module):
@@ -76,8 +75,9 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(ffn_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
         self.linears = SharedInput()
+        self.gated = GatedInput()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
         gate, up = self.linears(x, self.w1, self.w3)
-        return self.w2(F.silu(gate) * up)
+        return self.gated(gate, up, self.w2)

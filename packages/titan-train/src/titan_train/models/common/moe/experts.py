@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_train.models.common.shared_input import swiglu
+
 _ROW_BYTES = 16  # torch's kernel wants every row to start at a multiple of this
 
 
@@ -106,4 +108,4 @@ class Experts(nn.Module):
         offs = counts.cumsum(0).int()
         gate = self.grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
         up = self.grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
-        return self.grouped_mm(F.silu(gate) * up, self.w2.transpose(-2, -1), offs=offs)
+        return self.grouped_mm(swiglu(gate, up), self.w2.transpose(-2, -1), offs=offs)
