@@ -77,12 +77,12 @@ class GatedFloat8Input(GatedInput):
 
     def forward(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """As `GatedInput`."""
-        whole = isinstance(linear, titan_fp8.Float8Linear) and linear.amax_group is None
-        if not whole or torch.compiler.is_compiling() or gate.dtype not in _CAST_DTYPES:
+        if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
             return super().forward(gate, up, linear)
-        return titan_fp8.swiglu_linear(
-            gate, up, linear.weight, linear.bias, linear.recipe, cache=linear.weight_cache
-        )  # fmt: skip
+        if torch.compiler.is_compiling() or gate.dtype not in _CAST_DTYPES or gate.dtype != up.dtype:
+            return super().forward(gate, up, linear)
+        weight, cache = linear.weight, linear.weight_cache
+        return titan_fp8.swiglu_linear(gate, up, weight, linear.bias, linear.recipe, cache=cache)
 
 
 class WeightGradDeferrer(Protocol):
