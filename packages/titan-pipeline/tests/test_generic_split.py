@@ -75,6 +75,28 @@ def by_expert(x, w):
     return sum(parts)
 
 
+class Listed(nn.Module):
+    """Parameters in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
+
+    def forward(self, x):
+        return (x @ self.weights[0]).sigmoid() * (x @ self.weights[1])
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).t()
+
+
+def parametrized():
+    layer = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
 class Subclass(nn.Linear):
     def forward(self, x):
         return super().forward(x) + 1
@@ -88,6 +110,9 @@ class Subclass(nn.Linear):
         (lambda: nn.ConvTranspose2d(3, 4, 2), (2, 3, 6, 6)),
         (lambda: nn.Bilinear(4, 4, 3), None),
         (lambda: Subclass(4, 3), (2, 4)),
+        (Listed, (2, 4)),
+        (parametrized, (2, 4)),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
         (lambda: Product(lambda x, w: x @ w, 4, 3), (2, 5, 4)),
         (lambda: Product(lambda x, w: torch.einsum("bd,df->bf", x, w), 4, 3), (2, 4)),
         (lambda: Product(lambda x, w: torch.baddbmm(x, x, w), 2, 4, 4), (2, 4, 4)),
@@ -240,6 +265,18 @@ def test_custom_functions_in_a_checkpoint_and_with_hooked_weights_are_right():
     stage.backward_weight(0)
     assert calls == [True]
     assert "hook" in stage.not_deferred["weight"]
+
+
+class LastState(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def test_a_recurrence_is_right_and_counts_as_not_deferred():
+    names = {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"}
+    stage = check(LastState(4, 4), torch.randn(3, 2, 4), names)
+    assert stage.deferred_share == 0
+    assert "recurrence" in stage.not_deferred["weight_hh_l0"]
 
 
 class Recomputed(nn.Module):

@@ -175,6 +175,10 @@ def cross_entropy(output, target):
     return nn.functional.cross_entropy(output[:, 1:].flatten(0, 1), target.flatten())
 
 
+def all_tokens(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
 def odd_data(m):
     torch.manual_seed(1)
     ids = [torch.randint(32, (2, 5)) for _ in range(m)]
@@ -289,8 +293,8 @@ def test_what_cannot_be_cut_is_refused_with_the_reason():
     ids = odd_data(1)[1][0]
     with pytest.raises(ValueError, match=r"their own random numbers. Move the cut"):
         split(Noisy(), "1f1b", 2, example=ids)
-    with pytest.raises(ValueError, match="used again and again"):
-        split(Again(), "zbv", 2, example=ids)
+    with pytest.raises(ValueError, match="13 stages need as many layers"):
+        split(Again(), "1f1b", 13, example=ids)
     with pytest.raises(ValueError, match="calls it 2 times, not once"):
         split(Again(), "1f1b", 2, example=ids, starts=["blocks.1"])
     with pytest.raises(ValueError, match="brings no example of its input"):
@@ -305,10 +309,54 @@ def test_what_cannot_be_cut_is_refused_with_the_reason():
         split(Odd(), "1f1b", 3, example=ids, layers=["layers"])
     with pytest.raises(ValueError, match="one per layer"):
         split(Odd(), "1f1b", 3, example=ids, costs=[1])
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zbv", 2), ("zb_h1", 4)])
+def test_layers_that_are_used_again_share_their_weights(schedule, num_ranks):
+    torch.manual_seed(0)
+    model = Again().double()
+    parts = split(model, schedule, num_ranks, num_microbatches=8, example=odd_data(1)[1][0])
+    ids = odd_data(8)[1]
+    check(model, parts, ids, ids, lambda out, y: all_tokens(out, y % 12))
+    assert any("call" in name for name in parts.layers)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zbv", 2), ("zb_h1", 4)])
+def test_albert_is_cut_between_the_calls_of_its_only_layer(schedule, num_ranks):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(
+        vocab_size=32, embedding_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.AlbertForMaskedLM(config).double()
+    parts = split(model, schedule, num_ranks, num_microbatches=4)
+    inputs = [{"input_ids": torch.randint(32, (2, 8))} for _ in range(4)]
+    targets = [x["input_ids"] for x in inputs]
+    check(model, parts, inputs, targets, lambda out, y: all_tokens(out.logits, y))
+
+
+def test_a_model_on_the_meta_device_is_cut_and_filled_per_rank():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double()
     with torch.device("meta"):
-        empty = Odd()
-    with pytest.raises(ValueError, match="meta device"):
-        split(empty, "1f1b", 2, example=ids)
+        empty = transformers.LlamaForCausalLM(config).double()
+    parts = split(empty, "zbv", 2, num_microbatches=4)
+    assert all(p.is_meta for stage in parts.modules for p in stage.parameters())
+    assert [t.names for t in parts.tied] == [t.names for t in split(model, "zbv", 2).tied]
+    known = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for stage in parts.modules:
+        stage.to_empty(device="cpu")
+        for name, tensor in [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()]:
+            tensor.data.copy_(known[name])
+    inputs = [{"input_ids": torch.randint(32, (2, 8))} for _ in range(4)]
+    targets = [x["input_ids"] for x in inputs]
+    check(model, parts, inputs, targets, lambda out, y: all_tokens(out.logits, y))
 
 
 def test_a_layer_that_is_skipped_at_run_time_is_named():

@@ -99,7 +99,7 @@ class WeightGradEngine:
             if id(parameter) in self._mode.deferred | self._functions.deferred or parameter.grad is None:
                 continue
             self.not_deferred[name] = (
-                "its operations cannot be split: in place, a tensor subclass, or inside a checkpoint"
+                "its operations cannot be split: a recurrence, in place, a tensor subclass, or inside a checkpoint"
             )
             if id(parameter) in self._mode.cheap:
                 self.not_deferred[name] = "its gradient is cheap: a sum, a scale or the like"

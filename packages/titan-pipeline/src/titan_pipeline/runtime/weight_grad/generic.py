@@ -21,7 +21,7 @@ Not deferred, but right:
 
 - operations without a contraction (a sum, a scale, a concatenation): their weight gradient is cheap, and keeping their
   inputs would cost memory;
-- operations in place, and tensor subclasses;
+- operations in place, tensor subclasses, and recurrences (an LSTM's backward is one piece);
 - what runs inside a checkpoint or another saved-tensor hook: the little graph would be recomputed once more.
 """
 
@@ -44,9 +44,12 @@ _CHEAP = frozenset({
     "minimum", "where", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "expand_as", "view_as", "reshape_as",
     "type_as", "to", "broadcast_tensors", "masked_fill", "masked_scatter", "index_add", "index_copy", "index_put",
     "scatter", "scatter_add", "copy", "clone", "eq", "ne", "lt", "le", "gt", "ge", "layer_norm", "rms_norm", "group_norm",
-    "batch_norm", "instance_norm", "prelu", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    "batch_norm", "instance_norm", "prelu",
 })  # fmt: skip
-"""Operations whose weight gradient costs no more than the operation itself, and recurrences, which would run twice."""
+"""Operations whose weight gradient costs no more than the operation itself."""
+
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Operations whose whole backward would run twice."""
 
 
 class SplitMode(TorchFunctionMode):
@@ -82,7 +85,7 @@ class SplitMode(TorchFunctionMode):
         if name.strip("_") in _CHEAP or (name.startswith("__r") and name.strip("_")[1:] in _CHEAP):
             self.cheap.update(leaves)
             return func(*args, **options)
-        if not _can_be_cut(name, options, tensors) or others_save():
+        if name in _RECURRENT or not _can_be_cut(name, options, tensors) or others_save():
             return func(*args, **options)
         return self._cut(func, args, options, tuple(leaves.values()))
 
@@ -136,8 +139,16 @@ class _Node(torch.autograd.Function):
 
 
 def contracting_parameters(module: nn.Module) -> list[str]:
-    """Names of the module's own parameters that a contraction may use: those of two dimensions or more."""
-    return [n for n, p in module.named_parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+    """Names of the module's own parameters that a contraction may use: those of two dimensions or more.
+
+    Its own are also those in its parameter lists, and those that its parametrizations make a weight of.
+    """
+    holders = [n for n, m in module.named_children() if isinstance(m, nn.ParameterList | nn.ParameterDict)]
+    inside = tuple(f"{n}." for n in (*holders, "parametrizations") if isinstance(getattr(module, n, None), nn.Module))
+    return [
+        n for n, p in module.named_parameters()
+        if p.requires_grad and p.dim() > 1 and ("." not in n or n.startswith(inside))
+    ]  # fmt: skip
 
 
 def split_forward(mode: SplitMode, plain: Callable[..., Any]) -> Callable[..., Any]:

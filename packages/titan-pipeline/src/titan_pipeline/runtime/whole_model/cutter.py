@@ -9,9 +9,11 @@ layers. One run of the whole model on an example shows which module is called wh
 example alone, which shows what it needs from the others; and the chain of all stages must return what the whole model
 returned, or the model is refused.
 
+Where layers are used again and again (ALBERT's only one), cuts lie between their calls, and the stages share their weights.
+
 Cost: every stage repeats the cheap part of the forward (masks, positions), and a shape per module in front of it.
-Limits: a cut layer is called exactly once per forward; what the example does not exercise is not checked; results that a
-model collects by hooks from all layers (router logits, hidden states) are refused.
+Limits: a layer that is named in ``starts`` or ``layers`` is called exactly once per forward; what the example does not
+exercise is not checked; results that a model collects by hooks from all layers (router logits, hidden states) are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +46,9 @@ from titan_pipeline.runtime.whole_model.trace import (
     copied,
     has_only_plain_leaves,
     list_items,
+    take_tensors,
     trace_model,
+    with_numbers,
 )
 
 
@@ -109,7 +113,9 @@ def split(
     last stage returns what the model returns.
 
     Args:
-        model: On one device, not wrapped and not compiled. Its parameters are shared with the stages, not copied.
+        model: On one device, not wrapped and not compiled. Its parameters are shared with the stages, not copied. On the
+            meta device it is tried with stand-in numbers, and the stages are on the meta device too: each rank calls
+            ``to_empty`` on its own and loads them.
         schedule: A family's name, or a schedule.
         num_ranks: Ranks of the pipeline; needed with a name.
         num_microbatches: Of the schedule that is built; 4 per rank by default. The cut does not depend on it.
@@ -127,13 +133,17 @@ def split(
     """
     made = _schedule(schedule, num_ranks, num_microbatches, num_chunks)
     _check_model(model)
-    args, kwargs = _as_call(example if example is not None else _own_example(model))
-    trace = trace_model(model, args, kwargs)
-    cuts, shares = _cuts(model, trace, made.num_stages, layers, starts, costs)
-    modules = _Parts(model, trace, cuts, args, kwargs).build()
+    tried = with_numbers(model)
+    args, kwargs = _as_call(example if example is not None else _own_example(tried))
+    trace = trace_model(tried, args, kwargs)
+    cuts, shares = _cuts(tried, trace, made.num_stages, layers, starts, costs)
+    modules = _Parts(tried, trace, cuts, args, kwargs).build()
     _check_whole(modules, trace, args, kwargs)
+    if tried is not model:
+        take_tensors(modules, model)
     tied = _ties(model, modules, made.placement)
-    return ModelSplit(made, tuple(modules), tuple(name for name, _ in cuts), shares, tuple(tied))
+    names = (name if trace.counts[name] == 1 else f"{name} (call {number})" for name, number in cuts)
+    return ModelSplit(made, tuple(modules), tuple(names), shares, tuple(tied))
 
 
 class _Parts:
@@ -287,11 +297,6 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model is compiled. Split it first, then compile the blocks of each stage.")
     if "forward" in model.__dict__:
         raise ValueError("the model's forward was replaced on the object. Split it before another library wraps it.")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "the model has parameters on the meta device, and split runs it once on an example. Materialize it on the CPU "
-            "(every rank may then drop the stages that it does not hold), or split a small model of the same code."
-        )
 
 
 def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -377,11 +382,14 @@ def _candidates(model: nn.Module, trace: ModelTrace, layers: Sequence[str] | Non
         found = [call for n in list_items(model) if trace.counts[n] == 1 for call in trace.of(n)]
         if len(found) < num_stages:  # no list, or a short one: the model's own children
             found = [call for n, _ in model.named_children() if trace.counts[n] == 1 for call in trace.of(n)]
+        if len(found) < num_stages:  # layers that are used again and again: the stages share them, as tied weights
+            found = [call for n in list_items(model) for call in trace.of(n)]
+        if len(found) < num_stages:
+            found = max((trace.of(n) for n, m in model.named_modules() if list(m.parameters())), key=len, default=found)
     if len(found) < num_stages:
         raise ValueError(
-            f"{num_stages} stages need as many layers; found {[c.id[0] for c in found]} that the forward calls exactly "
-            "once (layers that are used again and again cannot be cut). Use fewer stages, or name more places with "
-            "layers=[...]."
+            f"{num_stages} stages need as many layers; found {[c.id[0] for c in found]}. Use fewer stages, or name "
+            "more places with layers=[...]."
         )
     return sorted(found, key=lambda c: c.begin)
 

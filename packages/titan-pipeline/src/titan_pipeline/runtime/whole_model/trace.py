@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_flatten
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
+_LARGE = 1 << 20
+"""Elements of a tensor on the meta device that gets numbers of its own."""
+
 CallId = tuple[str, int]
 """Name of a module and number of its call, from 0."""
 
@@ -69,6 +72,56 @@ def copied(model: nn.Module) -> nn.Module:
         if getattr(config, "use_cache", None):
             cast(Any, config).use_cache = False  # keys and values of other stages' layers are elsewhere
     return copy_of
+
+
+def with_numbers(model: nn.Module) -> nn.Module:
+    """The model itself; or, if parts of it are on the meta device, a copy with numbers on the CPU in their place.
+
+    Large ones take no memory: a matrix is one row, repeated by a stride of zero, and all else is zeros never written.
+    """
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return model
+    made = copied(model)
+    random = torch.Generator().manual_seed(0)
+    known: dict[int, Tensor] = {}
+
+    def numbers(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in known:
+            value = _numbers_like(tensor, random)
+            known[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+        return known[id(tensor)]
+
+    for module in made.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({k: cast(Any, numbers(t)) for k, t in tensors.items() if t is not None})
+    return made
+
+
+def _numbers_like(tensor: Tensor, random: torch.Generator) -> Tensor:
+    """Random numbers of a size that layers keep; no numbers for masks and indices, which are True and 0."""
+    if not tensor.is_floating_point():
+        return torch.full(tensor.shape, tensor.dtype is torch.bool, dtype=tensor.dtype)
+    large = tensor.numel() > _LARGE
+    if large and tensor.dim() != 2:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    shape = tensor.shape[-1:] if large else tensor.shape
+    scale = max(1, tensor.numel() // max(1, max(tensor.shape, default=1))) ** -0.5
+    return (scale * torch.randn(shape, generator=random)).to(tensor.dtype).expand(tensor.shape)
+
+
+def take_tensors(modules: Sequence[nn.Module], model: nn.Module) -> None:
+    """Give stages the model's own parameters and buffers, by name."""
+    tensors: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for stage in modules:
+        for name, module in stage.named_modules(remove_duplicate=False):
+            prefix = f"{name}." if name else ""
+            for held in (module._parameters, module._buffers):
+                held.update({k: cast(Any, tensors[prefix + k]) for k, t in held.items() if t is not None})
 
 
 def trace_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelTrace:
