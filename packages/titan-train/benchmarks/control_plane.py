@@ -89,6 +89,36 @@ class Racks:
             time.sleep(max(0.0, 1.0 - (time.monotonic() - began)))
 
 
+class Raylet:
+    """Where a node is asked whether it lives: a socket whose connections are accepted until it ends."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(0)
+        self.address = self._socket.getsockname()
+        self._ended = threading.Event()
+        self._waiting: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def end(self, *, replies: bool) -> None:
+        """Refuse connections, as a machine does whose raylet is gone; or leave them without a reply, as a dead machine."""
+        self._ended.set()
+        socket.create_connection(self.address).close()  # wakes the thread
+        time.sleep(0.1)
+        if replies:
+            self._socket.close()
+            return
+        for _ in range(3):
+            self._waiting.append(socket.socket())
+            self._waiting[-1].setblocking(False)
+            self._waiting[-1].connect_ex(self.address)
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            self._socket.accept()[0].close()
+
+
 class Handle:
     """Stands for the handle of one agent: calls go to the actor of its rack."""
 
@@ -138,28 +168,26 @@ def measure(ray, arguments: argparse.Namespace) -> dict:
         actors.append((actor, led))
         of_node |= {node: actor for nodes in led.values() for node in nodes}
     pids = [ray.get(actor.pid.remote()) for actor, _ in actors]
-    with socket.create_server(("127.0.0.1", 0)) as raylet:
-        refuses = raylet.getsockname()
-    full = socket.socket()
-    full.bind(("127.0.0.1", 0))
-    full.listen(0)
-    waiting = [socket.socket() for _ in range(3)]
-    for probe in waiting:
-        probe.setblocking(False)
-        probe.connect_ex(full.getsockname())
+    leaders = [group[0] for group in made if group[0] in actors[0][1]][: arguments.failures]
     without_power = [group[0] for group in made if group[0] in actors[1][1]][: arguments.failures]
+    alive = Raylet()
+    raylets = {node: Raylet() for node in (*leaders, *without_power)}
     agents = [
         RayAgent(ray, Handle(of_node[node], node), address=f"10.0.{node // 250}.{node % 250}", node_id=f"{node:08d}",
-                 versions={}, sees=True, raylet=full.getsockname() if node in without_power else refuses)
+                 versions={}, sees=True, raylet=raylets.get(node, alive).address)
         for node in range(arguments.nodes)
     ]  # fmt: skip
     job = RayJob(ray, agents, PER_NODE)
     steady = watch_quietly(job, arguments)
     killed = [failure(job, lambda node=node: ray.get(of_node[node].fail.remote(node)))
               for node in range(5, arguments.nodes, arguments.nodes // arguments.failures)]  # fmt: skip
-    leaders = [group[0] for group in made if group[0] in actors[0][1]][: arguments.failures]
-    silent = [failure(job, lambda node=node: ray.get(of_node[node].fall_silent.remote(node))) for node in leaders]
-    dark = [failure(job, lambda node=node: ray.get(of_node[node].fall_silent.remote(node))) for node in without_power]
+
+    def lose(node: int) -> float:
+        raylets[node].end(replies=node in leaders)
+        return ray.get(of_node[node].fall_silent.remote(node))
+
+    silent = [failure(job, lambda node=node: lose(node)) for node in leaders]
+    dark = [failure(job, lambda node=node: lose(node)) for node in without_power]
 
     def kill() -> float:
         os.kill(pids[-1], signal.SIGKILL)

@@ -168,8 +168,8 @@ def test_a_node_that_answers_between_two_questions_is_not_lost(monkeypatch):
 
 
 def test_a_longer_patience_asks_more_often():
-    assert Watch(FakeRay(), [])._probes == Watch(FakeRay(), [], unreachable_s=1.7)._probes == 3
-    assert Watch(FakeRay(), [], unreachable_s=10.0)._probes == 31
+    assert Watch(FakeRay(), [])._probes == Watch(FakeRay(), [], unreachable_s=1.4)._probes == 3
+    assert Watch(FakeRay(), [], unreachable_s=10.0)._probes == 46
 
 
 def test_a_job_is_put_into_the_smallest_domain_that_holds_it():

@@ -22,8 +22,8 @@ class RayConfig:
     wait_s: float = 60.0
     """Seconds to wait for nodes, at the start and after a loss, before the run fails. An elastic run shrinks at once."""
 
-    unreachable_s: float = 1.7
-    """Seconds after which a node that nothing comes back from counts as lost; at least 1.7. Raise it above the longest pause
+    unreachable_s: float = 1.4
+    """Seconds after which a node that nothing comes back from counts as lost; at least 1.4. Raise it above the longest pause
     of your switches."""
 
     topology: tuple[str, ...] = ()
@@ -45,9 +45,9 @@ class RayConfig:
             raise ValueError(f"launch.ray.cpus_per_rank={self.cpus_per_rank} must be positive; the default is 1.")
         if self.wait_s <= 0:
             raise ValueError(f"launch.ray.wait_s={self.wait_s} must be positive; the default is 60.")
-        if self.unreachable_s < 1.7:
+        if self.unreachable_s < 1.4:
             raise ValueError(
-                f"launch.ray.unreachable_s={self.unreachable_s} must be at least 1.7: a node is asked three times before it "
+                f"launch.ray.unreachable_s={self.unreachable_s} must be at least 1.4: a node is asked three times before it "
                 "counts as lost."
             )
 

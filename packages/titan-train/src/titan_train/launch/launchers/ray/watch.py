@@ -7,7 +7,7 @@ With more than 32 nodes the first agent of each group watches the others and ans
 A broken connection is seen at once. A node that loses power breaks none: when an answer is 0.3 s overdue, its raylet is
 asked for a connection, all silent nodes at once. Refused means lost, now. Accepted means busy: the kernel accepts for a
 process that has no time, so nothing follows for half a minute. No reply means that the packet was lost, or the node: the
-question is put again, and a node that leaves three in a row without reply counts as lost, 1.7 s after its last answer. A
+question is put again, and a node that leaves three in a row without reply counts as lost, 1.4 s after its last answer. A
 packet is lost once in a thousand on a poor network; three of them in a row, to a node that had just missed its answer, are
 not expected in years of 1,000 nodes. What three packets cannot tell from a dead node is a switch that is away for longer:
 ``launch.ray.unreachable_s`` waits for it.
@@ -27,7 +27,7 @@ from titan_train.launch.launchers.ray.news import News, NodeNews
 ANSWER_S = 0.5  # an agent answers at least this often
 _DIRECT = 32  # nodes that the driver watches itself
 _OVERDUE_S = 0.3
-_PROBE_S = 0.3
+_PROBE_S = 0.2  # a reply takes a millisecond in a data center
 _PROBES = 3  # without reply, one after the other
 _BUSY_S = 30.0
 
