@@ -1,9 +1,11 @@
 """Bytes that one block keeps for backward, for one token of one microbatch, before tensor parallelism cuts them.
 
-Two elements of a gated feed-forward are kept for each hidden channel in front of the gate and one behind it. With
+Eager blocks without recomputation have an exact form (`saved`), which `titan-train check` counts by too; the rest is
+estimated here. Two elements of a gated feed-forward are kept for each hidden channel in front of the gate and one behind it. With
 sequence parallelism everything is cut over tp. Of recomputed modules only the input is kept.
 """
 
+from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
@@ -14,6 +16,8 @@ _FLOAT8_INPUTS = 0.5
 def kept_token_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes a token, for all blocks."""
     key = ("kept", setup.recompute, setup.recompute_modules, setup.recompute_share, setup.stack, setup.float8)
+    if setup.stack == "eager":
+        key = (*key, setup.tp, setup.tokens)
     if key not in shape.memo:
         shape.memo[key] = sum(b.count * block_token_bytes(b, shape.dim, setup) for b in shape.blocks)
     return shape.memo[key]
@@ -47,6 +51,11 @@ def _selective(block: Block, dim: int) -> float:
 
 def _everything(block: Block, dim: int, setup: Setup) -> float:
     modules = set(setup.recompute_modules)
+    if setup.stack == "eager" and not modules and not setup.float8 and has_closed_form(block):
+        tokens = max(setup.tokens, setup.tp)
+        element = 4 if setup.precision == "fp32" else 2
+        at = RankTokens(rows=1, seq_len=tokens, element=element, tp=setup.tp)
+        return block_saved_bytes(block, dim, at) * setup.tp / tokens
     extra = 1.1 if setup.stack == "compile" else 1.0
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
     halves = min(block.norms, 2) or 2

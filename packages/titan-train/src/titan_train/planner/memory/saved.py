@@ -71,6 +71,14 @@ def stage_saved_bytes(
     return total + (_head(shape, at, chunked_loss=chunked_loss) if last else 0)
 
 
+def has_closed_form(block: Block) -> bool:
+    """Whether `block_saved_bytes` knows the block: causal attention over all tokens, and a feed-forward without a latent."""
+    a, f = block.attention, block.ffn
+    if a is None or f is None or block.ssm is not None or not a.causal or a.window or a.cross_tokens:
+        return False
+    return not (isinstance(f, ExpertsShape) and (f.latent_dim or not f.gated or f.bias))
+
+
 def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     """Bytes of one block that is not recomputed, without the rotary angles, which all blocks share."""
     assert block.attention is not None
@@ -156,8 +164,8 @@ def _rotary(shape: ModelShape, at: RankTokens) -> int:
 
 
 def _head(shape: ModelShape, at: RankTokens, *, chunked_loss: bool) -> int:
-    norm = _layer_norm if shape.final_norm == 2 else None
-    total = norm(shape.dim, at.residual, at.element) if norm else _rms_norm(shape.dim, at.residual)
+    layer_norm = shape.final_norm == 2
+    total = _layer_norm(shape.dim, at.residual, at.element) if layer_norm else _rms_norm(shape.dim, at.residual)
     if not chunked_loss:
         total += at.element * at.whole * shape.dim + at.whole * _WIDE * (shape.vocab // at.tp + 1)
     return total
