@@ -201,29 +201,36 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
     root = plan.units[-1]
     # The root's parameters and full gradients live from the start of backward to its end.
     kept = root.gather_bytes + _full_grads(root) + sum(_kept(u) for u in units)
-    accumulated = 0
-    if microbatches > 1:
-        accumulated = sum(_full_grads(u) if keep in ("unsharded", "zero1") else _sharded_grads(u) for u in plan.units)
-    done, reducing, peak = 0, 0, kept + saved[-1] + 2 * largest[-1]
+    # Gradients of earlier microbatches. Sharded ones take this microbatch's in; whole ones go as they are reduced.
+    whole = keep in ("unsharded", "zero1")
+    earlier = _accumulated_grads if whole else _sharded_grads
+    accumulated = sum(earlier(u) for u in plan.units) if microbatches > 1 else 0
+    done, reducing, peak = accumulated, 0, accumulated + kept + saved[-1] + 2 * largest[-1]
     for i in range(len(units) - 1, -1, -1):
         unit = units[i]
         kept -= _kept(unit)
         ahead = _buffer(units[i - 1]) if i and units[i - 1].reshard is not False else 0
-        compute = kept + unit.gather_bytes + ahead + _full_grads(unit) + saved[i] + reducing
+        compute = kept + unit.gather_bytes + ahead + _full_grads(unit) + saved[i]
         # At the largest operator, the gradients of its output and of its input are alive together.
         compute += 2 * largest[i]
         own = unit.reduce_numel * unit.reduce_dtype.itemsize
-        reduce = kept + ahead + _full_grads(unit) + own + _sharded_grads(unit) + (saved[i - 1] if i else 0)
-        peak = max(peak, done + compute, done + reduce)
-        done += _sharded_grads(unit)
+        new = 0 if accumulated and whole else _full_grads(unit)
+        reduce = kept + ahead + new + own + _sharded_grads(unit) + (saved[i - 1] if i else 0)
+        # A microbatch before the last, which reduces nothing if gradients are kept whole; then the last.
+        peak = max(peak, accumulated + compute, done + compute + reducing, done + reduce)
+        done += _sharded_grads(unit) - (earlier(unit) if accumulated else 0)
         reducing = own
     own = root.reduce_numel * root.reduce_dtype.itemsize
-    peak = max(peak, done + _full_grads(root) + own + _sharded_grads(root))
-    return peak + accumulated
+    return max(peak, done + _full_grads(root) + own + _sharded_grads(root))
 
 
 def _full_grads(unit: PlannedUnit) -> int:
     return sum(p.numel for p in unit.params if p.trainable) * unit.param_dtype.itemsize
+
+
+def _accumulated_grads(unit: PlannedUnit) -> int:
+    """Whole gradients between microbatches: torch keeps them in the dtype of the reduction."""
+    return sum(p.numel for p in unit.params if p.trainable) * unit.reduce_dtype.itemsize
 
 
 def _sharded_grads(unit: PlannedUnit) -> int:

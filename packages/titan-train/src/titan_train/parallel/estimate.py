@@ -166,7 +166,11 @@ class _Rank:
         plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
         return _Stage(
             num_parameters=count_parameters(held),
-            held=plan.estimate(microbatches=self.batch.accumulation, keep=config.parallel.accumulate),
+            held=plan.estimate(
+                microbatches=self.batch.accumulation,
+                # a pipeline keeps whole gradients until its schedule ends
+                keep="unsharded" if spec.pp > 1 else config.parallel.accumulate,
+            ),
             activations=activations,
         )
 
