@@ -302,8 +302,8 @@ class _Restore:
             self.apply_steps.append(lambda: data.reshard(decoded))  # type: ignore[attr-defined]
         else:
             raise ValueError(
-                f"{saved[0][1]} data-parallel ranks saved different data positions, which cannot be given to {size} "
-                f"ranks. Give {type(data).__name__} a reshard(states) method, or count globally."
+                f"the {saved[0][1]} data-parallel ranks saved different data positions, which cannot be given to {size}. "
+                f"Give {type(data).__name__} a reshard(states) method, or count globally."
             )
 
     def _match_rng(self) -> None:
