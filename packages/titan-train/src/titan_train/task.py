@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "titan_train.tasks"
 
-_SHIPPED = {"text": "titan_train.tasks.text:TextTask"}
+_SHIPPED = {"text": "titan_train.tasks.text:TextTask", "diffusion": "titan_train.tasks.diffusion.task:DiffusionTask"}
 _registered: dict[str, Callable[[], "Task"]] = {}
 
 
@@ -130,6 +130,15 @@ class Task(Protocol):
         """What the sum is divided by, of one batch: labels, or elements. An int64 scalar on the batch's device."""
         ...
 
+    def example(
+        self, config: Config, part: "nn.Module", rows: int
+    ) -> "tuple[tuple[Tensor, ...], dict[str, Tensor]] | None":
+        """What a model or a pipeline stage is called with for a microbatch of ``rows`` samples; values do not matter.
+
+        `titan-train check` measures activations with it. None: tokens, or hidden states of a text model.
+        """
+        return None
+
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> ContextCut:
         """Context parallelism over the ranks ``cp`` of a mesh.
 
@@ -153,16 +162,19 @@ def register_task(name: str, make: Callable[[], Task]) -> None:
     _registered[name] = make
 
 
+def task_name(config: Config) -> str:
+    """``model.task``, else the one that the model's family names, else text."""
+    own = ":" in config.model.name or config.model.name.startswith("hf:")
+    return config.model.task or ("text" if own else find_model(config.model.name)[0].task)
+
+
 def load_task(config: Config) -> Task:
-    """The task of a run: ``model.task``, else the one that the model's family names, else text.
+    """The task of a run, see `task_name`.
 
     Raises:
         ValueError: There is no such task, or it cannot be loaded.
     """
-    name = config.model.task
-    if not name:
-        own = ":" in config.model.name or config.model.name.startswith("hf:")
-        name = "text" if own else find_model(config.model.name)[0].task
+    name = task_name(config)
     known = _known()
     if name not in known:
         raise ValueError(

@@ -1,8 +1,9 @@
 """The planner's shapes are those of the shipped models."""
 
 import pytest
-from titan_train.models.registry import list_models
+from titan_train.models.registry import find_model, list_models
 from titan_train.planner.model.families import find_shape, shapes
+from titan_train.planner.translate import shape_named
 
 EXACT = {
     "llama3_8b": 8_030_261_248,
@@ -22,7 +23,13 @@ def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
 
 
 def test_every_shipped_model_has_a_shape() -> None:
-    assert {n for n in list_models() if "debug" not in n and "small" not in n} <= set(shapes())
+    text = {n for n in list_models() if find_model(n)[0].task == "text"}
+    assert {n for n in text if "debug" not in n and "small" not in n} <= set(shapes())
+
+
+def test_a_model_that_is_no_decoder_is_refused_by_the_planner() -> None:
+    with pytest.raises(ValueError, match="'flux_dev' is trained on 'diffusion'"):
+        shape_named("flux_dev")
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:

@@ -1,3 +1,5 @@
+import base64
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -9,7 +11,7 @@ from titan_train.report import build_report, summarize
 class Page(HTMLParser):
     """Collects a page's text, tags and attributes, and checks that tags are closed in order."""
 
-    VOID = frozenset({"meta", "link", "input", "path", "br"})
+    VOID = frozenset({"meta", "link", "input", "path", "br", "img"})
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -193,3 +195,27 @@ def test_tokens_between_two_logged_steps_count(make_run, tmp_path):
     kept = [line for line in lines if '"kind":"step"' not in line or int(re.search(r'"step":(\d+)', line)[1]) % 10 == 0]
     (run_dir / "metrics.jsonl").write_text("".join(kept))
     assert "40.0k  (1.00k per step)" in summarize(run_dir)
+
+
+def test_the_newest_samples_that_can_be_read_are_on_the_page(make_run):
+    run_dir = make_run(40)
+    folder = run_dir / "samples"
+    folder.mkdir()
+    for step in (10, 20, 30):
+        found = {"step": step, "right": 3, "images": 4, "captions": ["a red disc <b>", "an orange ring"]}
+        (folder / f"step_{step:08}.json").write_text(json.dumps(found))
+        (folder / f"step_{step:08}.png").write_bytes(b"\x89PNG of step %d" % step)
+    (folder / "step_00000030.json").write_text("{")
+    page = report_of(run_dir)
+    assert "step 20: 3 of 4 show their caption's colour and place" in " ".join(page.text.split())
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) == b"\x89PNG of step 20"
+    assert "a red disc <b>; an orange ring" in image["alt"]
+
+
+def test_the_loss_of_a_diffusion_model_is_not_in_nats(make_run):
+    run_dir = make_run(40)
+    assert "nats per token" in report_of(run_dir).text
+    config = run_dir / "config.toml"
+    config.write_text('[model]\nname = "flux_tiny"\n')
+    assert "nats per token" not in report_of(run_dir).text

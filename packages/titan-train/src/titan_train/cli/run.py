@@ -33,6 +33,7 @@ from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
+from titan_train.task import task_name
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
             f"{run_dir} is complete: step {done} of {config.train.steps} is saved. "
             "For more, raise --train.steps; for a new run, set --run.name."
         )
-        _print_next(run_dir)
+        _print_next(config, run_dir)
         return 0
 
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
@@ -242,7 +243,7 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_be
             print(summarize(run_dir))
         print(f"report   {page}", file=sys.stdout if code == 0 else sys.stderr)
     if code == 0:
-        _print_next(run_dir)
+        _print_next(config, run_dir)
 
 
 def _check_layout(config: Config, world_size: int) -> Layout:
@@ -257,5 +258,8 @@ def _check_layout(config: Config, world_size: int) -> Layout:
     return layout
 
 
-def _print_next(run_dir: Path) -> None:
-    print(f'generate titan-train generate {run_dir} --prompt "def main("')
+def _print_next(config: Config, run_dir: Path) -> None:
+    if samples := sorted((run_dir / "samples").glob("*.png")):
+        print(f"samples  {samples[-1]}")
+    elif task_name(config) == "text":
+        print(f'generate titan-train generate {run_dir} --prompt "def main("')

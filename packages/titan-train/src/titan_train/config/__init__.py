@@ -1,6 +1,7 @@
 """Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
 
 from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
+from titan_train.config.diffusion import DiffusionConfig
 from titan_train.config.errors import ConfigError
 from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.source import SourceConfig
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigError",
     "ContextConfig",
     "DataConfig",
+    "DiffusionConfig",
     "Float8Config",
     "LaunchConfig",
     "MetricsConfig",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
+from titan_train.config.diffusion import DiffusionConfig
 from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.tokenizer import TokenizerConfig
 from titan_train.config.launch import LaunchConfig
@@ -164,6 +165,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

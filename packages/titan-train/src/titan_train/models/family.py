@@ -22,7 +22,7 @@ class Family:
     name: str
     """Its name, such as llama."""
     args: type[Any]
-    """The arguments of its models: a dataclass with ``vocab_size``. A field ``max_seq_len`` limits ``model.seq_len``."""
+    """The arguments of its models: a dataclass (for text, with ``vocab_size``). Its ``max_seq_len`` limits ``model.seq_len``."""
     configs: Mapping[str, Any]
     """The shipped configurations: ``model.name`` to arguments."""
     model: str
@@ -35,7 +35,7 @@ class Family:
     """Its `titan_train.models.common.hf.HuggingFace` value, as ``"package.module:NAME"``. None: no import or export."""
 
     def __post_init__(self) -> None:
-        if "vocab_size" not in {field.name for field in fields(self.args)}:
+        if self.task == "text" and "vocab_size" not in {field.name for field in fields(self.args)}:
             raise ValueError(
                 f"family {self.name!r}: {self.args.__name__} has no field vocab_size, which the tokenizer sets. Add it."
             )

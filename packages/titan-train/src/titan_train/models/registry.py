@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_train.models.deepseek import DEEPSEEK_FAMILY
 from titan_train.models.family import Family, class_path
+from titan_train.models.flux import FLUX_FAMILY
 from titan_train.models.gpt import GPT_FAMILY
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.qwen3 import QWEN3_FAMILY
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "titan_train.families"
 
-_SHIPPED = (LLAMA_FAMILY, GPT_FAMILY, QWEN3_FAMILY, DEEPSEEK_FAMILY)
+_SHIPPED = (LLAMA_FAMILY, GPT_FAMILY, QWEN3_FAMILY, DEEPSEEK_FAMILY, FLUX_FAMILY)
 _registered: dict[str, Family] = {}
 _logger = logging.getLogger(__name__)
 

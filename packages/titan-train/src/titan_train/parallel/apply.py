@@ -117,9 +117,8 @@ def build_parallel_model(
     """
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     freeze(whole, config.train.freeze)
-    check_model(config, layout, plan_batch(config, layout), whole)
     task = task or load_task(config)
-    task.check(config, whole)
+    check_model(config, layout, plan_batch(config, layout), whole, task)
     loss = task.loss(config, vocab_size)
     applied = _Application(task, config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]

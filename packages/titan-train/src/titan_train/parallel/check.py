@@ -19,9 +19,10 @@ from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, tab
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.schedule import plan_pipeline
+from titan_train.task import Task, load_task
 
 
-def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module, task: Task | None = None) -> None:
     """Refuse what this model cannot do under this layout, before any rank starts.
 
     Args:
@@ -29,6 +30,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         layout: The degrees.
         batch: How a step is cut.
         model: The whole model, on the meta device.
+        task: What it is trained on; None takes the configuration's.
 
     Raises:
         ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
@@ -48,7 +50,9 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             async_tp=parallel.async_tp,
         )
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
-    if spec.cp > 1:
+    task = task or load_task(config)
+    task.check(config, model)
+    if spec.cp > 1 and "cu_seqlens" in task.keywords:
         _check_inputs(config, model)
         plan_rows(
             config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32,

@@ -35,6 +35,7 @@ from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode
 from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
 from titan_train.planner.translate import shape_of_args
+from titan_train.task import load_task, task_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,13 @@ class _Rank:
         """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
         config, spec = self.config, self.layout.spec
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
-        if not self.closed_form or frozen or config.parallel.tp_plan or not is_shipped(self.whole):
+        if (
+            task_name(config) != "text"
+            or not self.closed_form
+            or frozen
+            or config.parallel.tp_plan
+            or not is_shipped(self.whole)
+        ):
             return None
         args: Any = self.whole.args
         shape = shape_of_args(config.model.name, args)
@@ -227,6 +234,11 @@ class _Rank:
     def _inputs(self, part: nn.Module) -> tuple[Tensor, ...]:
         """One micro-batch of this rank: tokens for the first stage, hidden states for the others."""
         spec, rows = self.layout.spec, self.batch.microbatch
+        example = load_task(self.config).example(self.config, part, rows)
+        if example is not None:
+            args, named = example
+            part.register_forward_pre_hook(lambda _, given, kwargs: (given, {**kwargs, **named}), with_kwargs=True)
+            return tuple(tensor.to("meta").requires_grad_(tensor.requires_grad) for tensor in args)
         seq_len = self.config.model.seq_len // spec.cp
         if getattr(part, "holds_embedding", getattr(part, "tok_embeddings", part)) not in (None, False):
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)

@@ -23,6 +23,7 @@ def shape_named(name: str) -> ModelShape:
     if name.startswith(PREFIX):
         return shape_of_published(name, read_published(name, key="MODEL"))
     if name in list_models():
+        _check_text(name)
         return shape_of_args(name, find_model(name)[1])
     return find_shape(name)
 
@@ -43,6 +44,7 @@ def shape_of_config(config: Config) -> ModelShape:
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
             "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
         )
+    _check_text(name)
     return shape_of_args(name, model_args(config.model, vocab_size=None))
 
 
@@ -50,6 +52,15 @@ def unplanned_degrees(name: str) -> dict[str, int]:
     """Degrees that a folder's family cannot have: all but those of data parallelism, where it has no plan."""
     kind = read_published(name, key="MODEL").get("model_type")
     return {} if kind in hf_plans() else {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
+
+
+def _check_text(name: str) -> None:
+    task = find_model(name)[0].task
+    if task != "text":
+        raise ValueError(
+            f"model.name={name!r} is trained on {task!r}, and the planner knows decoders of text only. `titan-train check` "
+            "measures this model's memory under a layout."
+        )
 
 
 def shape_of_args(name: str, args: Any) -> ModelShape:

@@ -17,9 +17,11 @@ from typing import Any, cast
 import jinja2
 
 from titan_train.files import write_atomic
+from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.folder import RunFolder, read_folder
+from titan_train.report.samples import newest_samples
 from titan_train.report.summary import headlines, setting, when
 
 REPORT_NAME = "report.html"
@@ -79,6 +81,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         headlines=headlines(folder),
         losses=_loss_views(folder),
         charts=_charts(folder.history),
+        samples=newest_samples(folder.path),
         events=folder.history.events[-_MOST_EVENTS:],
         hidden_events=max(0, len(folder.history.events) - _MOST_EVENTS),
         attempts=folder.attempts,
@@ -126,6 +129,14 @@ def value_text(value: object) -> str:
     return json.dumps(value, default=str)
 
 
+def _loss_unit(config: dict[str, Any]) -> str:
+    """What a loss is measured in: of text in nats; other tasks say no more than that it is a mean."""
+    model: dict[str, Any] = config.get("model", {})
+    known = next((family for family in families().values() if model.get("name") in family.configs), None)
+    task = model.get("task") or ("text" if known is None else known.task)
+    return "nats per token" if task == "text" else "mean per element"
+
+
 def _loss_views(folder: RunFolder) -> list[LossView]:
     """The loss over steps, and over their logarithm where that shows more."""
     validations = folder.history.validations
@@ -137,7 +148,7 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     every_step = [step for s in series for step in s.x]
     views: list[LossView] = []
     for key, label in (("linear", "steps"), ("log", "log steps")):
-        chart = build_chart("Loss", "nats per token", series, log_x=key == "log")
+        chart = build_chart("Loss", _loss_unit(folder.config), series, log_x=key == "log")
         if chart is not None and (key == "linear" or max(every_step) >= 20):
             marks = _marks(folder.history.events, step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))

@@ -1,4 +1,5 @@
 """The kinds of models that a run can train, each as a `titan_train.Task`.
 
 - `text`: decoders on packed tokens, with the cross-entropy of the next token.
+- ``diffusion/``: flow matching on packed latents, guided by text.
 """

@@ -318,10 +318,22 @@ class Trainer:
                 device=self.device,
             )
         record = self._inputs.record(self.step, loss, tokens)
+        self._sample()
         for tracker in self._trackers:
             tracker.log_validation(record)
         if self._progress is not None:
             self._progress.validation(record)
+
+    @torch.no_grad()
+    def _sample(self) -> None:
+        """Let the task sample, where every rank can run the whole model forward."""
+        parallel = self.config.parallel
+        if parallel.pp > 1 or parallel.cp > 1:
+            return
+        (module,) = self.model.parts
+        module.eval()
+        self._inputs.sample(module, self.run_dir, self.step)
+        module.train()
 
     def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
         return DataLoader(

@@ -1,0 +1,179 @@
+"""Double and single blocks. Text comes first wherever both streams are one sequence; attention is never causal.
+
+``vec`` is what a sample is conditioned on besides its text tokens: time, pooled text, guidance. Each block turns it into a
+shift, a scale and a gate for every branch, so a branch is ``x + gate * f((1 + scale) * norm(x) + shift)``.
+
+Shapes: B samples, T text tokens, I image tokens, S = T + I, H heads, D channels of a head, d = H * D.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_train.models.flux.args import FluxArgs
+from titan_train.models.flux.rope import rotate
+
+_EPS = 1e-6
+
+
+class Places(NamedTuple):
+    """Where the tokens of a batch stand: the same for every block."""
+
+    cos: Tensor
+    """``[1 or B, S, D / 2]``."""
+    sin: Tensor
+    plan: Any
+    """Of context parallelism; None without it."""
+
+
+class FullAttention(nn.Module):
+    """Scaled dot-product attention in which every token sees every other."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        """Record the shape, which context parallelism reads; there are no parameters."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any = None) -> Tensor:
+        """``[B, S, H, D]`` from as large queries, keys and values."""
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+class Modulation(nn.Module):
+    """Shifts, scales and gates from ``vec``."""
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.linear = nn.Linear(dim, parts * dim)
+
+    def forward(self, vec: Tensor) -> Sequence[Tensor]:
+        """``parts`` tensors ``[B, 1, d]``."""
+        return self.linear(F.silu(vec)).unsqueeze(1).chunk(self.parts, dim=-1)
+
+
+class FluxMLP(nn.Module):
+    """Feed-forward of four times the width, with the tanh form of GELU."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, d]``."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class StreamProjections(nn.Module):
+    """Queries, keys and values of one stream, and the projection back."""
+
+    def __init__(self, args: FluxArgs) -> None:
+        super().__init__()
+        dim = args.dim
+        self.num_heads = args.num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.q_norm, self.k_norm = (nn.RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised queries and keys, and values, ``[B, S, H, D]``."""
+        q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class StreamAttention(nn.Module):
+    """Text and image, each with weights of its own, attend to both."""
+
+    def __init__(self, args: FluxArgs) -> None:
+        super().__init__()
+        self.text, self.image = StreamProjections(args), StreamProjections(args)
+        self.inner = FullAttention(args.num_heads, args.head_dim)
+
+    def forward(self, x: Tensor, text_tokens: int, places: Places) -> Tensor:
+        """``[B, S, d]`` from text and image, one after the other; T tells where the image begins."""
+        texts, images = self.text.heads(x[:, :text_tokens]), self.image.heads(x[:, text_tokens:])
+        q, k, v = (torch.cat(pair, dim=1) for pair in zip(texts, images, strict=True))
+        q, k = rotate(q, places.cos, places.sin), rotate(k, places.cos, places.sin)
+        out = self.inner(q, k, v, places.plan).flatten(-2)
+        return torch.cat((self.text.out(out[:, :text_tokens]), self.image.out(out[:, text_tokens:])), dim=1)
+
+
+class DoubleBlock(nn.Module):
+    """Text and image with weights of their own; they meet in attention."""
+
+    def __init__(self, args: FluxArgs) -> None:
+        super().__init__()
+        self.text_modulation, self.image_modulation = Modulation(args.dim, 6), Modulation(args.dim, 6)
+        self.attention = StreamAttention(args)
+        self.text_mlp, self.image_mlp = FluxMLP(args.dim), FluxMLP(args.dim)
+
+    def forward(self, image: Tensor, text: Tensor, vec: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Image ``[B, I, d]`` and text ``[B, T, d]`` after the block."""
+        text_parts, image_parts = self.text_modulation(vec), self.image_modulation(vec)
+        length = text.shape[1]
+        joined = torch.cat((_modulated(text, *text_parts[:2]), _modulated(image, *image_parts[:2])), dim=1)
+        attended = self.attention(joined, length, places)
+        text = text + text_parts[2] * attended[:, :length]
+        image = image + image_parts[2] * attended[:, length:]
+        text = text + text_parts[5] * self.text_mlp(_modulated(text, *text_parts[3:5]))
+        image = image + image_parts[5] * self.image_mlp(_modulated(image, *image_parts[3:5]))
+        return image, text
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward; a token goes through one of the two streams, and modulation is once per sample."""
+        streams = (self.attention, self.text_mlp, self.image_mlp)
+        return 3.0 * sum(p.numel() for module in streams for p in module.parameters()) + _attention_flops(self, seq_len)
+
+
+class Mixer(nn.Module):
+    """Attention and feed-forward of a single block, side by side on the same input, added by their last projections.
+
+    Published checkpoints hold ``out`` and ``down`` as one matrix; apart, tensor parallelism can cut each by its own columns.
+    """
+
+    def __init__(self, args: FluxArgs) -> None:
+        super().__init__()
+        dim = args.dim
+        self.num_heads = args.num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.q_norm, self.k_norm = (nn.RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
+        self.inner = FullAttention(args.num_heads, args.head_dim)
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        """``[B, S, d]``."""
+        q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
+        q, k = (rotate(norm(y), places.cos, places.sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        attended = self.out(self.inner(q, k, v, places.plan).flatten(-2))
+        return attended + self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class SingleBlock(nn.Module):
+    """Text and image as one sequence."""
+
+    def __init__(self, args: FluxArgs) -> None:
+        super().__init__()
+        self.modulation = Modulation(args.dim, 3)
+        self.mixer = Mixer(args)
+
+    def forward(self, x: Tensor, vec: Tensor, places: Places) -> Tensor:
+        """``[B, S, d]``."""
+        shift, scale, gate = self.modulation(vec)
+        return x + gate * self.mixer(_modulated(x, shift, scale), places)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward; modulation is once per sample."""
+        return 6.0 * sum(p.numel() for p in self.mixer.parameters()) + _attention_flops(self, seq_len)
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return (1 + scale) * F.layer_norm(x, (x.shape[-1],), eps=_EPS) + shift
+
+
+def _attention_flops(block: nn.Module, seq_len: int) -> float:
+    inners = [module for module in block.modules() if isinstance(module, FullAttention)]
+    return sum(12.0 * inner.num_heads * inner.head_dim * seq_len for inner in inners)

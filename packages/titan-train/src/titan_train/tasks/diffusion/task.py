@@ -1,0 +1,161 @@
+"""The task of diffusion models: flow matching, validated at fixed times, sampled with guidance."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from titan_mesh import Mesh
+from torch import Tensor, nn
+
+from titan_train.config import Config
+from titan_train.files import write_atomic
+from titan_train.models.arguments import model_args
+from titan_train.models.flux.args import FluxArgs
+from titan_train.models.flux.rope import TIME_FEATURES
+from titan_train.task import Task, TaskInputs
+from titan_train.tasks.diffusion.batches import Features, FlowBatches
+from titan_train.tasks.diffusion.context import joint_context, plan_joint
+from titan_train.tasks.diffusion.flow import shift_of
+from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
+from titan_train.tasks.diffusion.shapes import CHANNELS, ShapeFeatures, caption_text, score, to_image
+
+SAMPLES_FOLDER = "samples"
+"""Where a run's folder keeps the images that it sampled."""
+
+
+class DiffusionTask(Task):
+    """Predict the velocity between an image and noise."""
+
+    keywords = ("positions", "pooled", "time", "guidance", "attention_plan")
+
+    def check(self, config: Config, model: nn.Module) -> None:
+        """Sizes of data and model must agree, and the layout must be one that two streams have."""
+        args = _args(config)
+        diffusion, parallel = config.diffusion, config.parallel
+        tokens = diffusion.text_tokens + diffusion.grid**2
+        if config.model.seq_len != tokens:
+            raise ValueError(
+                f"model.seq_len={config.model.seq_len} must be diffusion.text_tokens + diffusion.grid^2 = {tokens}: a sample's "
+                f"tokens of text and image. Set model.seq_len={tokens}."
+            )
+        if parallel.tp > 1 and parallel.sequence_parallel:
+            raise ValueError(
+                f"parallel.tp={parallel.tp} with sequence_parallel: the two streams of this model are not split over "
+                "tensor-parallel ranks. Set parallel.sequence_parallel=false."
+            )
+        if parallel.cp > 1:
+            plan_joint(config, args.num_heads, args.head_dim, 0, torch.float32)
+
+    def open(self, config: Config) -> TaskInputs:
+        """The data sets of training and validation."""
+        return DiffusionInputs(config)
+
+    def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
+        """The sum of squared errors over all elements, in float32."""
+        return lambda velocity, target: (velocity.float() - target.float()).square().sum()
+
+    def count(self, batch: Any) -> Tensor:
+        """Elements of the latents."""
+        return torch.tensor(batch.target.numel(), device=batch.target.device)
+
+    def example(self, config: Config, part: nn.Module, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """One microbatch of a rank, without values."""
+        args, diffusion, cp = _args(config), config.diffusion, config.parallel.cp
+        text, image = diffusion.text_tokens // cp, diffusion.grid**2 // cp
+        positions = torch.zeros(1, text + image, 3, dtype=torch.int64)
+        dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32  # mixed precision casts what is given
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype)
+
+        if getattr(part, "image_in", None) is None:
+            hidden = (
+                torch.zeros(rows, image, args.dim),
+                torch.zeros(rows, text, args.dim),
+                torch.zeros(rows, args.dim),
+            )
+            return hidden, {"positions": positions}
+        keywords = {
+            "positions": positions,
+            "pooled": zeros(args.pooled_dim),
+            "time": zeros(TIME_FEATURES),
+        }
+        if args.guidance:
+            keywords["guidance"] = zeros(TIME_FEATURES)
+        return (zeros(image, args.in_channels), zeros(text, args.text_dim)), keywords
+
+    def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Any:
+        """Text and image are cut alike."""
+        return joint_context(config, mesh, model, dtype)
+
+
+class DiffusionInputs(TaskInputs):
+    """The open data of one run."""
+
+    def __init__(self, config: Config) -> None:
+        """Open the source that ``diffusion.source`` names."""
+        args, diffusion = _args(config), config.diffusion
+        if args.in_channels != CHANNELS:
+            raise ValueError(
+                f"diffusion.source='shapes' makes tokens of {CHANNELS} values, but the model takes {args.in_channels}. Set "
+                f"model.args.in_channels={CHANNELS}."
+            )
+        self._config, self._channels, self._guided = config, args.in_channels, args.guidance
+        self._items = ShapeFeatures(
+            grid=diffusion.grid, text_tokens=diffusion.text_tokens, text_dim=args.text_dim, pooled_dim=args.pooled_dim
+        )
+        seed = config.run.seed
+        self.train = FlowBatches(self._items, diffusion, seed=seed, part="train", guided=args.guidance)
+        # noise of its own: a model could otherwise know the training samples of the same numbers
+        self.validation = FlowBatches(self._items, diffusion, seed=seed + 1, part="validation", guided=args.guidance)
+
+    def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
+        """Sample captions into ``samples/``: a grid of images, and how many show their caption's colour and place."""
+        diffusion = self._config.diffusion
+        if not diffusion.sample_images:
+            return
+        # captions spread over all colours, shapes and places: 63 and 200 have no common divisor
+        items = [63 * number % len(self._items) for number in range(diffusion.sample_images)]
+        texts = [Features(self._items.empty.latent, *self._items.text_of(item)) for item in items]
+        latents = sample_latents(
+            model,
+            texts,
+            self._items.empty,
+            grid=diffusion.grid,
+            channels=self._channels,
+            steps=diffusion.sample_steps,
+            scale=diffusion.sample_scale,
+            mu=shift_of(diffusion.grid**2) if diffusion.shift else 0.0,
+            seed=self._config.run.seed,
+            guidance=diffusion.guidance if self._guided else None,
+            device=next(model.parameters()).device,
+        )
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+            return
+        images = [to_image(tokens) for tokens in latents.cpu().numpy()]
+        right = [score(item, image) for item, image in zip(items, images, strict=True)]
+        folder = run_dir / SAMPLES_FOLDER
+        write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8))
+        found = {
+            "step": step,
+            "right": sum(right),
+            "images": len(right),
+            "captions": [caption_text(item) for item in items],
+        }
+        write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
+
+
+def _args(config: Config) -> FluxArgs:
+    if ":" in config.model.name:
+        raise ValueError(
+            f"model.name={config.model.name!r}: the task 'diffusion' trains models of the family flux. Name one of them."
+        )
+    args = model_args(config.model, vocab_size=None)
+    if not isinstance(args, FluxArgs):
+        raise ValueError(
+            f"model.name={config.model.name!r} is not of the family flux, which the task 'diffusion' trains. Leave model.task "
+            "empty."
+        )
+    return args

@@ -1,0 +1,136 @@
+"""A diffusion model under every layout: the losses, gradients and samples of one process."""
+
+import composition
+import pytest
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.launch.validate import validate
+from titan_train.models.flux.model import Flux
+
+TINY = {
+    "model": {
+        "name": "flux_tiny",
+        "seq_len": 13,
+        "args": {
+            "dim": 64, "num_heads": 4, "in_channels": 48, "rope_index_dim": 4, "rope_row_dim": 6, "rope_column_dim": 6,
+            "guidance": True,
+        },
+    },
+    "diffusion": {"grid": 3, "text_tokens": 4, "text_dropout": 0.3},
+    "validation": {"every": 0},
+    "train": {"steps": 4, "global_batch": 8, "max_grad_norm": 0.5},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"warmup_steps": 1},
+}  # fmt: skip
+EVEN = {"model": TINY["model"] | {"seq_len": 20}, "diffusion": TINY["diffusion"] | {"grid": 4}}
+SLOW = ("pp zbv", "compile", "tp and cp", "fsdp and pp", "cp allgather")
+LAYOUTS = {
+    "fsdp": (2, {}),
+    "ddp": (2, {"parallel": {"mode": "ddp"}}),
+    "hsdp": (4, {"parallel": {"dp_replicate": 2, "mode": "hsdp"}}),
+    "tp": (2, {"parallel": {"tp": 2, "sequence_parallel": False}}),
+    "cp allgather": (2, EVEN | {"parallel": {"cp": 2}, "context": {"method": "allgather"}}),
+    "cp ulysses": (2, EVEN | {"parallel": {"cp": 2}, "context": {"method": "ulysses"}}),
+    "pp": (2, {"parallel": {"pp": 2}}),
+    "pp zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    "accumulation and recomputation": (2, {"train": {"microbatch": 2}, "activations": {"checkpoint": "full"}}),
+    "compile": (2, {"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "tp and cp": (4, EVEN | {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": False}}),
+    "fsdp and pp": (4, {"parallel": {"pp": 2}}),
+}
+
+
+def filled(self, fqn, tensor, generator):
+    """No zeros: with the model's own start, the first gradient reaches the last layer alone."""
+    tensor.normal_(1.0 if fqn.endswith("_norm.weight") else 0.0, 0.1, generator=generator)
+
+
+def run(folder, name, sections):
+    """As `composition.run`, on this rank, from weights whose every gradient says something."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flux, "init_weights", filled)
+        return composition.run(folder, name, sections, 4)
+
+
+def joined(*sections):
+    merged: dict = {}
+    for part in sections:
+        for name, values in part.items():
+            merged[name] = merged.get(name, {}) | values
+    return merged
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """One process, for each of the two sizes of image."""
+    folder = tmp_path_factory.mktemp("one")
+    made = {}
+
+    def alone(even):
+        if even not in made:
+            sections = joined(TINY, EVEN) if even else TINY
+            made[even] = run_ranks(run, 1, folder, f"one{even}", sections, timeout_s=170)[0]
+        return made[even]
+
+    return alone
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
+def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tmp_path):
+    ranks, sections = LAYOUTS[name]
+    results = run_ranks(run, ranks, tmp_path, "many", joined(TINY, sections), timeout_s=170)
+    losses, norms, validation, captured = single("diffusion" in sections)
+    for found, other_norms, held_out, _ in results:
+        # the first loss and norm: float32 sums of some hundred terms of size 1 in another order
+        assert abs(found[0] - losses[0]) <= 1e-6 * losses[0]
+        assert abs(other_norms[0] - norms[0]) <= 1e-6 * norms[0]
+        # three AdamW steps divide by small second moments and amplify that, as in test_matrix
+        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5
+        assert abs(held_out[0] - validation[0]) <= 2e-5
+    whole = composition.assemble([r[3] for r in results])
+    expected = composition.assemble([captured])
+    assert whole.keys() == expected.keys()
+    assert all(gradient.any() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter
+
+
+def resume(folder, sections, until):
+    return composition.continue_run(folder, "resumed", sections, until)
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_layout_with_the_same_losses_and_bitwise_on_its_own(tmp_path):
+    whole = run_ranks(composition.run, 1, tmp_path, "one", TINY, 4, timeout_s=170)[0][0]
+    two, four = {}, joined({"parallel": {"dp_replicate": 2, "mode": "hsdp"}})
+    first = run_ranks(resume, 2, tmp_path / "a", joined(TINY, two), 2, timeout_s=170)[0]
+    assert first[0] == 0
+    begun, rest = run_ranks(resume, 4, tmp_path / "a", joined(TINY, four), 4, timeout_s=170)[0]
+    assert begun == 2
+    assert max(abs(a - b) for a, b in zip(first[1] + rest, whole, strict=True)) <= 5e-6
+    same = run_ranks(composition.run, 2, tmp_path / "b", "same", TINY, 4, timeout_s=170)[0][0]
+    run_ranks(resume, 2, tmp_path / "c", TINY, 2, timeout_s=170)
+    _, again = run_ranks(resume, 2, tmp_path / "c", TINY, 4, timeout_s=170)[0]
+    assert again == same[2:]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tp": 2}}, "sequence_parallel=false"),
+        ({"parallel": {"cp": 2}}, r"does not divide diffusion\.grid \* grid=9"),
+        (EVEN | {"parallel": {"cp": 2}, "context": {"method": "ring"}}, "Use 'allgather' or 'ulysses'"),
+    ],
+)
+def test_what_two_streams_cannot_do_is_refused(sections, message, tmp_path):
+    config = parse_config(composition.tree(tmp_path, "refused", joined(TINY, sections)))
+    with pytest.raises(ValueError, match=message):
+        validate(config, 2)
+
+
+def test_a_length_that_is_not_that_of_the_two_streams_is_refused(tmp_path):
+    wrong = joined(TINY, {"model": {"seq_len": 14}})
+    with pytest.raises(
+        ValueError, match=r"model\.seq_len=14 must be diffusion\.text_tokens \+ diffusion\.grid\^2 = 13"
+    ):
+        validate(parse_config(composition.tree(tmp_path, "refused", wrong)), 1)

@@ -1,0 +1,206 @@
+"""What is drawn for a sample, the data of shapes, and sampling from noise."""
+
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from titan_train.config import parse_config
+from titan_train.config.diffusion import DiffusionConfig
+from titan_train.models.flux.rope import time_features
+from titan_train.task import load_task
+from titan_train.tasks.diffusion import shapes
+from titan_train.tasks.diffusion.batches import Features, FlowBatches
+from titan_train.tasks.diffusion.flow import draw_noise, draw_time, drops, schedule, shift_of, shifted
+from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
+
+CONFIG = DiffusionConfig(grid=4, text_tokens=4, text_dropout=0.3)
+
+
+def items():
+    return shapes.ShapeFeatures(grid=4, text_tokens=4, text_dim=16, pooled_dim=8)
+
+
+def batches(part="train", seed=1, config=CONFIG):
+    return FlowBatches(items(), config, seed=seed, part=part, guided=True)
+
+
+def build(source, numbers):
+    return source.build_batch(np.array(numbers), ignore_index=-100, samples_consumed=0)
+
+
+def test_a_batch_is_a_function_of_the_seed_and_the_samples_numbers():
+    together = build(batches(), range(8))
+    for rank in range(2):  # however the samples are divided, each has its own time, noise and texts
+        part = build(batches(), range(4 * rank, 4 * rank + 4))
+        for a, b in zip(part.inputs, together.inputs, strict=True):
+            assert torch.equal(a, b[4 * rank : 4 * rank + 4])
+        assert torch.equal(part.target, together.target[4 * rank : 4 * rank + 4])
+        assert torch.equal(part.keywords["time"], together.keywords["time"][4 * rank : 4 * rank + 4])
+    assert not torch.equal(build(batches(seed=2), range(8)).inputs[0], together.inputs[0])
+
+
+def test_samples_of_other_ranks_have_other_noise():
+    noise = [draw_noise(0, sample, (64, 48)).ravel() for sample in range(6)]
+    for a in range(6):
+        for b in range(a):
+            assert abs(np.corrcoef(noise[a], noise[b])[0, 1]) < 0.1  # 3072 values: 5 sigma are 0.09
+    assert np.array_equal(noise[3], draw_noise(0, 3, (64, 48)).ravel())
+
+
+def test_the_noisy_latent_lies_between_image_and_noise():
+    source = batches("validation")
+    batch = build(source, [0, 5])
+    for row, sample in enumerate([0, 5]):
+        time = source.time_of(sample)
+        latent = items().read(source.item_of(sample), seed=1, sample=sample).latent
+        noise = draw_noise(1, sample, latent.shape)
+        # one float32 product and sum of values below 8
+        np.testing.assert_allclose(batch.inputs[0][row], (1 - time) * latent + time * noise, atol=4e-6)
+        np.testing.assert_array_equal(batch.target[row], noise - latent)
+        assert torch.equal(batch.keywords["time"][row], time_features(torch.tensor([time]))[0])
+
+
+def test_validation_has_eight_fixed_times_and_drops_no_text():
+    source = batches("validation")
+    assert [source.time_of(n) for n in range(9)] == [(n % 8 + 0.5) / 8 for n in range(9)]
+    assert all(source.features_of(n).text.any() and source.features_of(n).pooled.any() for n in range(200))
+
+
+def test_text_and_pooled_features_are_dropped_independently():
+    share, count = 0.447, 20_000
+    text = np.array([drops(0, n, "drop_text", share) for n in range(count)])
+    pooled = np.array([drops(0, n, "drop_pooled", share) for n in range(count)])
+    assert abs(text.mean() - share) < 0.018  # 5 sigma
+    assert abs(pooled.mean() - share) < 0.018
+    assert abs((text & pooled).mean() - share**2) < 0.015  # a fifth of the samples has neither
+    found = [batches().features_of(n) for n in range(60)]
+    assert {(bool(f.text.any()), bool(f.pooled.any())) for f in found} == {(a, b) for a in (0, 1) for b in (0, 1)}
+
+
+def test_times_are_uniform_or_logit_normal_and_move_towards_noise_with_the_shift():
+    draws = lambda **kw: np.array([draw_time(0, n, **kw) for n in range(4000)])  # noqa: E731
+    uniform, logit = draws(times="uniform"), draws(times="logit_normal", mean=0.5, std=0.7)
+    assert abs(uniform.mean() - 0.5) < 0.025
+    assert abs(uniform.var() - 1 / 12) < 0.006
+    values = np.log(logit / (1 - logit))
+    assert abs(values.mean() - 0.5) < 0.06
+    assert abs(values.std() - 0.7) < 0.04
+    assert (draws(times="uniform", mu=1.0) > uniform).all()
+    assert 0 < uniform.min() < uniform.max() < 1
+
+
+def test_the_shift_counts_packed_tokens():
+    assert shift_of(256) == 0.5
+    assert shift_of(4096) == pytest.approx(1.15)
+    assert shift_of(1024) == pytest.approx(0.63)  # what unpacked pixels of a 256-pixel image would give
+    assert shifted(0.5, shift_of(256)) == pytest.approx(0.6225, abs=1e-4)
+    assert shifted(0.5, shift_of(1024)) == pytest.approx(0.6525, abs=1e-4)
+    assert schedule(4, 0.0) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert schedule(4, 0.5)[0] == 1.0
+    assert schedule(4, 0.5)[-1] == 0.0
+
+
+def test_patches_are_an_exact_orthogonal_transform():
+    image = np.random.default_rng(0).standard_normal((16, 16, 3)).astype(np.float32)
+    tokens = shapes.to_tokens(image)
+    assert tokens.shape == (16, 48)
+    np.testing.assert_allclose(shapes.to_image(tokens), image, atol=1e-6)
+    assert np.square(tokens).sum() == pytest.approx(4 * np.square(image).sum(), rel=1e-6)  # scaled by 2
+
+
+def test_every_caption_is_read_off_its_image_and_off_no_other_place_or_colour():
+    assert len(shapes.CAPTIONS) == 200
+    for item, (colour, _, place) in enumerate(shapes.CAPTIONS):
+        for shift in ((0, 0), (1, -1), (-1, 1)):
+            assert shapes.read_image(shapes.draw_image(item, 16, shift)) == (colour, place), shapes.caption_text(item)
+    assert shapes.caption_text(0) == "a red disc at the top left"
+    wrong = [shapes.score(0, shapes.draw_image(item, 16)) for item in range(200)]
+    assert sum(wrong) == len(shapes.SHAPES)  # chance is 1 in 40
+
+
+def test_captions_differ_in_their_features_and_images():
+    data = items()
+    texts = {data.text_of(item)[0].tobytes() + data.text_of(item)[1].tobytes() for item in range(200)}
+    images = {shapes.draw_image(item, 16).tobytes() for item in range(200)}
+    assert len(texts) == len(images) == 200
+
+
+class Exact(torch.nn.Module):
+    """The velocity towards a known image: of the caption's where there is text, else of the empty one's."""
+
+    def __init__(self, image, empty):
+        super().__init__()
+        self.image, self.empty = image, empty
+
+    def forward(self, x, text, *, time, pooled, positions):
+        towards = torch.where(pooled.any(-1)[:, None, None], self.image, self.empty)
+        # along x_t = (1 - t) x0 + t e the velocity e - x0 is (x_t - x0) / t; time[:, 0] is cos(1000 t): t is found in a table
+        t = next(t for t in schedule(5, 0.4) if torch.equal(time_features(torch.tensor([t]))[0], time[0]))
+        return (x - towards) / t
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_euler_steps_along_the_exact_velocity_end_at_the_guided_image(scale):
+    image, empty = torch.randn(1, 9, 48), torch.randn(1, 9, 48)
+    text = Features(np.zeros((0, 48), np.float32), np.ones((4, 16), np.float32), np.ones(8, np.float32))
+    none = Features(text.latent, 0 * text.text, 0 * text.pooled)
+    found = sample_latents(
+        Exact(image, empty), [text, text], none, grid=3, channels=48, steps=5, scale=scale, mu=0.4, seed=0
+    )
+    # the guided velocity is that of the image extrapolated from the empty one; straight lines, so Euler is exact
+    torch.testing.assert_close(found, (empty + scale * (image - empty)).expand(2, -1, -1), atol=2e-5, rtol=0)
+
+
+def test_a_png_holds_the_pixels(tmp_path):
+    page = image_grid([shapes.draw_image(n, 16) for n in range(3)], columns=2, zoom=2, gap=1)
+    assert page.shape == (67, 67, 3)
+    write_png(tmp_path / "a.png", page)
+    content = (tmp_path / "a.png").read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    start = content.index(b"IDAT") + 4
+    size = struct.unpack(">I", content[start - 8 : start - 4])[0]
+    lines = np.frombuffer(zlib.decompress(content[start : start + size]), np.uint8).reshape(height, 1 + 3 * width)
+    assert np.array_equal(lines[:, 1:].reshape(page.shape), page)
+
+
+def test_validation_samples_into_the_runs_folder(tmp_path):
+    args = {"dim": 32, "num_heads": 2, "in_channels": 48, "rope_index_dim": 4, "rope_row_dim": 6, "rope_column_dim": 6}
+    config = parse_config(
+        {
+            "model": {"name": "flux_tiny", "seq_len": 20, "args": args},
+            "diffusion": {"grid": 4, "text_tokens": 4, "sample_images": 10, "sample_steps": 2},
+            "train": {"steps": 2, "global_batch": 2},
+            "schedule": {"warmup_steps": 1},
+            "validation": {"every": 2, "steps": 1},
+            "run": {"dir": str(tmp_path), "name": "r"},
+            "metrics": {"progress": "off", "report": False},
+            "launch": {"device": "cpu"},
+        }
+    )
+    from titan_train import Trainer
+
+    with Trainer(config) as trainer:
+        trainer.fit()
+    found = json.loads((tmp_path / "r" / "samples" / "step_00000002.json").read_text())
+    assert found["images"] == 10
+    assert len(set(found["captions"])) == 10
+    assert (tmp_path / "r" / "samples" / "step_00000002.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_that_does_not_fit_the_model_is_refused():
+    small = {"diffusion": {"grid": 4, "text_tokens": 4}}
+    config = parse_config(small | {"model": {"name": "flux_tiny", "seq_len": 20}})
+    with pytest.raises(
+        ValueError, match=r"tokens of 48 values, but the model takes 64\. Set model\.args\.in_channels=48"
+    ):
+        load_task(config).open(config)
+    other = parse_config({"model": {"name": "llama3_debug", "task": "diffusion"}})
+    with pytest.raises(ValueError, match="is not of the family flux"):
+        load_task(other).open(other)
+    with pytest.raises(ValueError, match="text_tokens and grid of at least 3"):
+        shapes.ShapeFeatures(grid=2, text_tokens=4, text_dim=8, pooled_dim=8)
+    with pytest.raises(ValueError, match=r"text_dropout=1\.5 is not in"):
+        DiffusionConfig(text_dropout=1.5)
