@@ -39,6 +39,8 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     parallel = config.parallel
     check_backend(config.compile.backend)
     _check_plan(config, layout, model)
+    task = task or load_task(config)
+    task.check(config, model)
     if spec.tp > 1:
         check_tensor_parallel(
             model,
@@ -50,8 +52,6 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             async_tp=parallel.async_tp,
         )
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
-    task = task or load_task(config)
-    task.check(config, model)
     if spec.cp > 1 and "cu_seqlens" in task.keywords:
         _check_inputs(config, model)
         plan_rows(
