@@ -19,7 +19,7 @@ from titan_train.models.flux.rope import rotate
 _EPS = 1e-6
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where the tokens of a batch stand: the same for every block."""
 
     cos: Tensor
@@ -93,7 +93,7 @@ class StreamAttention(nn.Module):
         self.text, self.image = StreamProjections(args), StreamProjections(args)
         self.inner = FullAttention(args.num_heads, args.head_dim)
 
-    def forward(self, x: Tensor, text_tokens: int, places: Places) -> Tensor:
+    def forward(self, x: Tensor, text_tokens: int, places: TokenPlaces) -> Tensor:
         """``[B, S, d]`` from text and image, one after the other; T tells where the image begins."""
         texts, images = self.text.heads(x[:, :text_tokens]), self.image.heads(x[:, text_tokens:])
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(texts, images, strict=True))
@@ -111,7 +111,7 @@ class DoubleBlock(nn.Module):
         self.attention = StreamAttention(args)
         self.text_mlp, self.image_mlp = FluxMLP(args.dim), FluxMLP(args.dim)
 
-    def forward(self, image: Tensor, text: Tensor, vec: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def forward(self, image: Tensor, text: Tensor, vec: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor]:
         """Image ``[B, I, d]`` and text ``[B, T, d]`` after the block."""
         text_parts, image_parts = self.text_modulation(vec), self.image_modulation(vec)
         length = text.shape[1]
@@ -144,7 +144,7 @@ class Mixer(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
         self.inner = FullAttention(args.num_heads, args.head_dim)
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, places: TokenPlaces) -> Tensor:
         """``[B, S, d]``."""
         q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
         q, k = (rotate(norm(y), places.cos, places.sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
@@ -160,7 +160,7 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(args.dim, 3)
         self.mixer = Mixer(args)
 
-    def forward(self, x: Tensor, vec: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, vec: Tensor, places: TokenPlaces) -> Tensor:
         """``[B, S, d]``."""
         shift, scale, gate = self.modulation(vec)
         return x + gate * self.mixer(_modulated(x, shift, scale), places)

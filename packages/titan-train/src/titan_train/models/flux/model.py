@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.flux.args import FluxArgs
-from titan_train.models.flux.blocks import DoubleBlock, Places, SingleBlock
+from titan_train.models.flux.blocks import DoubleBlock, SingleBlock, TokenPlaces
 from titan_train.models.flux.rope import TIME_FEATURES, rope_table
 
 
@@ -92,7 +92,7 @@ class Flux(nn.Module):
             image, text, vec = self._embed(image, text, time, pooled, guidance)
         assert vec is not None
         cos, sin = rope_table(positions, _axes(self.args))
-        places = Places(cos, sin, attention_plan)
+        places = TokenPlaces(cos, sin, attention_plan)
         for block in self.double_blocks.values():
             image, text = block(image, text, vec, places)
         if self.single_blocks:
