@@ -23,7 +23,7 @@ TINY = {
     "schedule": {"warmup_steps": 1},
 }  # fmt: skip
 EVEN = {"model": TINY["model"] | {"seq_len": 20}, "diffusion": TINY["diffusion"] | {"grid": 4}}
-SLOW = ("pp zbv", "compile", "tp and cp", "fsdp and pp", "cp allgather")
+SLOW = ("pp zbv", "tp and cp", "fsdp and pp", "cp allgather")
 LAYOUTS = {
     "fsdp": (2, {}),
     "ddp": (2, {"parallel": {"mode": "ddp"}}),
@@ -34,7 +34,6 @@ LAYOUTS = {
     "pp": (2, {"parallel": {"pp": 2}}),
     "pp zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
     "accumulation and recomputation": (2, {"train": {"microbatch": 2}, "activations": {"checkpoint": "full"}}),
-    "compile": (2, {"compile": {"enabled": True, "backend": "aot_eager"}}),
     "tp and cp": (4, EVEN | {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": False}}),
     "fsdp and pp": (4, {"parallel": {"pp": 2}}),
 }
