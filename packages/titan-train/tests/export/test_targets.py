@@ -191,6 +191,23 @@ def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
 
 
+def test_of_two_exports_at_once_the_first_one_stays(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = trained(folder, "gpt_debug")
+    out = tmp_path / "model"
+
+    def other_ends_first(*args: object, **kwargs: object) -> str:
+        out.mkdir()
+        (out / "theirs").touch()
+        return "card"
+
+    monkeypatch.setattr("titan_train.export.run.model_card", other_ends_first)
+    with pytest.raises(ValueError, match="has appeared meanwhile"):
+        export_run(run_dir, out, gate=False)
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "theirs"]
+
+
 @pytest.mark.parametrize(
     ("name", "to", "dtype", "words"),
     [

@@ -106,6 +106,8 @@ def _export(
             comm.agree(error, f"exporting to {out}")
 
     def appear() -> None:
+        if out.exists():
+            raise ValueError(f"{out} has appeared meanwhile: another export has written it. Export to a new folder.")
         (staged if len(to) > 1 else staged / to[0]).rename(out)
         if "aoti" in to:
             folder = out if len(to) == 1 else out / "aoti"
