@@ -282,7 +282,7 @@ class ShardCasts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name in ("titan_fp8::cast_weight_block", "titan_fp8::cast_tensor")
+        self.count += func._schema.name in ("titan_fp8::cast_weight_rows", "titan_fp8::cast_tensor")
         return func(*args, **(kwargs or {}))
 
 
