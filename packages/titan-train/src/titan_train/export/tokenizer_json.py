@@ -2,8 +2,8 @@
 
 Byte-level vocabularies (bytes, tiktoken) write each byte as a printable character, as GPT-2 does. tiktoken keeps ranks
 only, and the format asks for merges: a token's merge is the last one that byte-pair encoding makes of it with the tokens
-of smaller rank. SentencePiece BPE models become merges ordered by the pieces' scores. Unigram models are not written: the
-two libraries break ties of scores differently.
+of smaller rank. SentencePiece BPE models become merges ordered by the pieces' scores. Unigram models are not written:
+SentencePiece adds scores in float32 and the library in float64, so paths of nearly equal score are chosen differently.
 
 Known differences: a special token's name inside a text is ordinary text here, and the special token there. A U+2581 in a
 text is three bytes here, and a space there (SentencePiece).
@@ -127,7 +127,7 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> str | None:
     pieces = read.pieces
     unknown = next(number for number, piece in enumerate(pieces) if piece.kind == UNKNOWN)
     if read.kind != "bpe" or read.normalizes:
-        return None  # the library of Hugging Face breaks ties of unigram scores in another way
+        return None  # see the top: float32 and float64 sums of scores
     fallback = {"unk_token": pieces[unknown].text, "byte_fallback": True, "fuse_unk": True}
     model = _bpe({piece.text: number for number, piece in enumerate(pieces)}, _merges(pieces)) | fallback
     special = {piece.text: number for number, piece in enumerate(pieces) if piece.kind in (UNKNOWN, CONTROL)}

@@ -53,6 +53,8 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     model.published = published
     if plan is not None:
         _apply_plan(model, plan, split=choice.lora_rank == 0)
+    else:
+        _swap_unplanned_experts(model, kind)
     if choice.lora_rank:
         from titan_train.models.hf.lora import add_adapters
 
@@ -148,7 +150,7 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
         if split:
             _split_fused(layer, plan, heads, kv_heads, width)
         if plan.experts:
-            _swap_experts(layer, plan, config)
+            _swap_experts(layer, plan.feed_forward, config)
     model.windows = tuple(sorted(windows))
 
 
@@ -178,8 +180,23 @@ def _split_fused(layer: nn.Module, plan: HFPlan, heads: int, kv_heads: int, head
             ]  # fmt: skip
 
 
-def _swap_experts(layer: nn.Module, plan: HFPlan, config: Any) -> None:
-    inner: Any = layer.get_submodule(plan.feed_forward)
+def _swap_unplanned_experts(model: Any, kind: str) -> None:
+    """Experts of a family without a plan, where files have a tensor for each expert and the model stacks them."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    stacked = [f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up")]
+    mapping: list[Any] = get_checkpoint_conversion_mapping(kind) or []
+    if not any(list(getattr(step, "source_patterns", ())) == stacked for step in mapping):
+        return
+    config = model.config.get_text_config()
+    for layer in model.repeated_layers():
+        old = getattr(getattr(layer, "mlp", None), "experts", None)
+        if old is not None and config.hidden_act in ("silu", "swish") and len(list(old.parameters())) == 2:
+            _swap_experts(layer, "mlp", config)
+
+
+def _swap_experts(layer: nn.Module, feed_forward: str, config: Any) -> None:
+    inner: Any = layer.get_submodule(feed_forward)
     old = getattr(inner, "experts", None)
     if old is None:
         return

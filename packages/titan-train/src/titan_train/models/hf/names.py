@@ -8,7 +8,7 @@ from torch import nn
 from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.fused import SplitLinear
 from titan_train.models.hf.lora import BASE
-from titan_train.models.hf.plans import HFPlan
+from titan_train.models.hf.plans import EACH_EXPERT, HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
@@ -34,10 +34,10 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             continue
         module = apart[owner]
         if isinstance(module, RoutedExperts):
-            assert plan is not None
+            feed_forward, experts = ("mlp", EACH_EXPERT) if plan is None else (plan.feed_forward, plan.experts)
             leaf = name.removeprefix(f"{owner}.")
-            layer = _template(f"{owner}.").partition(f".{plan.feed_forward}.")[0]
-            pairs[Pair(f"{_template(f'{owner}.')}{leaf}", f"{layer}.{plan.experts[leaf]}")] = None
+            layer = _template(f"{owner}.").partition(f".{feed_forward}.")[0]
+            pairs[Pair(f"{_template(f'{owner}.')}{leaf}", f"{layer}.{experts[leaf]}")] = None
         else:
             pairs |= dict.fromkeys(_parts(owner, module))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
