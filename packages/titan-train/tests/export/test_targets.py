@@ -155,7 +155,9 @@ def test_float8_folders_are_read_by_transformers(name: str, folder: Path, tmp_pa
         if name == "llama3_debug":  # 192 is no multiple of 128: readers would take its blocks for 96 x 96
             assert file.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype() == "BF16"
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    quantization = config["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128]
+    assert quantization["ignored_layers"] == quantization["modules_to_not_convert"]
 
 
 def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing(

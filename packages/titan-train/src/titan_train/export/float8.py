@@ -46,12 +46,14 @@ def float8_config(model: nn.Module, family: Family) -> dict[str, Any]:
     routers = [
         f"model.layers.{name.split('.')[1]}.mlp.gate" for name, _ in model.named_parameters() if "router" in name
     ]
+    whole = ["lm_head", *kept, *routers]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [_BLOCK, _BLOCK],
-        "modules_to_not_convert": ["lm_head", *kept, *routers],
+        "modules_to_not_convert": whole,
+        "ignored_layers": whole,  # vLLM's name of the same
     }
 
 
