@@ -155,14 +155,15 @@ def test_a_saver_of_a_lost_machine_is_waited_for_until_it_is_silent_and_this_tra
 
 LOST = """
 import dataclasses, os, signal, sys, time, torch
-from titan_ckpt import Checkpointer, TrainState, _async
-real = _async.Saver.submit
-def submit(self, job, result, savers, timeout_s):
+from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt.background.client import BackgroundSaver
+real = BackgroundSaver.submit
+def submit(self, job, result, savers):
     other = dataclasses.replace(savers[0], host="lost-machine")
-    return real(self, dataclasses.replace(job, world_size=2), result, [*savers, other], timeout_s)
+    return real(self, dataclasses.replace(job, world_size=2), result, [*savers, other])
 ck = Checkpointer(sys.argv[1], async_=True)
 ck.save(1, TrainState(model=torch.nn.Linear(8, 8), rng=False)).wait(30)
-_async.Saver.submit = submit
+BackgroundSaver.submit = submit
 ck.save(2, TrainState(model=torch.nn.Linear(8, 8), rng=False))
 time.sleep(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
