@@ -27,6 +27,7 @@ from titan_train.data import (
 )
 from titan_train.files import write_atomic
 from titan_train.observe.records import ValidationRecord
+from titan_train.task import task_name
 from titan_train.tokenizers import ChatTemplate, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -107,8 +108,13 @@ def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, Chat
     """The tokenizer and chat template of a run: those in its folder, else those that its configuration names.
 
     Raises:
-        ValueError: They are neither in the folder nor where the configuration says.
+        ValueError: They are neither in the folder nor where the configuration says, or the run is of no text.
     """
+    if (task := task_name(config)) != "text":
+        raise ValueError(
+            f"{run_dir} trained {config.model.name} on {task!r}, not on text: there is no tokenizer and nothing to continue. "
+            f"What it samples is in {run_dir / 'samples'}."
+        )
     folder = run_dir / TOKENIZER_FOLDER
     if not folder.is_dir():
         tokenizer = build_tokenizer(config.tokenizer, config.data)

@@ -180,7 +180,7 @@ def test_validation_samples_into_the_runs_folder(tmp_path):
             "launch": {"device": "cpu"},
         }
     )
-    from titan_train import Trainer
+    from titan_train import Trainer, load_run
 
     with Trainer(config) as trainer:
         trainer.fit()
@@ -188,6 +188,8 @@ def test_validation_samples_into_the_runs_folder(tmp_path):
     assert found["images"] == 10
     assert len(set(found["captions"])) == 10
     assert (tmp_path / "r" / "samples" / "step_00000002.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="trained flux_tiny on 'diffusion', not on text"):
+        load_run(tmp_path / "r", device="cpu")
 
 
 def test_data_that_does_not_fit_the_model_is_refused():

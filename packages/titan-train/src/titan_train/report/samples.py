@@ -25,9 +25,9 @@ def newest_samples(run_dir: Path) -> SampleGrid | None:
         try:
             found = json.loads(described.read_text(encoding="utf-8"))
             encoded = base64.b64encode(described.with_suffix(".png").read_bytes()).decode()
-            numbers = (int(found[name]) for name in ("step", "right", "images"))
+            step, right, images = (int(found[name]) for name in ("step", "right", "images"))
             captions = [str(caption) for caption in found["captions"]]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        return SampleGrid(*numbers, captions, f"data:image/png;base64,{encoded}")
+        return SampleGrid(step, right, images, captions, f"data:image/png;base64,{encoded}")
     return None
