@@ -141,7 +141,7 @@ def fuzz(session: nox.Session) -> None:
 def published(session: nox.Session) -> None:
     """Checkpoints and models against the transformers library: weights in, the same logits out."""
     _sync(session, "test", "--all-packages", "--all-extras")
-    session.install("--quiet", "transformers>=5.0")
+    session.install("--quiet", "transformers>=5.18")
     tests = ["packages/titan-ckpt/tests", "packages/titan-fsdp/tests", "packages/titan-train/tests/models"]
     session.run("pytest", "-q", "-k", "transformers or published", *tests, *session.posargs, env=TEST_ENV)
 
