@@ -107,3 +107,13 @@ def test_an_older_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.1")
     with pytest.raises(ValueError, match=r"needs transformers 5 or newer, and 4.57.1 is installed"):
         built(folder)
+
+
+def test_a_described_model_keeps_the_share_of_channels_that_it_rotates(tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / "gpt_neox", "gpt_neox")
+    published = json.loads((folder / "config.json").read_text())
+    assert published["rope_parameters"]["partial_rotary_factor"] == 0.5  # the class's own default is 0.25
+    model = built(folder)
+    described = model.own_family.load_hf().config_of(model.args)
+    assert type(model.config).from_dict(described).rope_parameters == model.config.rope_parameters
+    assert described["rotary_pct"] == 0.5  # where transformers 4 reads it
