@@ -47,7 +47,7 @@ def _rehearse(module: nn.Module, matmul_every: int | None) -> None:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         results: list[Tensor] = []
-        with saved_tensors_hooks(lambda _: None, lambda _: None):  # what the region itself saves is recomputed
+        with saved_tensors_hooks(lambda _: None, _no_backward):  # what the region itself saves is recomputed
             if matmul_every is None:
                 output = inner(*args, **kwargs)
             else:
@@ -85,4 +85,8 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("a rehearsal has no backward")
+        _no_backward(grads)
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise AssertionError("a rehearsal has no backward")
