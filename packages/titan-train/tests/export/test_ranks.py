@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from exported_runs import trained
 from titan_ckpt import Checkpointer, TrainState
@@ -48,6 +49,28 @@ def test_two_ranks_continue_prompts_as_one_process_does(name: str, folder: Path)
         assert ours[1] == sampled
         if name == "llama3_debug":
             assert ours[2] < 0.55 * size  # half of all but the norms
+
+
+def largest_difference(run_dir: Path) -> float:
+    tokens = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        want = load_run(run_dir, device="cpu").model(tokens)
+        got = load_run(run_dir, device="cpu", group=dist.group.WORLD).model(tokens)
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.timeout(900)
+def test_a_model_of_transformers_cut_over_ranks_keeps_its_rotary_table(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    name = f"hf:{tmp_path / 'base'}"
+    run_dir = trained(folder, name, run="ranks-of-transformers", model={"init": name})
+    # the gate's float32 sums, in another order
+    assert max(run_ranks(largest_difference, 2, run_dir, timeout_s=280)) <= 1e-5
 
 
 def export_on_ranks(run_dir: Path, out: Path, to: list[str], wrong: bool) -> str:

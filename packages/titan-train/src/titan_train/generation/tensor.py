@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from titan_ckpt import LocalShard
+from titan_fsdp import materialize
 from torch import Tensor, nn
 
 from titan_train.parallel.param_shard import ParamShard
@@ -44,24 +45,13 @@ def cut_for_generation(
     table = merge_tables(model, table_for(model), plan)
     heads = [name for name, _ in model.named_modules() if name and style_of(name, table) == "head"]
     cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False, replicate_kv=replicate_kv)
-    _allocate(model, device)
+    # not to_empty: a tied weight would get memory under each name, and a rotary table no values
+    materialize(model, device, init=lambda fqn, tensor, generator: None, skip=lambda fqn: True)
     for name in heads:
         cut = cuts.get(f"{name}.weight")
         if cut is not None and cut.pieces > 1:
             _gather_logits(model.get_submodule(name), cut, group)
     return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts.items() if cut.pieces > 1}
-
-
-def _allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Give meta parameters memory; torch's own ``to_empty`` gives a tied one memory under each of its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    model.to_empty(device=device)
-    for first, *others in names.values():
-        for other in others:
-            owner, _, leaf = other.rpartition(".")
-            model.get_submodule(owner).register_parameter(leaf, model.get_parameter(first))
 
 
 def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -> None:
