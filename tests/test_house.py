@@ -2,9 +2,11 @@
 
 import ast
 import collections
+from pathlib import Path
 
 import import_graph
 import pytest
+import titan_testing
 
 by_package = pytest.mark.parametrize("package", import_graph.packages(), ids=lambda p: p.name)
 
@@ -24,10 +26,11 @@ def test_no_folder_holds_more_than_fifteen_modules(package):
     assert {folder: size for folder, size in import_graph.folder_sizes(package).items() if size > 15} == {}
 
 
-@by_package
-def test_no_file_name_begins_with_an_underscore(package):
-    private = [f.name for f in package.rglob("_*.py") if f.name not in ("__init__.py", "__main__.py")]
-    assert private == []
+def test_no_file_name_begins_with_an_underscore():
+    helpers = Path(titan_testing.__file__).parent
+    for package in (*import_graph.packages(), helpers):
+        private = [f.name for f in package.rglob("_*.py") if f.name not in ("__init__.py", "__main__.py")]
+        assert private == [], package
 
 
 @by_package
