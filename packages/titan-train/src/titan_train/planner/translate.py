@@ -94,7 +94,7 @@ def shape_of_args(name: str, args: Any) -> ModelShape:
             args.expert_ffn_dim,
             shared,
             max_groups=get("top_groups") if get("num_groups") > 1 else 0,
-            normalized=get("normalize_weights", True),
+            normalized=bool(get("normalize_weights", True)),
         )
         first = get("num_dense_layers")
         blocks = tuple(b for b in (Block(first, attention, dense), Block(layers - first, attention, routed)) if b.count)
