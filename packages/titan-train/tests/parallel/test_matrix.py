@@ -72,3 +72,20 @@ def test_pipeline_data_context_tensor_and_expert_parallelism_at_once(folder, sin
     errors = compare(single("moe", False), results)
     record(record_property, 16, errors)
     assert not failures(errors, float8=False), errors
+
+
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "float8"])
+def test_a_rank_holds_a_part_of_an_expert_where_shards_outnumber_experts(folder, float8):
+    # 4 experts over ep=2 and 4 shards: two experts for four ranks, so each rank holds half the rows of both
+    sections = {
+        "model": {
+            "name": "qwen3_moe_debug", "seq_len": 32,
+            "args": {"num_layers": 2, "num_experts": 4, "dim": 128, "expert_ffn_dim": 128},
+        }
+    }  # fmt: skip
+    if float8:
+        sections["float8"] = {"recipe": "blockwise", "min_speedup": 0.0}
+    layout = sections | {"parallel": {"dp_shard": 8, "ep": 2}}
+    single = run_ranks(composition.run, 1, folder, "few-single", sections, init=False, timeout_s=170)[0]
+    ranks = run_ranks(composition.run, 8, folder, "few", layout, timeout_s=170)
+    assert not failures(compare(single, ranks), float8=float8)

@@ -28,7 +28,7 @@ def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = ()) -> f
     parallel = config.parallel
     return fsdp.Policy(
         mode="fsdp" if mode == "none" else mode,
-        units=["auto", *(fsdp.Unit(name, mesh="experts") for name in experts)],
+        units=["auto", *(fsdp.Unit(name, mesh="experts", shard_dim="auto") for name in experts)],
         reshard=parallel.reshard,
         reshard_overrides=dict(parallel.reshard_overrides),
         mp=fsdp.MixedPrecision(
