@@ -102,6 +102,13 @@ def test_the_code_of_the_run_is_the_code_of_the_job(machine):
     assert (code, "requeue" in log) == (3, False)
 
 
+def test_a_run_that_ends_before_the_shell_asks_again_keeps_its_code(machine):
+    text = written("--launch.nproc", "4").replace("\nwhile [", "\nsleep 1\nwhile [")  # a busy machine
+    assert "sleep 1" in text
+    code, log = submitted(text, machine, signal.SIGTERM, CODE_OF_RUN="3")
+    assert (code, "saved" in log) == (3, True)
+
+
 EVIL = "x\ntouch marker\n#"
 
 

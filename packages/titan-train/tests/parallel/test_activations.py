@@ -71,7 +71,7 @@ def test_what_forward_keeps_falls_in_the_order_of_the_modes(results):
     held = {name: result[2] for name, result in results.items()}
     assert held["none"] > held["every"] > held["selective"] > held["full"]
     assert held["none"] > held["pattern"] > held["full"]
-    assert held["full"] < 0.1 * held["none"]
+    assert held["full"] < held["none"] / 9  # a block holds its input alone, not what 7 products and 2 norms read
 
 
 def test_only_what_was_asked_for_is_recomputed(results):

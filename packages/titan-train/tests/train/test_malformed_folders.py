@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: rewrite(f, **{DOWN.replace(".", "__"): torch.zeros(64, 64, dtype=torch.int8)}),
         ["feed_forward.w2.weight is I8 there"],
     ),
-    "other model": (lambda f: configure(f, rms_norm_eps=1e-3), ["norm_eps=1e-05 should be 0.001"]),
+    "other model": (lambda f: configure(f, num_hidden_layers=2), ["num_layers=1 should be 2"]),
     "other family": (lambda f: configure(f, model_type="bert"), ["model_type='bert'"]),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json is not valid JSON"]),
     "link out of the folder": (lambda f: link_out(f, WEIGHTS), ["is a link to", "out of the folder"]),

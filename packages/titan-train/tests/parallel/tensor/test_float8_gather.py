@@ -58,7 +58,7 @@ class KeptBytes(saved_tensors_hooks):
 def cut_model(recipe: str, *, float8_gather: bool, args: LlamaArgs = ARGS, async_tp: bool = False) -> tuple[Llama, Any]:
     torch.manual_seed(0)
     model = Llama(args).bfloat16()
-    convert_to_float8(model, Float8Config(recipe=recipe, min_speedup=0.0), tokens=256)
+    convert_to_float8(model, Float8Config(recipe=recipe, min_speedup=0.0), tokens=256, fuse_norms=False)
     group = dist.group.WORLD
     cuts = apply_tensor_parallel(
         model, group, table=table_for(model), sequence_parallel=True, replicate_kv=True,

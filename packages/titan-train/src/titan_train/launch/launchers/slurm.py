@@ -73,17 +73,24 @@ _TRAPS = (
     "RUN=",
     "STOP=0",
     "WARNED=0",
-    'stop() { STOP=1; if [ -n "$RUN" ]; then kill -TERM $RUN 2>/dev/null || true; fi; }',
+    'stop() { STOP=$((STOP + 1)); if [ -n "$RUN" ]; then kill -TERM $RUN 2>/dev/null || true; fi; }',
     "trap 'WARNED=1; stop' USR2  # the time limit is near",
     "trap stop TERM",
 )
-# `wait` returns when a signal comes, before the run has ended.
+# `wait` returns when a signal comes, with a code that is not the run's. Its code is asked for again then, even if the
+# run has ended meanwhile; 127 says that the first answer was the run's own.
 _WAIT = (
     "RUN=$!",
-    'if [ "$STOP" = 1 ]; then stop; fi',
+    'if [ "$STOP" != 0 ]; then stop; fi',
+    "SEEN=$STOP",
     "CODE=0",
     "wait $RUN || CODE=$?",
-    "while kill -0 $RUN 2>/dev/null; do CODE=0; wait $RUN || CODE=$?; done",
+    'while [ "$SEEN" != "$STOP" ]; do',
+    "  SEEN=$STOP",
+    "  AGAIN=0",
+    "  wait $RUN 2>/dev/null || AGAIN=$?",
+    '  if [ "$AGAIN" != 127 ]; then CODE=$AGAIN; fi',
+    "done",
     'if [ "$WARNED" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
     "exit $CODE",
 )
