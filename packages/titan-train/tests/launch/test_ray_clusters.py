@@ -152,8 +152,8 @@ def test_the_command_and_the_driver_s_actor_may_be_killed_and_the_run_goes_on(jo
 @pytest.mark.timeout(1800)
 def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(job, cluster):
     name, run = "nodes", job.folder / "runs" / "nodes"
-    longer = ("--train.steps", "200", "--checkpoint.every", "20")
-    code, said = job.supervise("undisturbed-200", *longer)
+    longer = ("--train.steps", "600", "--checkpoint.every", "20")
+    code, said = job.supervise("undisturbed-600", *longer)
     assert code == 0, said
     faults = ("--launch.faults", "kill rank=1 step=3", "--launch.straggler-factor", "0")
     command = cluster.open(job, name, *longer, *faults, "--ray.topology", "rack")
@@ -165,7 +165,7 @@ def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(jo
     cluster.lose_a_node()
     assert command.wait(timeout=900) == 0, told(job, name)
     assert " was lost: " in told(job, name)
-    assert job.losses(name) == job.losses("undisturbed-200")
+    assert job.losses(name) == job.losses("undisturbed-600")
     assert len(job.attempts(name)) == 4
 
 
