@@ -73,7 +73,7 @@ _ENDS = {
 def ranges(session: nox.Session, package: str, end: str) -> None:
     """One package's tests with the lowest declared version of every dependency, and with the newest there is."""
     _install_wheels(session, package, *_ENDS[end])
-    session.run("pytest", "-q", str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
+    session.run("pytest", "-q", *IN_PARALLEL, str(_folder(package) / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
