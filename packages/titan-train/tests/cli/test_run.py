@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,6 +182,21 @@ def test_sigterm_saves_and_exits_0_and_the_next_run_continues(folder):
     step = int(re.search(r"asked to stop: saved step (\d+)", output)[1])
     resumed = run(folder, "run", "tiny.toml", "--train.steps", str(step + 1))
     assert f"resumed from step {step}" in resumed.stdout
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_says_what_is_left(folder):
+    process = start(folder, "run", "tiny.toml", "--train.steps", "100000", "--checkpoint.every", "0")
+    try:
+        wait_for(lambda: len(lines_of(folder)) > 5)
+        shutil.rmtree(folder / "runs" / "tiny")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1, output
+    assert "config.toml was deleted or moved away while the run went on" in output
+    assert "Traceback" not in output
+    assert list((folder / "runs" / "tiny" / "checkpoints").glob("step-*/MANIFEST.json"))
 
 
 def test_sigusr1_saves_and_goes_on(folder):

@@ -154,7 +154,7 @@ def _supervise(
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
     try:
-        _finish(config, run_dir, infos[-1], code, attempts_before)
+        return _finish(config, run_dir, infos[-1], code, attempts_before)
     except OSError as err:  # the run is over, and what it saved is there
         print(f"note     {err.filename or run_dir}: {err.strerror}; the report and run.json are not up to date")
     return code
@@ -220,12 +220,15 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
         attempts_before = len(read_run_info(run_dir).get("attempts", []))
         info = _stage(config, run_dir, ranks.device_type, ranks.world_size, source)
         code = torchrun_worker(config, ranks, run_dir)
-        _finish(config, run_dir, info, code, attempts_before)
-    return code
+        return _finish(config, run_dir, info, code, attempts_before)
 
 
-def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_before: int) -> None:
-    """Record how the run ended, write its report unless every attempt was refused, say what can be done next."""
+def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_before: int) -> int:
+    """Record how the run ended, write its report unless every attempt was refused, say what can be done next.
+
+    Returns:
+        The exit code: that of the ranks, or 1 if the folder lost its configuration while they ran.
+    """
     step = newest_checkpoint(run_dir) or 0
     completed = code == 0 and step >= config.train.steps
     failure = first_failure(run_dir) if code else None
@@ -242,8 +245,17 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_be
         if code == 0:
             print(summarize(run_dir))
         print(f"report   {page}", file=sys.stdout if code == 0 else sys.stderr)
+    if code == 0 and step and not (run_dir / "config.toml").exists():
+        print(
+            f"error: {run_dir / 'config.toml'} was deleted or moved away while the run went on, and maybe other files too. "
+            f"The weights of step {step} are in {run_dir / 'checkpoints'}. Put the files back from a copy, or train again in "
+            "a new folder.",
+            file=sys.stderr,
+        )
+        return 1
     if code == 0:
         _print_next(config, run_dir)
+    return code
 
 
 def _check_layout(config: Config, world_size: int) -> Layout:
