@@ -1,11 +1,13 @@
 """torchrun starts the ranks; restarting them is ours."""
 
+import signal
 import socket
 
 import pytest
+import torch.distributed.elastic.multiprocessing.errors as errors
 from titan_train.config import Config, LaunchConfig
 from titan_train.launch.job import Attempt
-from titan_train.launch.launchers.torchrun import TorchrunLauncher
+from titan_train.launch.launchers.torchrun import TorchrunLauncher, root_cause
 
 
 def test_a_restart_under_torchrun_meets_at_a_new_store_and_ends_with_the_same_losses(
@@ -36,3 +38,22 @@ def test_a_meeting_place_that_is_taken_is_refused_before_any_rank_starts(tmp_pat
             ValueError, match=f"launch.endpoint='{endpoint}' cannot be used on this machine: Address al"
         ):
             launcher.start(Attempt(0, Config(launch=launch), tmp_path, 2))
+
+
+def test_a_killed_rank_is_the_cause_whatever_torchrun_saw_first(monkeypatch):
+    """torchrun stamps whole seconds: of two failures in one second, it calls the lower rank the cause."""
+    monkeypatch.setattr(errors.time, "time", lambda: 1e9)
+
+    def log(*failures: tuple[int, int], before: str = "") -> str:
+        found = {
+            rank: errors.ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="none")
+            for rank, code in failures
+        }
+        return before + errors.ChildFailedError("worker", found).format_msg()
+
+    closing = "W1122 10:00:00 1 torch/distributed/elastic/api.py:1] Sending process 101 closing signal SIGTERM\n"
+    assert root_cause(log((0, 1), (1, -signal.SIGKILL))) == (1, -signal.SIGKILL)
+    assert root_cause(log((0, 1), (1, -signal.SIGTERM), before=closing)) == (0, 1)
+    assert root_cause(log((0, 1), (1, -signal.SIGKILL)), killed={101}) == (0, 1)
+    assert root_cause(log((0, 1), (1, -signal.SIGABRT))) == (0, 1)
+    assert root_cause("torchrun could not start") is None

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from titan_train.config import Config, LaunchConfig, dump_config
@@ -31,6 +32,8 @@ from titan_train.launch.validate import validate
 
 _POLL_S = 0.05
 _REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
+_CLOSING = re.compile(r"Sending process (\d+) closing signal")
+_FAILURE = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _TORCHRUNS_OWN = re.compile(r"[WEI]\d{4} .*torch/distributed/|\*{20,}|Setting OMP_NUM_THREADS|$")
 _FIRST_CALL_S = 120.0  # machines of a job start at different times
 _CALL_S = 15.0  # they are there already; one that is not is done without
@@ -147,6 +150,7 @@ class TorchrunJob:
         self._shown = 0  # bytes of the log that were passed on
         self._reporting = False  # torchrun has begun to report a failure, which takes all the rest
         self._lost_at: float | None = None
+        self._killed: set[int] = set()  # process ids of peers of a lost rank
 
     def _rendezvous(self, nodes: int, endpoint: str) -> tuple[str, ...]:
         if nodes == 1:
@@ -217,7 +221,7 @@ class TorchrunJob:
         self._pass_on_errors()
         beats = self._board.beats()
         exits: list[RankExit] = []
-        root = _root_cause(self._log.read_text(encoding="utf-8", errors="replace")) if code else None
+        root = root_cause(self._log.read_text(encoding="utf-8", errors="replace"), self._killed) if code else None
         if root is not None:
             exits.append(RankExit(*root))
         for rank in range(self._world_size):
@@ -246,7 +250,9 @@ class TorchrunJob:
         self._lost_at = self._lost_at or time.monotonic()
         if time.monotonic() - self._lost_at > _PEERS_S:
             for beat in beats.values():
-                _kill(beat.pid)
+                if _alive(beat.pid):
+                    self._killed.add(beat.pid)
+                    _kill(beat.pid)
 
 
 def check_endpoint(endpoint: str) -> None:
@@ -266,11 +272,26 @@ def check_endpoint(endpoint: str) -> None:
             ) from err
 
 
-def _root_cause(log: str) -> tuple[int, int] | None:
-    """Rank and exit code of the first failure, from torchrun's report."""
-    report = log.rpartition("Root Cause")[2]
-    rank, code = re.search(r"rank\s*: (\d+)", report), re.search(r"exitcode\s*: (-?\d+)", report)
-    return (int(rank[1]), int(code[1])) if rank and code else None
+def root_cause(log: str, killed: Collection[int] = ()) -> tuple[int, int] | None:
+    """Rank and exit code of the failure that took the others along, from torchrun's report.
+
+    torchrun calls the earliest one the root cause, by whole seconds and then by rank: a rank that was killed and a peer
+    that lost its connection in the same poll are the wrong way round. So a rank ended by a signal comes first, unless
+    torchrun or this program sent the signal, or the process aborted, as gloo and NCCL do when a peer is gone.
+
+    Args:
+        log: What torchrun printed.
+        killed: Process ids that this program killed.
+    """
+    report = log.rpartition("Failures:")[2]
+    sent = {int(pid) for pid in _CLOSING.findall(log)} | set(killed)
+    found = [(int(rank), int(code), int(pid)) for rank, code, pid in _FAILURE.findall(report)]
+    if not found:
+        return None
+    for rank, code, pid in found:
+        if code < 0 and code != -signal.SIGABRT and pid not in sent:
+            return rank, code
+    return found[-1][:2]  # torchrun's own "Root Cause" is the last one it prints
 
 
 def _alive(pid: int) -> bool:
