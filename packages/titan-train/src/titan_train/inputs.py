@@ -64,8 +64,8 @@ class Inputs:
         """Nats per token, and bits per byte of text."""
         return ValidationRecord(step=step, loss=loss, bits_per_byte=self.bits_per_byte(loss), tokens=count)
 
-    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> None:
-        """Nothing: `titan-train generate` continues a prompt."""
+    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
+        """Nothing: `titan_train.tasks.text` samples."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per UTF-8 byte of text, by the average token."""

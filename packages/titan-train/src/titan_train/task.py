@@ -90,11 +90,14 @@ class TaskInputs(Protocol):
         """What a validation found: ``loss`` is the mean over ``count`` of what `Task.count` counts."""
         return ValidationRecord(step=step, loss=loss, bits_per_byte=None, tokens=count)
 
-    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> None:
+    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """Write samples of the model to the run's folder, after a validation.
 
         Every rank calls it with its wrapped model in evaluation mode and without gradients, so that the forward passes of
         sharded models meet; rank 0 writes. Not called under pipeline or context parallelism.
+
+        Returns:
+            A sample as text, to show to the person who watches; None if there is none.
         """
 
 

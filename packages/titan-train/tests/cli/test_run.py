@@ -35,6 +35,8 @@ every = 5
 [launch]
 device = "cpu"
 nproc = 2
+[metrics]
+progress = "lines"
 """
 
 

@@ -21,7 +21,8 @@ class Terminal(io.StringIO):
 
 def lines_of(total_steps, records, **options):
     stream = io.StringIO()
-    with TrainProgress(MetricsConfig(), total_steps=total_steps, stream=stream, **options) as progress:
+    config = MetricsConfig(progress="lines")
+    with TrainProgress(config, total_steps=total_steps, stream=stream, **options) as progress:
         for record in records:
             progress.update(record)
     return stream.getvalue().splitlines()
@@ -49,6 +50,38 @@ def test_validation_and_messages_keep_their_place_among_the_lines(step_record):
     starts = [line.split()[0] for line in stream.getvalue().splitlines()]
     assert starts == ["resumed", "step=2/3", "step=2", "step=3/3"]
     assert "validation_loss=3.2500 bits_per_byte=1.1250 tokens=64" in stream.getvalue()
+
+
+def test_a_log_gets_a_line_every_five_seconds_the_first_and_last_step_and_skipped_ones(step_record):
+    now = [0.0]
+    stream = io.StringIO()
+    with TrainProgress(MetricsConfig(), total_steps=50, stream=stream, clock=lambda: now[0]) as progress:
+        for step in range(1, 51):
+            now[0] += 0.5
+            progress.update(step_record(step, skipped=step == 14))
+            if step == 27:
+                progress.validation(ValidationRecord(step=27, loss=3.25, bits_per_byte=None, tokens=64))
+                progress.sample(27, 'def main():\n    "x"')
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "step=1/50", "step=11/50", "step=14/50", "step=24/50", "step=27", "step=27", "step=34/50", "step=44/50", "step=50/50",
+    ]  # fmt: skip
+    assert lines[5] == 'step=27 sample="def main():\\n    \\"x\\""'
+
+
+def test_the_block_on_a_terminal_holds_the_newest_sample_and_no_control_character(step_record, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    with TrainProgress(MetricsConfig(progress="bar"), total_steps=20, stream=stream) as progress:
+        progress.update(step_record(4))
+        progress.sample(4, "def main():\n    return \x1b[31m" + 60 * "x")
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().split("train")[-1]).replace("\r", "").splitlines()
+    assert [line.rstrip() for line in last[1:4]] == [
+        "after step 4 the model writes:",
+        "  def main():",
+        "      return \ufffd[31m" + 20 * "x" + "…",
+    ]
+    assert all(len(line) <= 40 for line in last)
 
 
 def test_off_prints_messages_only(step_record):
@@ -105,7 +138,8 @@ def test_prints_and_log_lines_go_above_the_bar_and_streams_are_given_back(step_r
 def test_eta_follows_the_last_steps_and_forgets_a_slow_first_one(step_record):
     now = [0.0]
     stream = io.StringIO()
-    with TrainProgress(MetricsConfig(), total_steps=1000, stream=stream, clock=lambda: now[0]) as progress:
+    config = MetricsConfig(progress="lines")
+    with TrainProgress(config, total_steps=1000, stream=stream, clock=lambda: now[0]) as progress:
         now[0] = 500.0  # compilation
         progress.update(step_record(1))
         for step in range(2, 101):

@@ -219,3 +219,29 @@ def test_the_loss_of_a_diffusion_model_is_not_in_nats(make_run):
     config = run_dir / "config.toml"
     config.write_text('[model]\nname = "flux_tiny"\n')
     assert "nats per token" not in report_of(run_dir).text
+
+
+def test_texts_that_were_sampled_are_shown_newest_first_and_never_as_markup(make_run):
+    run_dir = make_run(40)
+    folder = run_dir / "samples"
+    folder.mkdir()
+    for step in (10, 20, 30, 50):  # 50 is of an earlier attempt that came further
+        found = {"step": step, "texts": [{"prompt": "def <b>", "text": f"def <b>main_{step}():"}]}
+        (folder / f"step_{step:08}.json").write_text(json.dumps(found))
+    (folder / "step_00000030.json").write_text('{"step": 30, "texts": [{}]}')
+    page = report_of(run_dir)
+    text = " ".join(page.text.split())
+    assert "step 20 def <b> main_20(): step 10 def <b> main_10():" in text
+    assert "main_50" not in text
+    assert "step 30" not in text
+    assert not any(tag == "b" for tag, _ in page.tags)
+
+
+def test_of_many_samples_the_first_and_the_last_are_shown(make_run):
+    run_dir = make_run(40)
+    (run_dir / "samples").mkdir()
+    for step in range(1, 41):
+        found = {"step": step, "texts": [{"prompt": "x", "text": f"x number-{step}."}]}
+        (run_dir / "samples" / f"step_{step:08}.json").write_text(json.dumps(found))
+    shown = [int(n) for n in re.findall(r"number-(\d+)", report_of(run_dir).text)]
+    assert shown == [*range(40, 28, -1), *range(12, 0, -1)]

@@ -12,7 +12,7 @@ class MetricsConfig:
     """Write metrics.jsonl every this many steps; the last step is always written."""
 
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
-    """auto draws a bar on a terminal and prints one key=value line per step elsewhere."""
+    """auto redraws a block on a terminal and prints a key=value line every five seconds elsewhere; lines prints every step."""
 
     report: bool = True
     """Write report.html, one self-contained file, when the run ends."""

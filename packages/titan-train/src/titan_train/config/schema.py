@@ -117,7 +117,17 @@ class ValidationConfig:
     steps: int = 8
     """Batches of train.global_batch sequences in one validation."""
 
+    prompts: tuple[str, ...] = ()
+    """Texts that the model continues after each validation, for the report; none takes the beginnings of two held-out samples."""
+
+    sample_tokens: int = 32
+    """Tokens added to each prompt, each a forward of the whole model; 0 disables. Not under tp, cp or pp."""
+
     def __post_init__(self) -> None:
+        if self.sample_tokens < 0:
+            raise ValueError(f"validation.sample_tokens={self.sample_tokens} must be >= 0; 0 samples no text.")
+        if "" in self.prompts:
+            raise ValueError("validation.prompts holds an empty text. Give each at least one character, or remove it.")
         if self.every < 0:
             raise ValueError(f"validation.every={self.every} must be >= 0; 0 turns validation off.")
         if self.steps < 1:

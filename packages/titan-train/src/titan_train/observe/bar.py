@@ -1,5 +1,6 @@
-"""The text of the progress display: one bar line for a terminal, `key=value` lines for a file."""
+"""The text of the progress display: a bar line and a sample for a terminal, `key=value` lines for a file."""
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LEAST_BAR, _MOST_BAR = 8, 40
+_SAMPLE_LINES = 5
+_SAMPLE_COLUMNS = 160
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -146,6 +149,32 @@ def validation_line(record: ValidationRecord) -> str:
     if record.bits_per_byte is not None:
         line += f" bits_per_byte={record.bits_per_byte:.4f}"
     return f"{line} tokens={record.tokens}"
+
+
+def sample_line(step: int, text: str) -> str:
+    """What the model wrote, on one line of a file."""
+    return f"step={step} sample={json.dumps(_shortened(text, _SAMPLE_COLUMNS), ensure_ascii=False)}"
+
+
+def sample_lines(step: int, text: str, width: int) -> "Text":
+    """What the model wrote, as the lines below a bar; none is longer than ``width`` columns."""
+    from rich.text import Text
+
+    found = Text(no_wrap=True, overflow="crop")
+    found.append(f"\nafter step {step} the model writes:"[: width + 1], style="bright_black")
+    for line in _printable(text).splitlines()[:_SAMPLE_LINES]:
+        found.append("\n  ")
+        found.append(_shortened(line, width - 3), style="italic")
+    return found
+
+
+def _printable(text: str) -> str:
+    """Text without control characters but the line feed: a model may write an escape sequence."""
+    return "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: max(0, most - 1)] + "…"
 
 
 def _length(parts: list[Part]) -> int:

@@ -1,4 +1,4 @@
-"""What the person watches: a bar on a terminal, one line a step elsewhere."""
+"""What the person watches: one block on a terminal, redrawn in place; a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from titan_train.config.metrics import MetricsConfig
-from titan_train.observe.bar import LossTrail, Part, bar_line, step_line, step_parts, validation_line
+from titan_train.observe.bar import (
+    LossTrail,
+    Part,
+    bar_line,
+    sample_line,
+    sample_lines,
+    step_line,
+    step_parts,
+    validation_line,
+)
 from titan_train.observe.records import StepRecord, ValidationRecord
 from titan_train.observe.screen import Screen
 
@@ -17,6 +26,8 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "bar", "lines", "off"]
 # The ETA follows the last steps, so that a slow first one (compilation) is forgotten soon.
 _ETA_WINDOW = 32
+# Between two lines that nobody asked for one by one: a log of a long run stays readable.
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class TrainProgress:
@@ -48,18 +59,23 @@ class TrainProgress:
         self._marks: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=_ETA_WINDOW)
         self._record: StepRecord | None = None
         self._validation: ValidationRecord | None = None
+        self._sample: tuple[int, str] | None = None
         self._trail = LossTrail()
         self._first_step = first_step
         output = stream if stream is not None else sys.stdout
         self._mode = resolve_mode(config.progress, output)
+        self._pause_s = _SECONDS_BETWEEN_LINES if config.progress == "auto" else 0.0
+        self._written: float | None = None
         self._screen = Screen(output, self._draw if self._mode == "bar" else None)
 
     def update(self, record: StepRecord) -> None:
         """Show a step. Costs a few microseconds."""
-        self._marks.append((record.step, self._clock()))
+        now = self._clock()
+        self._marks.append((record.step, now))
         self._trail.add(record.loss)
         self._record = record
-        if self._mode == "lines":
+        if self._mode == "lines" and self._line_is_due(record, now):
+            self._written = now
             eta = self._eta_s()
             self._screen.post(lambda: step_line(record, self._total, eta))
 
@@ -68,6 +84,12 @@ class TrainProgress:
         self._validation = record
         if self._mode == "lines":
             self._screen.post(lambda: validation_line(record))
+
+    def sample(self, step: int, text: str) -> None:
+        """Show what the model wrote after step ``step``."""
+        self._sample = (step, text)
+        if self._mode == "lines":
+            self._screen.post(lambda: sample_line(step, text))
 
     def message(self, text: str) -> None:
         """Print a line above the bar; in every mode, even when the display is off."""
@@ -83,6 +105,11 @@ class TrainProgress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _line_is_due(self, record: StepRecord, now: float) -> bool:
+        """The first step, the last one, one that was skipped, and one every few seconds between."""
+        first = self._written is None or now - self._written >= self._pause_s
+        return first or record.step == self._total or record.skipped
+
     def _eta_s(self) -> float | None:
         """Seconds left at the pace of the last steps, or None before the first one."""
         (first, started), (last, now) = self._marks[0], self._marks[-1]
@@ -91,6 +118,12 @@ class TrainProgress:
         return (self._total - last) * (now - started) / (last - first)
 
     def _draw(self, width: int) -> "Text":
+        text = self._draw_bar(width)
+        if self._sample is not None:
+            text.append_text(sample_lines(*self._sample, width))
+        return text
+
+    def _draw_bar(self, width: int) -> "Text":
         record = self._record
         if record is None:
             parts = [Part(f"{self._first_step}/{self._total}"), Part("waiting for the first step", "bright_black", 1)]

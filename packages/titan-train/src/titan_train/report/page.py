@@ -21,7 +21,7 @@ from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.folder import RunFolder, read_folder
-from titan_train.report.samples import newest_samples
+from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 
 REPORT_NAME = "report.html"
@@ -82,6 +82,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         losses=_loss_views(folder),
         charts=_charts(folder.history),
         samples=newest_samples(folder.path),
+        texts=sampled_texts(folder.path, last_step(folder.history)),
         events=folder.history.events[-_MOST_EVENTS:],
         hidden_events=max(0, len(folder.history.events) - _MOST_EVENTS),
         attempts=folder.attempts,
@@ -127,6 +128,11 @@ def value_text(value: object) -> str:
     if value is None:  # how metrics.jsonl writes what is not a number
         return "nan"
     return json.dumps(value, default=str)
+
+
+def last_step(history: History) -> int:
+    """The newest step that anything was logged of; 0 if nothing was."""
+    return max([*history.steps[-1:], *(record.step for record in history.validations[-1:])], default=0)
 
 
 def _loss_unit(config: dict[str, Any]) -> str:

@@ -1,9 +1,14 @@
-"""The images that a run sampled last, for its report."""
+"""What a run sampled after its validations, for its report: images, or continued text."""
 
 import base64
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+# Of a long run: the first ones, where most changes, and the last ones.
+_MOST_TEXTS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +24,18 @@ class SampleGrid:
     """The PNG file itself, as a data URI."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledText:
+    """What the model wrote after one validation: for each prompt, the prompt and what follows it."""
+
+    step: int
+    texts: list[tuple[str, str]]
+
+
 def newest_samples(run_dir: Path) -> SampleGrid | None:
     """The grid of the latest step in ``samples/``; None if there is none, or if it cannot be read."""
-    for described in sorted((run_dir / "samples").glob("step_*.json"), reverse=True):
+    for described, found in _described(run_dir, newest_first=True):
         try:
-            found = json.loads(described.read_text(encoding="utf-8"))
             encoded = base64.b64encode(described.with_suffix(".png").read_bytes()).decode()
             step, right, images = (int(found[name]) for name in ("step", "right", "images"))
             captions = [str(caption) for caption in found["captions"]]
@@ -31,3 +43,28 @@ def newest_samples(run_dir: Path) -> SampleGrid | None:
             continue
         return SampleGrid(step, right, images, captions, f"data:image/png;base64,{encoded}")
     return None
+
+
+def sampled_texts(run_dir: Path, last_step: int) -> list[SampledText]:
+    """The texts in ``samples/`` up to ``last_step``, in step order; of more than 24 steps the first and the last 12."""
+    found: list[SampledText] = []
+    for _, described in _described(run_dir):
+        try:
+            step = int(described["step"])
+            pairs = [(str(text["prompt"]), str(text["text"])) for text in described["texts"]]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if pairs and step <= last_step:  # a run that went back has files of steps that are yet to come
+            found.append(SampledText(step, [(p, t.removeprefix(p)) for p, t in pairs]))
+    half = _MOST_TEXTS // 2
+    return found if len(found) <= _MOST_TEXTS else found[:half] + found[-half:]
+
+
+def _described(run_dir: Path, *, newest_first: bool = False) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted((run_dir / "samples").glob("step_*.json"), reverse=newest_first):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            yield path, found

@@ -1,17 +1,29 @@
-"""Text: packed documents, next-token cross-entropy, bits per byte. The task of every decoder."""
+"""Text: packed documents, next-token cross-entropy, bits per byte, continued prompts. The task of every decoder."""
 
+import json
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.inputs import open_inputs, prepare_inputs, vocab_size_without_training
+from titan_train.files import write_atomic
+from titan_train.generation.cache import supports_cache
+from titan_train.generation.decode import generate
+from titan_train.generation.sampling import Sampling
+from titan_train.inputs import Inputs, open_inputs, prepare_inputs, vocab_size_without_training
+from titan_train.models import unwrap
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.parallel.context import ContextParallelism, Heads
 from titan_train.task import Task, TaskInputs
+
+_HELD_OUT_PROMPTS, _HELD_OUT_TOKENS = 2, 16
+_SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 class TextTask(Task):
@@ -29,7 +41,9 @@ class TextTask(Task):
 
     def open(self, config: Config) -> TaskInputs:
         """The tokenizer and the packed data sets."""
-        return cast(TaskInputs, open_inputs(config))  # frozen, where the protocol would let fields be set
+        return cast(
+            TaskInputs, TextInputs.of(open_inputs(config), config)
+        )  # frozen: the protocol would let fields be set
 
     def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
         """The sum of the cross-entropy over valid labels, in nats."""
@@ -50,3 +64,59 @@ class TextTask(Task):
             dtype=dtype,
             windows=getattr(model, "windows", ()),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TextInputs(Inputs):
+    """The open data of one run, and what its validations continue."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt; empty where nothing is sampled."""
+    sample_tokens: int
+    """Tokens to add to each, as far as the model's positions allow."""
+    seq_len: int
+    """Tokens of a training row."""
+
+    @classmethod
+    def of(cls, inputs: Inputs, config: Config) -> Self:
+        """Choose prompts: those of the configuration, or the beginnings of held-out samples."""
+        asked = config.validation
+        prompts: list[tuple[int, ...]] = []
+        if asked.sample_tokens and config.parallel.tp == 1 and inputs.validation is not None and asked.every:
+            texts = [inputs.tokenizer.encode(text) for text in asked.prompts] or _beginnings(inputs)
+            prompts = [tuple(int(token) for token in ids) for ids in texts if len(ids)]
+        values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        return cls(**values, prompts=tuple(prompts), sample_tokens=asked.sample_tokens, seq_len=config.model.seq_len)
+
+    def sample(self, model: nn.Module, run_dir: Path, step: int) -> str | None:
+        """Continue the prompts into ``samples/``, with the same draws at every validation of the run.
+
+        A model without key-value cache is not sampled: each token would cost the whole text again.
+
+        Returns:
+            The first prompt and its continuation.
+        """
+        if not self.prompts or not supports_cache(model):
+            return None
+        longest = min(self.seq_len, getattr(unwrap(model), "max_seq_len", self.seq_len))
+        added = min(self.sample_tokens, longest - 1)
+        prompts = [prompt[: longest - added] for prompt in self.prompts]
+        rows = generate(model, prompts, max_new_tokens=added, sampling=_SAMPLING, stop_ids=[self.tokenizer.eos_id])
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+            return None
+        texts = [
+            {"prompt": self.tokenizer.decode(prompt), "text": self.tokenizer.decode([*prompt, *row])}
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        folder = run_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"step_{step:08}.json", json.dumps({"step": step, "texts": texts}, indent=1) + "\n")
+        return texts[0]["text"]
+
+
+def _beginnings(inputs: Inputs) -> list[list[int]]:
+    """The first tokens of held-out samples."""
+    held_out = inputs.validation
+    assert held_out is not None
+    count = min(_HELD_OUT_PROMPTS, held_out.num_windows or _HELD_OUT_PROMPTS)
+    return [row.tokens[:_HELD_OUT_TOKENS].tolist() for row in held_out.rows(np.arange(count, dtype=np.int64))]

@@ -318,22 +318,27 @@ class Trainer:
                 device=self.device,
             )
         record = self._inputs.record(self.step, loss, tokens)
-        self._sample()
+        sampled = self._sample()
         for tracker in self._trackers:
             tracker.log_validation(record)
         if self._progress is not None:
             self._progress.validation(record)
+            if sampled:
+                self._progress.sample(self.step, sampled)
 
     @torch.no_grad()
-    def _sample(self) -> None:
+    def _sample(self) -> str | None:
         """Let the task sample, where every rank can run the whole model forward."""
         parallel = self.config.parallel
         if parallel.pp > 1 or parallel.cp > 1:
-            return
+            return None
         (module,) = self.model.parts
         module.eval()
-        self._inputs.sample(module, self.run_dir, self.step)
+        # samples have other shapes than training: compiled blocks would be compiled again for each
+        with torch.compiler.set_stance("force_eager"):
+            sampled = self._inputs.sample(module, self.run_dir, self.step)
         module.train()
+        return sampled
 
     def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
         return DataLoader(

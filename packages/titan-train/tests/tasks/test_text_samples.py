@@ -1,0 +1,95 @@
+"""A run of a text model continues prompts after each validation, and trains as if it had not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.inputs import prepare_inputs
+from titan_train.train import Trainer
+
+
+def configure(folder, name="run", model="llama3_debug", parallel=None, **validation):
+    folder = Path(folder)
+    return parse_config(
+        {
+            "run": {"dir": str(folder / "runs"), "name": name},
+            "model": {"name": model, "seq_len": 32},
+            "tokenizer": {"kind": "bytes"},
+            "data": {
+                "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "*.txt")]}],
+                "cache_dir": str(folder / "cache"),
+                "validation_fraction": 0.1,
+            },
+            "train": {"steps": 4, "global_batch": 4},
+            "validation": {"every": 2, "steps": 1} | validation,
+            "checkpoint": {"every": 0},
+            "parallel": parallel or {},
+            "metrics": {"progress": "off", "report": False},
+            "launch": {"device": "cpu", "timeout_s": 60.0},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    for part in range(30):
+        text = "".join(f"def f{i % 9}(x{part}):\n    return x + {i}\n\n" for i in range(30))
+        (folder / f"{part}.txt").write_text(text)
+    prepare_inputs(configure(folder), quiet=True)
+    return str(folder)
+
+
+def train(folder, name, options):
+    with Trainer(configure(folder, name, **options)) as trainer:
+        trainer.fit()
+        return trainer.losses
+
+
+def samples_of(folder, name):
+    files = sorted((Path(folder) / "runs" / name / "samples").glob("*.json"))
+    return {found["step"]: found["texts"] for found in (json.loads(file.read_text()) for file in files)}
+
+
+def test_prompts_are_continued_at_each_validation_and_training_is_not_disturbed(folder):
+    prompts = {"prompts": ["def f", "class"], "sample_tokens": 7}
+    assert train(folder, "with", prompts) == train(folder, "without", {"sample_tokens": 0})
+    found = samples_of(folder, "with")
+    assert list(found) == [2, 4]
+    assert samples_of(folder, "without") == {}
+    for texts in found.values():
+        assert [text["prompt"] for text in texts] == ["def f", "class"]
+        assert all(text["text"].startswith(text["prompt"]) for text in texts)
+    assert len(found[4][0]["text"]) > len("def f")
+
+
+@pytest.mark.parametrize("model", ["llama3_debug", "gpt_debug"])
+def test_two_ranks_write_what_one_writes_and_long_prompts_are_cut(folder, model):
+    options = {"model": model, "prompts": ["x" * 100, "def f"], "sample_tokens": 100}
+    name = f"two-{model}"
+    run_ranks(train, 2, folder, name, options)
+    texts = samples_of(folder, name)[4]
+    assert texts[0]["prompt"] == "x"  # of 32 positions, 31 are for the continuation
+    assert 1 < len(texts[1]["text"]) <= 32
+
+
+def test_without_prompts_held_out_text_is_continued(folder):
+    train(folder, "held_out", {"sample_tokens": 4})
+    (first, second) = samples_of(folder, "held_out")[2]
+    assert first["prompt"]
+    assert first["prompt"] != second["prompt"]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}, {"pp": 2}])
+def test_layouts_that_cut_the_forward_pass_are_not_sampled(folder, parallel):
+    name = "cut-" + "".join(parallel)
+    run_ranks(train, 2, folder, name, {"parallel": parallel, "prompts": ["def f"]})
+    assert samples_of(folder, name) == {}
+
+
+@pytest.mark.parametrize(("key", "value"), [("sample_tokens", -1), ("prompts", [""])])
+def test_values_that_cannot_work_are_refused(folder, key, value):
+    with pytest.raises(ValueError, match=f"validation.{key}"):
+        configure(folder, **{key: value})
