@@ -33,7 +33,7 @@ from titan_train.planner.calibrate.defaults import (
 )
 from titan_train.planner.calibrate.fit import fit_constants, predicted
 from titan_train.planner.calibrate.rows import MeasuredRow, load_rows
-from titan_train.planner.calibrate.software import SoftwareModel, choose_rows, key_of
+from titan_train.planner.calibrate.software import key_of, leave_layout_out
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.memory.peak import memory_peak
 
@@ -109,12 +109,8 @@ def simumax_part() -> dict:
 def stacks_part() -> dict:
     """Leave-layout-out over the other rows."""
     rows = [row for row in load_rows("measured_rows.csv") if row.collection != "simumax"]
-    speeds, spreads = [], []
-    for row in rows:
-        model = SoftwareModel.fit(choose_rows([other for other in rows if other.layout != row.layout]), without_factor)
-        factor, spread = model.factor(key_of(row))
-        speeds.append(without_factor(row) * factor)
-        spreads.append(spread)
+    predictions = leave_layout_out(rows, without_factor)
+    speeds, spreads = [p[0] for p in predictions], [p[1] for p in predictions]
     out = score("other stacks: 1 factor per set on <= 2 rows, leave-layout-out", rows, speeds, set(), spreads)
     for name, routed in (("dense", False), ("routed", True)):
         errors = [abs(s / r.tokens_per_s - 1) for s, r in zip(speeds, rows, strict=True) if r.shape.moe is routed]

@@ -67,7 +67,7 @@ def software_model() -> SoftwareModel:
     return SoftwareModel.fit(choose_rows(rows), without_factor)
 
 
-def constants_for(machine: Machine, setup: Setup, *, routed: bool, release: str = "") -> Constants:
+def constants_for(machine: Machine, setup: Setup, *, routed: bool) -> Constants:
     """Constants for a run on a machine, with the spread of their error."""
     if setup.stack in ("eager", "compile"):
         found = torch_set().of(setup)
@@ -75,7 +75,7 @@ def constants_for(machine: Machine, setup: Setup, *, routed: bool, release: str 
         spread = _ROUTED_SPREAD if routed else _DENSE_SPREAD if known else 0.16
         return replace(found, spread=spread)
     stack = "maxtext" if setup.stack == "xla" else "bridge"
-    speed, spread = software_model().factor(SoftwareKey(stack, setup.precision, machine.name, release, routed))
+    speed, spread = software_model().factor(SoftwareKey(stack, setup.precision, machine.name, routed))
     base = prior(setup.stack)
     return replace(
         base,

@@ -3,8 +3,9 @@
 The same layout runs 26 % faster half a year later from software alone, so every stack has a factor, measured over
 estimated speed, fitted on at most two rows per (stack, precision, machine). A set with few rows leans on the sets that
 resemble it: the logarithms of the factors are jointly normal, with a variance for what all dense (or all routed) models
-share, for a stack, for a release of it, for a set, and for a single layout (`_SPREAD`). The prediction for a new layout
-is the conditional mean; its standard deviation gives the interval.
+share, for a stack, for a set, and for a single layout (`_SPREAD`). The prediction for a new layout is the conditional mean;
+its standard deviation gives the interval. Releases of a stack are not told apart: one is faster for some models and slower
+for others, so that their differences are part of a layout's variance.
 """
 
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 from titan_train.planner.calibrate.rows import MeasuredRow
 
-_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "release": 0.15, "dense": 0.09, "routed": 0.22}
+_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "dense": 0.09, "routed": 0.26}
 _ROWS_PER_SET = 2
 
 
@@ -26,7 +27,6 @@ class SoftwareKey:
     stack: str
     precision: str
     machine: str
-    release: str
     routed: bool
 
 
@@ -35,8 +35,7 @@ def key_of(row: MeasuredRow) -> SoftwareKey:
     stack = "bridge" if row.collection in ("bridge", "skills") else row.collection
     if row.collection == "automodel" and row.setup.task == "lora":
         stack += "-lora"
-    release = ".".join(row.release.split(".")[:2]) if row.collection == "bridge" else ""
-    return SoftwareKey(stack, row.setup.precision, row.machine.name, release, row.shape.moe)
+    return SoftwareKey(stack, row.setup.precision, row.machine.name, row.shape.moe)
 
 
 def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
@@ -64,8 +63,6 @@ def _covariance(a: SoftwareKey, b: SoftwareKey) -> float:
         total += _SPREAD["stack"] ** 2
         if (a.precision, a.machine) == (b.precision, b.machine):
             total += _SPREAD["set"] ** 2
-        if a.release and a.release == b.release:
-            total += _SPREAD["release"] ** 2 * (1.0 if a.routed else 0.04)
     return total
 
 
@@ -98,3 +95,15 @@ class SoftwareModel:
         variance = max(_single(key), own - float(to @ weights))
         # a log-normal's mean lies above its median: predicted speeds are right on average, not half of the time
         return math.exp(float(weights @ self.residuals) - variance / 2), math.sqrt(variance)
+
+
+def leave_layout_out(
+    rows: Sequence[MeasuredRow], estimate: Callable[[MeasuredRow], float]
+) -> list[tuple[float, float]]:
+    """Tokens per second and spread of each row, predicted by a fit that saw no row of the same layout."""
+    found: list[tuple[float, float]] = []
+    for row in rows:
+        model = SoftwareModel.fit(choose_rows([other for other in rows if other.layout != row.layout]), estimate)
+        factor, spread = model.factor(key_of(row))
+        found.append((estimate(row) * factor, spread))
+    return found

@@ -13,9 +13,9 @@ from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
 from titan_train.planner.setup import Setup
 
-# A chunked scan moves its inputs about this often (convolution, steps, states in float32), at this part of attention's rate.
-_SCAN_PASSES = 40.0
-_SCAN_RATE = 0.4
+# A chunked scan computes decays and running sums in float32 beside its products: operations for each token, channel and
+# element of the state, forward, at the rate that streaming kernels reach. Newer matrix units do not help it.
+_SCAN_OPERATIONS = 14.0
 
 
 @dataclass(slots=True)
@@ -63,10 +63,8 @@ def block_cost(c: Context, block: Block) -> BlockCost:
             "products",
             [(c.dim, 2 * s.inner + 2 * s.groups * s.state + s.heads, c.dim), (s.inner, c.dim, s.inner)],
         )
-        scan = 6.0 * c.setup.tokens * s.inner * s.state / c.setup.tp
-        traffic = 2.0 * _SCAN_PASSES * c.setup.tokens * s.inner / c.setup.tp / c.rates.stream
-        rate = c.rates.attention * _SCAN_RATE
-        cost.add("attention", scan / rate + traffic, 2.5 * scan / rate + 2 * traffic)
+        scan = _SCAN_OPERATIONS * c.setup.tokens * s.inner * s.state / c.setup.tp / c.machine.vector
+        cost.add("attention", scan, 2.5 * scan)
     if isinstance(block.ffn, FeedForwardShape):
         f = block.ffn
         _products(c, cost, "products", [(c.dim, (f.matrices - 1) * f.hidden, c.dim), (f.hidden, c.dim, f.hidden)])

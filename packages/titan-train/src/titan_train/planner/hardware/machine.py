@@ -43,6 +43,8 @@ class Machine:
     """The same at the clock that the power limit lets it hold."""
     fp8: float
     fp4: float
+    vector: float
+    """FLOP/s of float32 outside the matrix units: exponentials, running sums. It grew little from H100 to B200."""
     memory_bytes: float
     """Usable memory of one device."""
     bandwidth: float
@@ -99,6 +101,7 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
             bf16=compute["bf16_tflops"] * held * 1e12,
             fp8=compute["fp8_tflops"] * held * 1e12,
             fp4=compute.get("fp4_tflops", 0.0) * held * 1e12,
+            vector=compute.get("vector_tflops", compute["bf16_tflops"] / 16) * held * 1e12,
             memory_bytes=memory["capacity_gib"] * 2**30,
             bandwidth=memory["bandwidth_tb_s"] * 1e12,
             host_bandwidth=memory["host_gb_s"] * 1e9,
