@@ -21,6 +21,7 @@ from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.folder import RunFolder, read_folder
+from titan_train.report.foresight import predicted_beside_measured
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 
@@ -81,6 +82,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         headlines=headlines(folder),
         losses=_loss_views(folder),
         charts=_charts(folder.history),
+        prediction=predicted_beside_measured(folder),
         samples=newest_samples(folder.path),
         texts=sampled_texts(folder.path, last_step(folder.history)),
         events=folder.history.events[-_MOST_EVENTS:],

@@ -22,6 +22,7 @@ from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import ModelShape
+from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config, shape_of_config
 from titan_train.run_folder import read_config
 
@@ -46,26 +47,39 @@ def read_run(folder: Path, machine: Machine) -> MeasuredRow:
     Raises:
         ValueError: The folder holds no configuration or too few steps.
     """
-    config = read_config(folder)
-    info_file, metrics = folder / "run.json", folder / "metrics.jsonl"
-    if not metrics.is_file() or not info_file.is_file():
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not (folder / "run.json").is_file():
+        read_config(folder)
         raise ValueError(f"{folder} has no metrics.jsonl or run.json: it has not made a step yet.")
-    info = read_run_info(folder)
     lines = [line for line, _, _ in lines_of(metrics) if line is not None and line.get("kind") == "step"]
     steps = _positive(lines, "step_time_s")
     if len(steps) < 4:
         raise ValueError(f"{folder} has {len(steps)} timed steps; calibration needs at least 4.")
     seconds = statistics.median(steps[len(steps) // 2 :])
-    ranks, parameters = info.get("world_size"), info.get("parameters")
-    if not isinstance(ranks, int) or ranks < 1:  # without a launcher nobody writes it; the two rates of a step tell it
-        of_all, of_one = _positive(lines, "tokens_per_s"), _positive(lines, "tokens_per_s_per_rank")
-        if not of_all or not of_one:
-            raise ValueError(f"{folder} does not say on how many ranks it ran: run.json has no world_size.")
-        ranks = max(1, round(of_all[-1] / of_one[-1]))
-    setup = setup_of_config(config, ranks)
-    shape = with_parameters(shape_of_config(config), parameters if isinstance(parameters, int) else 0)
-    speed = setup.global_batch * setup.seq_len / ranks / seconds
+    # without a launcher nobody writes the number of ranks; the two rates of a step tell it
+    of_all, of_one = _positive(lines, "tokens_per_s"), _positive(lines, "tokens_per_s_per_rank")
+    shape, setup = described_run(folder, round(of_all[-1] / of_one[-1]) if of_all and of_one else 0)
+    speed = setup.global_batch * setup.seq_len / setup.world_size / seconds
     return MeasuredRow(0, str(folder), "run", "", shape, machine, setup, speed, None, seconds)
+
+
+def described_run(folder: Path, ranks: int = 0) -> tuple[ModelShape, Setup]:
+    """The shape and the setup of a run, with the vocabulary of its tokenizer.
+
+    Args:
+        folder: The run's folder.
+        ranks: Number of ranks where run.json does not state it.
+
+    Raises:
+        ValueError: The folder holds no configuration, or the planner does not know its model or its layout.
+    """
+    config, info = read_config(folder), read_run_info(folder)
+    stated, parameters = info.get("world_size"), info.get("parameters")
+    ranks = stated if isinstance(stated, int) and stated > 0 else ranks
+    if ranks < 1:
+        raise ValueError(f"{folder} does not say on how many ranks it ran: run.json has no world_size.")
+    shape = with_parameters(shape_of_config(config), parameters if isinstance(parameters, int) else 0)
+    return shape, setup_of_config(config, ranks)
 
 
 def _positive(lines: list[dict[str, Any]], name: str) -> list[float]:

@@ -63,7 +63,6 @@ def list_machines() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
-@cache
 def load_machine(name: str) -> Machine:
     """Read the shipped machine called ``name``, or the TOML file at that path.
 
@@ -83,8 +82,23 @@ def load_machine(name: str) -> Machine:
             f"unknown hardware {name!r}. {did_you_mean(key, list_machines())}Known: {', '.join(list_machines())}. For "
             "another machine write a file with titan-train doctor --bench and give its path."
         )
+    return _shipped(key)
+
+
+@cache
+def _shipped(key: str) -> Machine:
     text = resources.files("titan_train.planner.hardware").joinpath(f"{key}.toml").read_text()
     return _parse(tomllib.loads(text), key)
+
+
+def machine_of_device(device: str) -> Machine | None:
+    """The shipped machine of a device's name as PyTorch reports it ("NVIDIA H100 80GB HBM3", "cpu"); None if unknown."""
+    words = device.lower().replace("-", " ").split()
+    if "a100" in words and any(word.startswith("40gb") for word in words):
+        return load_machine("a100_40")
+    if "4090" in words:
+        return load_machine("rtx4090")
+    return next((load_machine(name) for name in list_machines() if name in words), None)
 
 
 def _parse(table: dict[str, Any], name: str) -> Machine:
@@ -111,6 +125,8 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
         )
     except KeyError as err:
         raise ValueError(f"hardware file {name!r} lacks the key {err}: compare it with a shipped file.") from err
+    except TypeError as err:
+        raise ValueError(f"hardware file {name!r}: rates, bandwidths and memory must be numbers ({err}).") from err
     if min(machine.bf16, machine.bandwidth, machine.memory_bytes, machine.local.bytes_per_s) <= 0:
         raise ValueError(f"hardware file {name!r}: rates, bandwidths and memory must be positive.")
     return machine
