@@ -59,8 +59,8 @@ def test_drawing_shows_every_rank_once_a_panel_in_the_colour_of_its_group(text):
     rank = layout.num_ranks // 2
     root = ET.fromstring(draw_svg(layout, rank=rank))
     rects = [rect.attrib for rect in root.iter(f"{SVG}rect") if rect.get("height") == "34"]
-    cells = [rect for rect in rects if rect["fill"] != "none"]
-    outlines = [rect for rect in rects if rect["fill"] == "none"]
+    cells = [rect for rect in rects if "fill" in rect]
+    outlines = [rect for rect in rects if rect.get("class") == "mine"]
     labels = {
         (float(t.get("x", "0")), float(t.get("y", "0"))): t.text
         for t in root.iter(f"{SVG}text")
@@ -83,9 +83,38 @@ def test_drawing_shows_every_rank_once_a_panel_in_the_colour_of_its_group(text):
     assert outlined == sorted(r for row in rows for r in layout.group_of(rank, row.name))
 
 
-def test_drawing_of_a_large_world_stays_small_and_says_what_it_leaves_out():
+@pytest.mark.parametrize("gpus", [1, 4, 8, 72])
+def test_drawing_of_a_large_world_has_a_cell_for_every_rank_in_the_colour_of_its_group(gpus):
+    layout = Layout(MeshSpec.parse("pp8 dp18 tp8"), topology=Topology(gpus_per_node=gpus))
+    root = ET.fromstring(draw_svg(layout, rank=100))
+    paths = [path.attrib for path in root.iter(f"{SVG}path")]
+    rows = [row for row in layout.table() if row.same_as is None]
+    places = []
+    for row in rows:
+        groups, cells = layout.groups(row.name), []
+        for i, group in enumerate(groups):
+            drawn = [d.split("h")[0] for d in paths[i]["d"].split("M")[1:]]
+            assert len(drawn) == len(group)
+            cells += drawn
+        chosen = groups.index(layout.group_of(100, row.name))
+        assert paths[len(groups)]["d"] == paths[chosen]["d"]
+        assert paths[len(groups)]["class"] == "mine"
+        assert len({path["fill"] for path in paths[: len(groups)]}) == len(groups)
+        assert len(set(cells)) == layout.num_ranks
+        places += cells
+        paths = paths[len(groups) + 1 :]
+    assert paths == []
+    assert len(set(places)) == len(places)
+    view = [float(n) for n in root.attrib["viewBox"].split()]
+    for place in places:
+        x, y = map(float, place.split())
+        assert 0 < x < view[2] - 9
+        assert 0 < y < view[3] - 12
+
+
+def test_drawing_of_a_very_large_world_stays_small_and_says_what_it_leaves_out():
     text = draw_svg(Layout(MeshSpec.parse("pp16 dp128 tp8")))
-    assert "first 24 of 2048 nodes" in text
+    assert "the first 4,096 of 16,384 ranks" in text
     assert len(text) < 1_000_000
 
 

@@ -1,7 +1,8 @@
 """A drawing of a layout: nodes in rows, GPUs in columns, one panel an axis, one colour a group.
 
 Cells of one colour form a group: a column of one colour is an axis that crosses nodes, a row is one that stays inside.
-The group of one chosen rank has a dark outline in every panel.
+The group of one chosen rank is outlined in every panel. Up to 24 nodes each cell shows its rank; a larger layout is drawn
+whole as a map of small cells (`titan_mesh.layout.svg_map`). The drawing follows the reader's light or dark preference.
 """
 
 import colorsys
@@ -10,6 +11,7 @@ from html import escape
 
 from titan_mesh.layout.explain import AxisRow, rows, show_ranks
 from titan_mesh.layout.ranks import RankLayout
+from titan_mesh.layout.svg_map import RankMap
 
 _CELL_W, _CELL_H = 46, 34
 _LABEL_W = 62  # room for "node 12"
@@ -22,7 +24,16 @@ _MAX_LEGEND = 6
 _MAX_NODES = 24
 _MAX_GPUS = 16
 _PANELS_A_ROW = 3
+_MAPS_A_ROW = 2
 _FONT = "font-family='Inter, Segoe UI, Helvetica, Arial, sans-serif'"
+# The class keeps the rules to this drawing where it is part of a page.
+_STYLE = (
+    "<style>.titan-mesh{--paper:#fff;--ink:#0f172a;--soft:#475569;--faint:#64748b}"
+    "@media(prefers-color-scheme:dark){.titan-mesh{--paper:#16191e;--ink:#e9ebef;--soft:#a2a9b4;--faint:#8b919c}}"
+    ".titan-mesh .paper{fill:var(--paper)}.titan-mesh .ink{fill:var(--ink)}.titan-mesh .soft{fill:var(--soft)}"
+    ".titan-mesh .faint{fill:var(--faint)}.titan-mesh .cell{fill:#0f172a}.titan-mesh .cell2{fill:#334155}"
+    ".titan-mesh .mine{fill:none;stroke:var(--ink)}</style>"
+)
 # Twelve tints that stay apart from each other and carry dark text; more groups than this get computed hues.
 _PALETTE = (
     "#8ecae6", "#ffb703", "#95d5b2", "#f4978e", "#cdb4db", "#d4a373",
@@ -34,7 +45,7 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
     """Draw ``layout`` as a stand-alone SVG document.
 
     Args:
-        layout: What to draw. At most 24 nodes of 16 ranks are drawn: the pattern repeats.
+        layout: What to draw. Of more than 4,096 ranks the first are drawn: the pattern repeats.
         rank: The rank whose groups are outlined.
 
     Returns:
@@ -45,7 +56,7 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
     """
     coord = layout.coord(rank)
     panels = [_Panel(layout, row, rank) for row in rows(layout) if row.same_as is None]
-    columns = max(1, min(_PANELS_A_ROW, len(panels)))
+    columns = max(1, min(_MAPS_A_ROW if panels and panels[0].map is not None else _PANELS_A_ROW, len(panels)))
     lines = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     panel_width = panels[0].width if panels else 420
     width = 2 * _MARGIN + columns * panel_width + (columns - 1) * _GAP
@@ -60,6 +71,8 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
     topology = layout.topology
     nodes = topology.nodes(layout.num_ranks)
     place = ", ".join(f"{axis}={index}" for axis, index in coord.items() if layout.size(axis) > 1) or "alone"
+    small = bool(panels) and panels[0].map is not None
+    cell = "A cell is a rank" if small else "In a cell: the rank, and below it its index in the group"
     head = [
         _text(_MARGIN, _MARGIN + 18, f"{degrees} on {layout.num_ranks} ranks", size=22, weight=700),
         _text(
@@ -68,15 +81,14 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
             f"{nodes} node{'s' if nodes > 1 else ''} of {topology.gpus_per_node} GPUs; outer to inner: "
             f"{', '.join(layout.spec.axes)}",
             size=13,
-            fill="#475569",
+            role="soft",
         ),
         _text(
             _MARGIN,
             _MARGIN + 62,
-            "One colour is one group. In a cell: the rank, and below it its index in the group. "
-            f"Outlined: the groups of rank {rank} ({place}).",
+            f"One colour is one group. {cell}. Outlined: the groups of rank {rank} ({place}).",
             size=13,
-            fill="#475569",
+            role="soft",
         ),
     ]
     width = max(width, 860)  # the head's text
@@ -86,8 +98,8 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
 def _open(width: float, height: float, title: str) -> str:
     size = f"width='{width:g}' height='{height:g}'"
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' {size} viewBox='0 0 {width:g} {height:g}' {_FONT}>\n"
-        f"<title>{escape(title)}: ranks, nodes and groups</title>\n<rect {size} fill='#ffffff'/>"
+        f"<svg xmlns='http://www.w3.org/2000/svg' {size} viewBox='0 0 {width:g} {height:g}' class='titan-mesh' {_FONT}>\n"
+        f"<title>{escape(title)}: ranks, nodes and groups</title>\n{_STYLE}\n<rect {size} class='paper'/>"
     )
 
 
@@ -109,17 +121,28 @@ class _Panel:
 
     @property
     def cut(self) -> bool:
+        if self.map is not None:
+            return self.map.drawn < self.layout.num_ranks
         return self.nodes < self.layout.topology.nodes(self.layout.num_ranks) or self.gpus < min(
             self.layout.topology.gpus_per_node, self.layout.num_ranks
         )
 
     @property
+    def map(self) -> RankMap | None:
+        """The small drawing of a large layout."""
+        layout = self.layout
+        per_node = min(layout.topology.gpus_per_node, layout.num_ranks)
+        large = layout.topology.nodes(layout.num_ranks) > _MAX_NODES or per_node > _MAX_GPUS
+        return RankMap(layout.num_ranks, per_node) if large else None
+
+    @property
     def width(self) -> float:
-        return max(_LABEL_W + self.gpus * _CELL_W, 330)
+        return self.map.width if self.map is not None else max(_LABEL_W + self.gpus * _CELL_W, 330)
 
     @property
     def height(self) -> float:
-        return _TITLE_H + self.nodes * (_CELL_H + 4) + 14 + (self._legend_lines + self.cut) * _LEGEND_LINE
+        grid = self.map.height if self.map is not None else self.nodes * (_CELL_H + 4)
+        return _TITLE_H + grid + 14 + (self._legend_lines + self.cut) * _LEGEND_LINE
 
     @property
     def _legend_lines(self) -> int:
@@ -133,10 +156,13 @@ class _Panel:
         chosen = group_of[self.rank]
         parts = self._title(x, y, len(groups))
         top = y + _TITLE_H
+        if self.map is not None:
+            parts += self.map.draw(x, top, groups, colors, chosen)
+            return parts + self._legend(x, top + self.map.height + 16, groups, colors, chosen)
         outlines: list[str] = []
         for node in range(self.nodes):
             row_y = top + node * (_CELL_H + 4)
-            parts.append(_text(x, row_y + 21, f"node {node}", size=12, fill="#475569"))
+            parts.append(_text(x, row_y + 21, f"node {node}", size=12, role="soft"))
             for gpu in range(self.gpus):
                 rank = node * self.layout.topology.gpus_per_node + gpu
                 if rank >= self.layout.num_ranks:
@@ -145,10 +171,10 @@ class _Panel:
                 box = f"<rect x='{cell_x:g}' y='{row_y:g}' width='{_CELL_W - 4}' height='{_CELL_H}' rx='4'"
                 parts.append(f"{box} fill='{colors[group_of[rank]]}'/>")
                 middle = cell_x + (_CELL_W - 4) / 2
-                parts.append(_text(middle, row_y + 17, str(rank), size=14, weight=600, anchor="middle"))
-                parts.append(_text(middle, row_y + 29, str(index_of[rank]), size=10, anchor="middle", fill="#334155"))
+                parts.append(_text(middle, row_y + 17, str(rank), size=14, weight=600, anchor="middle", role="cell"))
+                parts.append(_text(middle, row_y + 29, str(index_of[rank]), size=10, anchor="middle", role="cell2"))
                 if group_of[rank] == chosen:
-                    outlines.append(f"{box} fill='none' stroke='#0f172a' stroke-width='2.5'/>")
+                    outlines.append(f"{box} class='mine' stroke-width='2.5'/>")
         parts += outlines  # on top of every cell
         legend_y = top + self.nodes * (_CELL_H + 4) + 16
         return parts + self._legend(x, legend_y, groups, colors, chosen)
@@ -170,13 +196,13 @@ class _Panel:
                 f"GPU {gpu}",
                 size=10,
                 anchor="middle",
-                fill="#64748b",
+                role="faint",
             )
-            for gpu in range(self.gpus)
+            for gpu in range(self.gpus if self.map is None else 0)
         ]
         return [
             _text(x, y + 14, name, size=18, weight=700),
-            _text(x, y + 34, f"{num_groups} groups of {row.size}, {where}", size=13, fill="#475569"),
+            _text(x, y + 34, f"{num_groups} groups of {row.size}, {where}", size=13, role="soft"),
             *numbers,
         ]
 
@@ -187,19 +213,21 @@ class _Panel:
         parts: list[str] = []
         for line, i in enumerate(first):
             line_y = y + line * _LEGEND_LINE
-            stroke = " stroke='#0f172a' stroke-width='2'" if i == chosen else ""
-            parts.append(f"<rect x='{x:g}' y='{line_y:g}' width='16' height='12' rx='3' fill='{colors[i]}'{stroke}/>")
+            box = f"<rect x='{x:g}' y='{line_y:g}' width='16' height='12' rx='3'"
+            parts.append(f"{box} fill='{colors[i]}'/>")
+            if i == chosen:
+                parts.append(f"{box} class='mine' stroke-width='2'/>")
             parts.append(_text(x + 24, line_y + 11, f"group {i}: ranks {show_ranks(groups[i], limit=8)}", size=12))
         line_y = y + len(first) * _LEGEND_LINE
         if len(groups) > len(first):
             parts.append(
-                _text(x + 24, line_y + 11, f"and {len(groups) - len(first)} more groups", size=12, fill="#64748b")
+                _text(x + 24, line_y + 11, f"and {len(groups) - len(first)} more groups", size=12, role="faint")
             )
             line_y += _LEGEND_LINE
         if self.cut:
-            total = self.layout.topology.nodes(self.layout.num_ranks)
-            note = f"first {self.nodes} of {total} nodes, {self.gpus} of {self.layout.topology.gpus_per_node} GPUs"
-            parts.append(_text(x, line_y + 11, f"drawn: {note}; the pattern repeats", size=12, fill="#64748b"))
+            drawn = self.map.drawn if self.map is not None else self.nodes * self.gpus
+            note = f"drawn: the first {drawn:,} of {self.layout.num_ranks:,} ranks; the pattern repeats"
+            parts.append(_text(x, line_y + 11, note, size=12, role="faint"))
         return parts
 
 
@@ -215,9 +243,9 @@ def _colors(count: int) -> list[str]:
 
 
 def _text(
-    x: float, y: float, text: str, *, size: int, weight: int = 400, anchor: str = "start", fill: str = "#0f172a"
+    x: float, y: float, text: str, *, size: int, weight: int = 400, anchor: str = "start", role: str = "ink"
 ) -> str:
     return (
-        f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' text-anchor='{anchor}' fill='{fill}'>"
+        f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' text-anchor='{anchor}' class='{role}'>"
         f"{escape(text)}</text>"
     )
