@@ -27,7 +27,7 @@ from titan_pipeline.ir.schedule import Action, Kind, Schedule
 from titan_pipeline.solver.annealing import SolveProgress
 from titan_pipeline.solver.search import Solution, pareto, solve
 from titan_pipeline.view.html import draw_html
-from titan_pipeline.view.svg import draw_svg
+from titan_pipeline.view.svg import draw_executed_svg, draw_svg
 from titan_pipeline.view.trace import chrome_trace
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "balanced_cut",
     "build_schedule",
     "chrome_trace",
+    "draw_executed_svg",
     "draw_html",
     "draw_svg",
     "families",

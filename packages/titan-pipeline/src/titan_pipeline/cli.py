@@ -31,7 +31,7 @@ from titan_pipeline.ir.schedule import Schedule
 from titan_pipeline.solver.annealing import SolveProgress
 from titan_pipeline.solver.search import solve
 from titan_pipeline.view.html import draw_html
-from titan_pipeline.view.svg import draw_svg
+from titan_pipeline.view.svg import draw_executed_svg, draw_svg
 from titan_pipeline.view.trace import chrome_trace
 
 
@@ -93,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     draw = commands.add_parser("draw", help="draw a schedule as .svg or .html")
     _add_schedule(draw)
     draw.add_argument("-o", "--output", type=Path, required=True)
+    draw.add_argument("--measured", type=Path, help="draw this measurement (Measurement.save) below the plan (.svg)")
+    draw.add_argument("--unit", default="time units", help="of the costs' times, for the axis; s chooses s, ms or µs")
     draw.add_argument("--width", type=int, default=1200)
     draw.set_defaults(run=_draw)
 
@@ -200,9 +202,19 @@ def _draw(args: argparse.Namespace) -> int:
     schedule = load_schedule(args.schedule)
     if args.output.suffix not in (".svg", ".html"):
         raise ValueError(f"--output {args.output}: the ending decides the format. Use .svg or .html.")
+    if args.measured is not None:
+        if args.output.suffix != ".svg":
+            raise ValueError(
+                f"--output {args.output}: a measurement over its plan is drawn as .svg. Change the ending."
+            )
+        measured = Measurement.load(args.measured)
+        costs = Costs.load(args.costs) if args.costs is not None else fit_costs([measured])
+        plan = simulate(schedule, costs)
+        args.output.write_text(draw_executed_svg(measured.timeline(costs), plan, width=args.width), encoding="utf-8")
+        return 0
     result = simulate(schedule, _costs(args, schedule))
-    text = (draw_svg if args.output.suffix == ".svg" else draw_html)(result, width=args.width)
-    args.output.write_text(text)
+    text = (draw_svg if args.output.suffix == ".svg" else draw_html)(result, width=args.width, unit=args.unit)
+    args.output.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -52,7 +52,9 @@ class RankMap:
         """Of the whole map with its heading."""
         return _HEAD_H + (self._place(self.drawn - 1)[1] + 1) * _PITCH_Y
 
-    def draw(self, x: float, y: float, groups: Sequence[tuple[int, ...]], colors: Sequence[str], chosen: int) -> list[str]:
+    def draw(
+        self, x: float, y: float, groups: Sequence[tuple[int, ...]], colors: Sequence[str], chosen: int
+    ) -> list[str]:
         """The map with its upper left corner at ``(x, y)``, group ``chosen`` outlined."""
         head = f"<text x='{x:g}' y='{y + 8:g}' font-size='10' class='faint'>first node · rank of a row</text>"
         parts = [head, *self._labels(x, y + _HEAD_H)]
