@@ -33,6 +33,21 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from err
 
 
+def refuse_link_out(file: Path) -> None:
+    """Refuse a file that is a link out of its folder. In a cache of the Hugging Face hub, links to its blobs are allowed.
+
+    Raises:
+        ValueError: It is one.
+    """
+    folder = file.absolute().parent
+    allowed = [os.path.realpath(folder)]
+    if folder.parent.name == "snapshots":
+        allowed.append(os.path.realpath(folder.parent.parent / "blobs"))
+    found = os.path.realpath(file)
+    if all(os.path.commonpath([found, place]) != place for place in allowed):
+        raise ValueError(f"{file} is a link to {found}, out of the folder. Copy the file it links to, if you trust it.")
+
+
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> None:
     """Write ``content`` under a temporary name in the same folder, then rename it to ``path``.
 

@@ -1,14 +1,17 @@
 """A Hugging Face folder as transformers reads it."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
+from titan_ckpt.state.dtypes import DTYPES
 from torch import Tensor
 
 from titan_train.export.gate import followed
+from titan_train.models.hf.folder import PREFIX, read_published
 
 
 class HfModel:
@@ -18,17 +21,22 @@ class HfModel:
         """Load it.
 
         Raises:
-            ValueError: transformers is not installed.
+            ValueError: transformers is not installed, or the folder does not hold the model of its ``config.json``, whole.
         """
         self._load(folder)
 
     def _load(self, folder: Path, **how: Any) -> None:
         transformers = _transformers()
+        files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
         safe = {"trust_remote_code": False, "local_files_only": True}
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, **safe, **how
-        )
+        # transformers would draw what is missing at random, and only warn
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+            **safe, **how,
+        )  # fmt: skip
+        _check_complete(folder, report)
+        _check_dtypes(folder, files, loaded)
         self._model: Any = loaded.eval() if how else loaded.eval().float()
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
@@ -70,6 +78,36 @@ class StreamedHfModel(HfModel):
     def follow(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The most likely token at each place of the texts, by one forward."""
         return self.logits(followed(prompts, texts))[:, len(prompts[0]) - 1 :].argmax(-1).tolist()
+
+
+def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse a folder whose tensors are not those of the model, by what transformers reports of loading it."""
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    other = [
+        f"{name} has shape {list(have)}, not {list(want)}" for name, have, want in sorted(report["mismatched_keys"])
+    ]
+    problems = [f"{len(missing)} tensors are missing {missing[:4]}"] if missing else []
+    problems += [f"{len(unexpected)} tensors are unexpected {unexpected[:4]}"] if unexpected else []
+    problems += [*other[:4], *(["..."] if len(other) > 4 else [])]
+    if problems:
+        raise ValueError(
+            f"{folder} does not hold the model of its config.json: {'; '.join(problems)}. Its answers would be those of "
+            "another model. Export or fetch the complete folder again."
+        )
+
+
+def _check_dtypes(folder: Path, files: SafetensorsReader, model: Any) -> None:
+    """Refuse numbers that mean something only with scales, where ``config.json`` does not announce any."""
+    if "quantization_config" in read_published(f"{PREFIX}{folder}"):
+        return
+    weights = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    for name, view in files.views().items():
+        plain = view.dtype in DTYPES and DTYPES[view.dtype].is_floating_point and DTYPES[view.dtype].itemsize > 1
+        if not plain and (name in weights or name.endswith(".weight")):
+            raise ValueError(
+                f"{folder}: {name} is {view.dtype}, and config.json has no quantization_config that says what it means. Export "
+                "or fetch the complete folder again."
+            )
 
 
 def _transformers() -> Any:

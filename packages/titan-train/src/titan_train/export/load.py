@@ -6,6 +6,7 @@ from pathlib import Path
 
 from titan_train.export.gate import Exported
 from titan_train.export.tokenizer_json import folder_ids, folder_text
+from titan_train.files import refuse_link_out
 from titan_train.trust import admit_machine_code
 
 TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
@@ -19,7 +20,7 @@ def target_of(folder: Path) -> str | None:
         return "aoti"
     if (folder / "model.gguf").is_file():
         return "gguf"
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+    if (folder / "config.json").is_file() and not (folder / "config.toml").exists():
         return "hf"
     return None
 
@@ -32,11 +33,13 @@ def load_exported(folder: Path, *, trust_code: bool = False) -> Exported:
         trust_code: Load an AOTInductor package, which is machine code, though this account has not exported it.
 
     Raises:
-        ValueError: It is no exported folder, or a damaged one; the library that reads it is not installed; or it holds
-            machine code that is not trusted.
+        ValueError: It is no exported folder, or a damaged one; a file is a link out of it; the library that reads it is not
+            installed; or it holds machine code that is not trusted.
     """
     if target_of(folder) == "aoti":
         admit_machine_code(folder, folder / "model.pt2", trust=trust_code)
+    for file in folder.iterdir():
+        refuse_link_out(file)
     with using(folder):
         return read_exported(folder)
 

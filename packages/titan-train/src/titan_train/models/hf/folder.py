@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import refuse_link_out
 from titan_train.nearest import did_you_mean
 
 PREFIX = "hf:"
@@ -24,11 +25,12 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
         key: The setting that it is the value of, for the message.
 
     Raises:
-        ValueError: There is none, or it is not a JSON object.
+        ValueError: There is none, it is a link out of the folder, or it is not a JSON object.
     """
     file = folder_of(name) / "config.json"
     if not file.is_file():
         raise ValueError(f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.")
+    refuse_link_out(file)
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as err:
