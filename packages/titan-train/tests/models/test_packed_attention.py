@@ -45,10 +45,25 @@ def test_packed_attention_matches_a_dense_mask(shapes, dtype):
         assert (a - b).abs().max().item() <= bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_without_a_causal_mask_every_token_sees_all_of_its_document(dtype):
+    q, k, v = (x[0].detach().requires_grad_() for x in inputs(SHAPES["grouped"], dtype))
+    ends = [0, 10, 10, 26, 42, SEQ]
+    document = torch.bucketize(torch.arange(SEQ), torch.tensor(ends[1:]), right=True)
+    got = packed_attention(q, k, v, torch.tensor(ends, dtype=torch.int32), SEQ, causal=False)
+    want = dense(q[None], k[None], v[None], document[:, None] == document)[0]
+    probe = torch.randn_like(want)
+    bound = 1e-12 if dtype == torch.float64 else 2e-5  # as above
+    assert (got - want).abs().max().item() <= bound
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), probe) for out in (got, want)), strict=True):
+        assert (a - b).abs().max().item() <= bound
+
+
 def test_the_operator_is_sound_and_compiles_without_its_lengths():
     q, k, v = (x[0].detach().requires_grad_() for x in inputs(SHAPES["grouped"], torch.float32))
     boundaries = torch.tensor([0, 10, 10, 48], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.titan_train.document_attention.default, (q, k, v, boundaries))
+    for causal in (True, False):
+        torch.library.opcheck(torch.ops.titan_train.document_attention.default, (q, k, v, boundaries, causal))
     graphs = []
 
     def backend(graph, _):
@@ -75,9 +90,11 @@ def test_the_cuda_paths_have_the_right_shapes_on_fake_tensors(shapes, dtype, mon
         assert out.dtype == dtype
         kept = Kept()  # autograd's engine needs a driver: forward and backward are called by hand
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out = _Efficient.forward(kept, q, k, v, boundaries, SEQ)
-        for grad, x in zip(_Efficient.backward(kept, torch.empty_like(out)), (q, k, v), strict=False):
-            assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+        for causal in (True, False):
+            assert packed_attention(q, k, v, boundaries, SEQ, causal=causal).shape == out.shape
+            of_all_heads = _Efficient.forward(kept, q, k, v, boundaries, SEQ, causal)
+            for grad, x in zip(_Efficient.backward(kept, torch.empty_like(of_all_heads)), (q, k, v), strict=False):
+                assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
 
 
 class Kept:

@@ -4,7 +4,7 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 (packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
-- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``: one folder per family.
+- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``, ``qwen3_vl/``: one folder per family.
 - ``common/``: the blocks that families share, mixture of experts among them.
 - `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
 

@@ -1,4 +1,4 @@
-"""Causal attention of rows of packed documents, document by document: no mask, memory linear in the tokens.
+"""Attention of packed documents (causal) or images (not), one by one: no mask, memory linear in the tokens.
 
 All documents of all rows of a batch are laid one after the other along one dimension; ``boundaries`` says where each
 begins. A document of n tokens costs its own n * n / 2 scores; a mask of whole rows would cost S * S a row, and their
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CAUSAL_FROM_TOP_LEFT = 1
+_CAUSAL_FROM_TOP_LEFT, _FULL = 1, 0
 _FLASH_HEAD_DIM = 256
 
 
@@ -42,7 +42,9 @@ def packed_boundaries(cu_seqlens: Tensor, seq_len: int) -> Tensor:
     return (cu_seqlens + rows.unsqueeze(1) * seq_len).flatten()
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, *, causal: bool = True
+) -> Tensor:
     """Each token attends to what precedes it in its document, and to itself.
 
     Args:
@@ -51,27 +53,28 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longes
         v: ``[T, K, E]``; E is at most D.
         boundaries: ``[N + 1]`` int32 on the same device, from 0 to T, not decreasing.
         longest: No document is longer; an upper bound will do.
+        causal: False: each token attends to all of its document, as the patches of an image do.
 
     Returns:
         ``[T, H, E]``, in the dtype of ``q``.
     """
     if not q.is_cuda:
-        return cast(Tensor, torch.ops.titan_train.document_attention(q, k, v, boundaries)[0])
+        return cast(Tensor, torch.ops.titan_train.document_attention(q, k, v, boundaries, causal)[0])
     narrow = v.shape[-1] < q.shape[-1]
     if q.dtype in (torch.bfloat16, torch.float16) and not narrow and q.shape[-1] <= _FLASH_HEAD_DIM:
-        return _varlen()(q, k, v, boundaries, boundaries, longest, longest)
+        return _varlen(causal)(q, k, v, boundaries, boundaries, longest, longest)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:  # this kernel does not group heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return cast(Tensor, _Efficient.apply(q, k, v, boundaries, longest))
+    return cast(Tensor, _Efficient.apply(q, k, v, boundaries, longest, causal))
 
 
 @functools.cache
-def _varlen() -> Callable[..., Tensor]:
-    """The public function of torch with the arguments that this version has for causal attention of grouped heads."""
+def _varlen(causal: bool) -> Callable[..., Tensor]:
+    """The public function of torch with the arguments that this version has for attention of grouped heads."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return cast(Callable[..., Tensor], functools.partial(varlen_attn, **options))
@@ -79,10 +82,11 @@ def _varlen() -> Callable[..., Tensor]:
 
 class _Efficient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, causal: bool) -> Tensor:
+        ctx.mask = _CAUSAL_FROM_TOP_LEFT if causal else _FULL
         out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, boundaries, boundaries, longest, longest, 0.0,
-            _CAUSAL_FROM_TOP_LEFT, True,
+            ctx.mask, True,
         )  # fmt: skip
         ctx.longest = longest
         ctx.save_for_backward(q, k, v, out, lse, seed, offset, boundaries)
@@ -93,13 +97,13 @@ class _Efficient(torch.autograd.Function):
         q, k, v, out, lse, seed, offset, boundaries = ctx.saved_tensors
         found = torch.ops.aten._efficient_attention_backward(
             grads[0].unsqueeze(0), q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, out, boundaries, boundaries,
-            ctx.longest, ctx.longest, lse, 0.0, seed, offset, _CAUSAL_FROM_TOP_LEFT, False,
+            ctx.longest, ctx.longest, lse, 0.0, seed, offset, ctx.mask, False,
         )  # fmt: skip
-        return *(grad.squeeze(0) for grad in found[:3]), None, None
+        return *(grad.squeeze(0) for grad in found[:3]), None, None, None
 
 
 @torch.library.custom_op("titan_train::document_attention", mutates_args=())
-def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output ``[T, H, E]`` and log-sum-exp ``[H, T]`` on the CPU."""
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -109,7 +113,7 @@ def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> 
             _heads_first(k, rows, length),
             _widened(_heads_first(v, rows, length), q.shape[-1]),
             0.0,
-            True,
+            causal,
         )
         out[rows] = part.transpose(1, 2).flatten(0, 1)[..., : v.shape[-1]]
         lse[:, rows] = part_lse.transpose(0, 1).flatten(1)
@@ -117,14 +121,14 @@ def _document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> 
 
 
 @_document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op("titan_train::document_attention_backward", mutates_args=())
 def _document_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     wide, groups = q.shape[-1], q.shape[1] // k.shape[1]
@@ -135,7 +139,7 @@ def _document_attention_backward(
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _widened(_heads_first(grad, rows, length), wide), _heads_first(q, rows, length), keys,
             _widened(values, wide), _widened(_heads_first(out, rows, length), wide),
-            lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1), 0.0, True,
+            lse[:, rows].unflatten(1, (-1, length)).transpose(0, 1), 0.0, causal,
         )  # fmt: skip
         of_q[rows] = dq.transpose(1, 2).flatten(0, 1)
         for into, part in ((of_k, dk), (of_v, dv)):
@@ -147,12 +151,13 @@ def _document_attention_backward(
 
 @_document_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.causal = inputs[4]
     ctx.save_for_backward(*inputs[:3], *output, inputs[3])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -160,8 +165,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Any:
     if grad is None:
-        return None, None, None, None
-    return *torch.ops.titan_train.document_attention_backward(grad, *ctx.saved_tensors), None
+        return None, None, None, None, None
+    found = torch.ops.titan_train.document_attention_backward(grad, *ctx.saved_tensors, ctx.causal)
+    return *found, None, None
 
 
 _document_attention.register_autograd(_backward, setup_context=_save)
