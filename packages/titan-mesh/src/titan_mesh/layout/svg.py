@@ -78,7 +78,7 @@ def draw_svg(layout: RankLayout, *, rank: int = 0) -> str:
         _text(
             _MARGIN,
             _MARGIN + 42,
-            f"{nodes} node{'s' if nodes > 1 else ''} of {topology.gpus_per_node} GPUs; outer to inner: "
+            f"{nodes} node{'s' if nodes > 1 else ''} of {min(topology.gpus_per_node, layout.num_ranks)} ranks; outer to inner: "
             f"{', '.join(layout.spec.axes)}",
             size=13,
             role="soft",
@@ -193,7 +193,7 @@ class _Panel:
             _text(
                 x + _LABEL_W + (_CELL_W - 4) / 2 + gpu * _CELL_W,
                 y + 54,
-                f"GPU {gpu}",
+                str(gpu),
                 size=10,
                 anchor="middle",
                 role="faint",
@@ -202,8 +202,15 @@ class _Panel:
         ]
         return [
             _text(x, y + 14, name, size=18, weight=700),
-            _text(x, y + 34, f"{num_groups} groups of {row.size}, {where}", size=13, role="soft"),
+            _text(
+                x,
+                y + 34,
+                f"{num_groups} group{'s' if num_groups > 1 else ''} of {row.size}, {where}",
+                size=13,
+                role="soft",
+            ),
             *numbers,
+            *([_text(x, y + 54, "local rank", size=10, role="faint")] if self.map is None else []),
         ]
 
     def _legend(self, x: float, y: float, groups: list[tuple[int, ...]], colors: list[str], chosen: int) -> list[str]:

@@ -65,6 +65,15 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """One part of a stack: its height over each step."""
+
+    name: str
+    y: Sequence[float]
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Values to [0, 1] of an axis."""
 
@@ -98,10 +107,7 @@ def build_chart(
     chart = Chart(title, unit, x_ticks=[Tick(100 * x_scale(v), _trimmed(v)) for v in _x_ticks(x_scale)])
     lines = [_Line(s, log_x) for s in series]
     y_scale = _y_scale([v for line in lines for v in line.extent], zero)
-    step = _nice_step(y_scale.high - y_scale.low)
-    chart.y_ticks.extend(
-        Tick(100 * (1 - y_scale(v)), _tick_label(v, step)) for v in _multiples(y_scale.low, y_scale.high, step)
-    )
+    chart.y_ticks.extend(_y_ticks(y_scale))
     for line in lines:
         chart.paths.extend(line.paths(x_scale, y_scale))
     if len(series) > 1:
@@ -110,6 +116,50 @@ def build_chart(
         x=[x_scale.low, x_scale.high], y=[y_scale.low, y_scale.high], log=log_x, lines=[line.hover() for line in lines]
     )
     return chart
+
+
+def build_stack(title: str, unit: str, steps: Sequence[int], layers: Sequence[Layer]) -> Chart:
+    """Lay out parts of a whole over training steps, one on top of the other.
+
+    Args:
+        title: What is shown.
+        unit: Of the y axis.
+        steps: At least one.
+        layers: From the bottom up; every height is finite and at least 0.
+    """
+    x_scale = step_scale(steps, log_x=False)
+    thinned = [thin([float(step) for step in steps], layer.y) for layer in layers]
+    x = thinned[0].x
+    floor = [0.0] * len(x)
+    heights = [0.0] * len(x)
+    edges: list[list[float]] = []
+    for layer in thinned:
+        heights = [below + height for below, height in zip(heights, layer.mean, strict=True)]
+        edges.append(heights)
+    y_scale = _y_scale(heights, zero=True)
+    chart = Chart(title, unit, x_ticks=[Tick(100 * x_scale(v), _trimmed(v)) for v in _x_ticks(x_scale)])
+    chart.y_ticks.extend(_y_ticks(y_scale))
+    wide = x if len(x) > 1 else [x_scale.low, x_scale.high]  # one step fills the chart
+    for layer, above in zip(layers, edges, strict=True):
+        top = [(_SIDE * x_scale(a), _SIDE * (1 - y_scale(b))) for a, b in zip(wide, _as_wide(above, wide), strict=True)]
+        below = [
+            (_SIDE * x_scale(a), _SIDE * (1 - y_scale(b))) for a, b in zip(wide, _as_wide(floor, wide), strict=True)
+        ]
+        chart.paths.append(Path(f"area {layer.role}", _polyline([*top, *reversed(below)]) + "Z"))
+        floor = above
+    chart.legend.extend((layer.role, layer.name) for layer in layers)
+    lines = [
+        {"name": layer.name, "role": layer.role, "x": [int(v) for v in x], "y": [float(f"{v:.4g}") for v in part.mean]}
+        for layer, part in zip(layers, thinned, strict=True)
+    ]
+    chart.hover.update(
+        x=[x_scale.low, x_scale.high], y=[y_scale.low, y_scale.high], log=False, stacked=True, lines=lines[::-1]
+    )
+    return chart
+
+
+def _as_wide(values: Sequence[float], wide: Sequence[float]) -> Sequence[float]:
+    return values if len(values) == len(wide) else [values[0]] * len(wide)
 
 
 def step_scale(steps: Sequence[float], log_x: bool) -> Scale:
@@ -202,6 +252,11 @@ def _y_scale(values: Sequence[float], zero: bool) -> Scale:
         low = min(0.0, low)
     room = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
     return Scale(low if zero and low == 0 else low - room, high + room)
+
+
+def _y_ticks(scale: Scale) -> list[Tick]:
+    step = _nice_step(scale.high - scale.low)
+    return [Tick(100 * (1 - scale(v)), _tick_label(v, step)) for v in _multiples(scale.low, scale.high, step)]
 
 
 def _nice_step(span: float) -> float:

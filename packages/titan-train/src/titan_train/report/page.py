@@ -20,10 +20,13 @@ from titan_train.files import write_atomic
 from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
+from titan_train.report.drawings import draw_layout, draw_pipeline
+from titan_train.report.faults import faults
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.foresight import predicted_beside_measured
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
+from titan_train.report.timeline import memory_timeline, time_split
 
 REPORT_NAME = "report.html"
 _MOST_EVENTS = 200
@@ -81,7 +84,11 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         error=folder.attempts[-1].get("error") if folder.attempts else None,
         headlines=headlines(folder),
         losses=_loss_views(folder),
-        charts=_charts(folder.history),
+        charts=_charts(folder),
+        split=time_split(folder.path),
+        layout=draw_layout(folder),
+        pipeline=draw_pipeline(folder),
+        faults=faults(folder),
         prediction=predicted_beside_measured(folder),
         samples=newest_samples(folder.path),
         texts=sampled_texts(folder.path, last_step(folder.history)),
@@ -113,7 +120,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     page = environment.get_template(template)
-    return page.render(values | {"style": _resource("style.css"), "script": _resource("hover.js")})
+    return page.render(values | {"style": _resource("style.css"), "script": _resource("chart.js")})
 
 
 def event_label(kind: str) -> str:
@@ -163,7 +170,9 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     return views
 
 
-def _charts(history: History) -> list[Chart]:
+def _charts(folder: RunFolder) -> list[Chart]:
+    history = folder.history
+
     def line(name: str, quantity: str, role: str = "train", smoothed: bool = True, scale: float = 1.0) -> Series:
         return line_of(history, name, quantity, role, smoothed, scale)
 
@@ -180,7 +189,8 @@ def _charts(history: History) -> list[Chart]:
             [line("step", "step_time_s"), line("waiting for data", "data_wait_s", "validation")],
             zero=True,
         ),
-        build_chart("Peak memory", "GiB per rank", [line("peak", "peak_mem_gib", smoothed=False)], zero=True),
+        memory_timeline(folder.path)
+        or build_chart("Peak memory", "GiB of rank 0", [line("peak", "peak_mem_gib", smoothed=False)], zero=True),
         build_chart(
             "Expert load",
             "relative to the layer mean",
@@ -200,7 +210,9 @@ def line_of(
     return Series(name, history.steps, mean, role, smoothed=smoothed, low=low, high=high)
 
 
-def _clock(stamp: float) -> str:
+def _clock(stamp: object) -> str:
+    if not isinstance(stamp, int | float):
+        return when(stamp)
     try:
         return datetime.fromtimestamp(stamp, UTC).strftime("%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):  # no time of a clock

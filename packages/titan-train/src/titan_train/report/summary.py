@@ -32,16 +32,17 @@ def headlines(folder: RunFolder) -> list[Headline]:
     losses = _known(history, "loss")
     if losses:
         count = tail_count(history, "loss")
-        averaged = f"mean of the last {count} logged steps" if count > 1 else "of the last logged step"
+        averaged = f"mean of the last {count} logged steps" if count > 1 else "the last logged step"
         note = f"{averaged}; started at {short_loss(losses[0])}"
         found.append(Headline("Training loss", short_loss(tail_mean(history, "loss")), note))
     if validations:
         best = min(validations, key=lambda record: record.loss if math.isfinite(record.loss) else math.inf)
         newest = validations[-1]
-        note = f"best {short_loss(best.loss)} at step {best.step}" if best.step != newest.step else "best so far"
+        other = f"best {short_loss(best.loss)} at step {best.step}" if best.step != newest.step else "the best"
+        note = f"the last, on {short_count(newest.tokens)} tokens; {other}"
         found.append(Headline("Validation loss", short_loss(newest.loss), note))
         if newest.bits_per_byte is not None:
-            found.append(Headline("Bits per byte", short_loss(newest.bits_per_byte), "on the validation text"))
+            found.append(Headline("Bits per byte", short_loss(newest.bits_per_byte), "of the last validation"))
     total = folder.total_steps
     share = f"{history.steps[-1] / total:.0%} of {total:,}" if total else ""
     found.append(Headline("Steps", f"{history.steps[-1]:,}", share))
@@ -58,7 +59,7 @@ def headlines(folder: RunFolder) -> list[Headline]:
         found.append(Headline("MFU", f"{statistics.median(mfus):.1%}", note))
     peaks = [peak for peak in history.curves["peak_mem_gib"].high if math.isfinite(peak)]
     if peaks:
-        found.append(Headline("Peak memory", short_gib(max(peaks)), "per rank"))
+        found.append(Headline("Peak memory", short_gib(max(peaks)), "the most of rank 0"))
     found.append(Headline("Time", short_duration(history.seconds), _waiting(history)))
     return found
 
