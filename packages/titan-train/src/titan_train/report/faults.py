@@ -16,7 +16,7 @@ _MOST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class FaultRow:
     """One line of the section."""
 
     step: int | None
@@ -27,14 +27,14 @@ class Fault:
     then: str
 
 
-def faults(folder: RunFolder) -> list[Fault]:
+def faults(folder: RunFolder) -> list[FaultRow]:
     """Attempts that did not end as they should, and faulty events, in step order; the last 100."""
     found = [*_attempts(folder), *_events(folder)]
     found.sort(key=lambda fault: fault.step if fault.step is not None else -1)
     return found[-_MOST:]
 
 
-def _attempts(folder: RunFolder) -> list[Fault]:
+def _attempts(folder: RunFolder) -> list[FaultRow]:
     ends = _journal(folder)
     if not ends:  # not supervised: what run.json says
         ends = [
@@ -42,7 +42,7 @@ def _attempts(folder: RunFolder) -> list[Fault]:
             for a in folder.attempts
             if a.get("status") in ("failed", "killed")
         ]
-    found: list[Fault] = []
+    found: list[FaultRow] = []
     for i, end in enumerate(ends):
         text = str(end.get("end"))
         if text in ("finished", "stopped"):
@@ -54,19 +54,19 @@ def _attempts(folder: RunFolder) -> list[Fault]:
             if isinstance(after.get("recovered_s"), int | float):
                 then += f" after {after['recovered_s']:.1f} s"
         step = end.get("to_step")
-        found.append(Fault(step if isinstance(step, int) else None, end.get("time"), "attempt ended", text, then))
+        found.append(FaultRow(step if isinstance(step, int) else None, end.get("time"), "attempt ended", text, then))
     return found
 
 
-def _events(folder: RunFolder) -> list[Fault]:
-    found: list[Fault] = []
+def _events(folder: RunFolder) -> list[FaultRow]:
+    found: list[FaultRow] = []
     for event in folder.history.events:
         if _FAULTY.search(event.kind) is None:
             continue
         said = {name: value for name, value in event.fields.items() if name != "loss"}
         cause = ", ".join(f"{name} {value}" for name, value in said.items())
         then = "the update was left out" if event.kind == "nonfinite" else ""
-        found.append(Fault(event.step, event.time, event.kind.replace("_", " "), cause, then))
+        found.append(FaultRow(event.step, event.time, event.kind.replace("_", " "), cause, then))
     return found
 
 
