@@ -278,7 +278,8 @@ def test_compiled_blocks_defer_with_the_split_backend(backend):
     layers = blocks(2)
     expected = plain(layers, inputs, inputs)
     torch._dynamo.reset()
-    modules = [torch.compile(layer, backend=split_backend(backend)) for layer in layers]
+    layers[1].compile(backend=split_backend(backend))
+    modules = [torch.compile(layers[0], backend=split_backend(backend)), layers[1]]
     stage = TorchStage(nn.Sequential(*modules), 0, loss=square_sum)
     seen = []
 
@@ -292,7 +293,9 @@ def test_compiled_blocks_defer_with_the_split_backend(backend):
     first = [[p.grad for p in layer.parameters()] for layer in layers]
     stage.module.zero_grad()
     seen.clear()
-    Executor(build_schedule("zb_h2", 1, 4), [stage]).step(inputs, inputs)
+    executor = Executor(build_schedule("zb_h2", 1, 4), [stage])
+    assert executor.deferred.shares == (1,)  # known before the first step
+    executor.step(inputs, inputs)
     assert stage.not_deferred == {}
     assert stage.deferred_share == 1
     assert seen[0] == []

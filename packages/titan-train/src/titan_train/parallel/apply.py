@@ -291,8 +291,9 @@ class _Application:
             options = micro_pipeline_options(self.fused)
         whole_graph = self.spec.cp == 1 and self.spec.ep == 1 and not ring
         compile_blocks(
-            blocks_of(part), config.compile, config.activations, whole_graph=whole_graph, inductor_options=options
-        )
+            blocks_of(part), config.compile, config.activations, whole_graph=whole_graph,
+            split_backward=self.schedule is not None and self.schedule.splits_backward, inductor_options=options,
+        )  # fmt: skip
 
 
 def _gathers_float8(config: Config, schedule: Schedule | None) -> bool:

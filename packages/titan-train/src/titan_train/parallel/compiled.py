@@ -10,6 +10,8 @@ from torch._functorch import config as functorch_config
 from titan_train.config import ActivationsConfig, CompileConfig
 from titan_train.nearest import did_you_mean
 
+_SPLIT_BACKENDS = ("inductor", "aot_eager")  # those of `titan_pipeline.runtime.split_backend`
+
 
 def check_backend(backend: str) -> None:
     """Refuse a backend that torch.compile does not know.
@@ -36,6 +38,7 @@ def compile_blocks(
     activations: ActivationsConfig,
     *,
     whole_graph: bool,
+    split_backward: bool = False,
     inductor_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile every block.
@@ -47,13 +50,22 @@ def compile_blocks(
         whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks with
             communication that torch does not trace (context parallelism's exchange, the ring of asynchronous tensor
             parallelism) or that depends on the data (expert parallelism's routing) cannot.
+        split_backward: Compile each backward as two halves, for a pipeline schedule that runs weight gradients later. A
+            backend whose backward cannot be reached keeps it whole; the pipeline reports that as not deferred.
         inductor_options: Settings for these graphs, on top of the mode's.
     """
     if activations.checkpoint == "budget":
         functorch_config.activation_memory_budget = activations.budget  # read when a block is compiled
+    inductor = dict(inductor_options or {})
+    if inductor:  # torch.compile takes a mode or options, and a mode is a name for some
+        inductor = {**_mode_options(config.mode), **inductor}
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": whole_graph}
-    if inductor_options:  # torch.compile takes a mode or options, and a mode is a name for some
-        options["options"] = {**_mode_options(config.mode), **inductor_options}
+    if split_backward and config.backend in _SPLIT_BACKENDS:
+        from titan_pipeline.runtime import split_backend  # takes a while, and `check` reads this module
+
+        options["backend"] = split_backend(config.backend, options=inductor or _mode_options(config.mode))
+    elif inductor:
+        options["options"] = inductor
     elif config.mode != "default":
         options["mode"] = config.mode
     for block in blocks:

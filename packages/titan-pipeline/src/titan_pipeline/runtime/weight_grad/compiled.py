@@ -7,7 +7,7 @@ gradients need, the second what only the parameters' need; what the second takes
 Nothing is computed twice. Outside of a split backward the two run one after the other.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,13 @@ from titan_pipeline.runtime.weight_grad.functions import WEIGHT_PASS
 
 _Compiled = Callable[[list[Any]], Sequence[Any]]
 
+_MARK = "titan_pipeline_splits"
+"""Attribute of a backend that `split_backend` made."""
 
-def split_backend(backend: str = "inductor") -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+
+def split_backend(
+    backend: str = "inductor", *, options: Mapping[str, Any] | None = None
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     """A backend for ``torch.compile`` whose backward has two halves, for schedules that split the backward.
 
     ``torch.compile(block, backend=split_backend())``, or ``block.compile(backend=split_backend())``. Values and gradients are
@@ -27,6 +32,8 @@ def split_backend(backend: str = "inductor") -> Callable[[fx.GraphModule, list[A
 
     Args:
         backend: ``"inductor"``, or ``"aot_eager"``, which generates no code, for tests.
+        options: Inductor's settings, as in ``torch.compile(options=...)``, which takes none beside such a backend; those of a
+            mode are ``torch._inductor.list_mode_options(mode)``.
 
     Raises:
         ValueError: The backend is another one.
@@ -38,12 +45,31 @@ def split_backend(backend: str = "inductor") -> Callable[[fx.GraphModule, list[A
         weights = {i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter) and x.requires_grad}
         # Donated buffers are overwritten by the first half, and what the cache keeps is one piece.
         with cast(Any, functorch_config).patch(donated_buffer=False, enable_autograd_cache=False):
-            return (_inductor if backend == "inductor" else _aot_eager)(graph, inputs, weights)
+            if backend == "inductor":
+                return _inductor(graph, inputs, weights, options)
+            return _aot_eager(graph, inputs, weights)
 
+    setattr(compile_graph, _MARK, True)
     return compile_graph
 
 
-def _inductor(graph: fx.GraphModule, inputs: list[Any], weights: set[int]) -> Callable[..., Any]:
+def asks_what_is_wanted(compiled: nn.Module) -> bool:
+    """Whether a compiled module's backend comes from `split_backend`. False also where torch does not show its backend."""
+    if hasattr(compiled, "dynamo_ctx"):  # torch.compile(module)
+        seen: Any = getattr(compiled.dynamo_ctx, "callback", None)
+    else:  # module.compile()
+        call: Any = getattr(compiled, "_compiled_call_impl", None)
+        cells: Sequence[Any] = getattr(call, "__closure__", None) or ()
+        names: Sequence[str] = call.__code__.co_freevars if cells else ()
+        seen = next((c.cell_contents for n, c in zip(names, cells, strict=True) if n == "callback"), None)
+    while seen is not None and not hasattr(seen, _MARK):  # wrapper by wrapper, down to the user's backend
+        seen = getattr(seen, "compiler_fn", None) or getattr(seen, "_torchdynamo_orig_backend", None)
+    return seen is not None
+
+
+def _inductor(
+    graph: fx.GraphModule, inputs: list[Any], weights: set[int], options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(part: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
@@ -57,7 +83,8 @@ def _inductor(graph: fx.GraphModule, inputs: list[Any], weights: set[int]) -> Ca
 
         return _two_halves(part, weights, len(inputs), half)
 
-    return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=cast(Any, inner)))
+    patches = dict(options) if options else None
+    return cast(Callable[..., Any], compile_fx(graph, inputs, inner_compile=cast(Any, inner), config_patches=patches))
 
 
 def _aot_eager(graph: fx.GraphModule, inputs: list[Any], weights: set[int]) -> Callable[..., Any]:

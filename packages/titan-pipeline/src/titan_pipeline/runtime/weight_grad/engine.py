@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_pipeline.runtime.weight_grad.compiled import asks_what_is_wanted
 from titan_pipeline.runtime.weight_grad.functions import COMPILED, FunctionSplit
 from titan_pipeline.runtime.weight_grad.generic import SplitMode, contracting_parameters, split_forward
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Rule, WeightGradQueue
@@ -71,7 +72,10 @@ class WeightGradEngine:
         self.queue: WeightGradQueue | None = None
         """Where notes go while a backward of the stage runs."""
         table: dict[type[nn.Module], Rule] = {**DEFAULT_RULES, **(rules or {})}
-        compiled = {id(inner) for outer in module.modules() if _is_compiled(outer) for inner in outer.modules()}
+        compiled = {
+            id(inner): asks_what_is_wanted(outer)
+            for outer in module.modules() if _is_compiled(outer) for inner in outer.modules()
+        }  # fmt: skip
         self.not_deferred: dict[str, str] = {}
         """Parameters whose gradients come with the input gradient, and why."""
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
@@ -80,9 +84,15 @@ class WeightGradEngine:
         self._names = {id(p): n for n, p in module.named_parameters()}
         self._sizes = {n: p.numel() for n, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
         self._expected: dict[str, nn.Parameter] = {}
+        self._compiled: set[int] = set()
         for name, layer in module.named_modules():
             rule = table.get(original_type(layer))
-            if any(id(inner) in compiled for inner in layer.modules()):
+            asks = [compiled[id(inner)] for inner in layer.modules() if id(inner) in compiled]
+            if asks and all(asks):  # what it defers is known after the first backward
+                inside = {n: p for n, p in layer.named_parameters(name, recurse=False) if p.requires_grad}
+                self._expected |= inside
+                self._compiled.update(id(p) for p in inside.values())
+            elif asks:
                 self._leave_out(name, layer, COMPILED)
             elif rule is not None and "forward" not in layer.__dict__:
                 self._wrap(layer, self._by_rule(layer, rule))
@@ -98,9 +108,8 @@ class WeightGradEngine:
         for name, parameter in self._expected.items():
             if id(parameter) in self._mode.deferred | self._functions.deferred or parameter.grad is None:
                 continue
-            self.not_deferred[name] = (
-                "its operations cannot be split: a recurrence, in place, a tensor subclass, or inside a checkpoint"
-            )
+            whole = "its operations cannot be split: a recurrence, in place, a tensor subclass, or inside a checkpoint"
+            self.not_deferred[name] = COMPILED if id(parameter) in self._compiled else whole
             if id(parameter) in self._mode.cheap:
                 self.not_deferred[name] = "its gradient is cheap: a sum, a scale or the like"
                 self._sizes.pop(name, None)

@@ -7,6 +7,7 @@ The same code whoever starts it: a fork server (locally and on Ray's nodes), our
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -108,6 +109,10 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(
+            Exception
+        ):  # named semaphores (tqdm's, which torch.compile imports) would be called leaked
+            multiprocessing.util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
         # Skip the interpreter's teardown: gloo's threads abort it now and then after all work is done.
         os._exit(code)
 
