@@ -305,6 +305,49 @@ def test_compiled_blocks_defer_with_the_split_backend(backend):
             torch.testing.assert_close(u, e, rtol=0, atol=FLOAT64)
 
 
+class Counting(torch.autograd.Function):
+    """Identity, whose backward counts rows in a buffer, as routing does for its experts."""
+
+    @staticmethod
+    def forward(ctx, x, counts):
+        ctx.counts = counts
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counts.add_(grad.shape[0])
+        return grad, None
+
+
+class Counted(nn.Module):
+    """A linear layer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.register_buffer("counts", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return Counting.apply(self.linear(x), self.counts)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_a_compiled_backward_changes_is_changed_once(backend):
+    inputs = data(4)
+    layers = [Counted(), Counted()]
+    expected = plain(layers, inputs, inputs)
+    torch._dynamo.reset()
+    for layer in layers:
+        layer.compile(backend=split_backend(backend))
+    stage = TorchStage(nn.Sequential(*layers), 0, loss=square_sum)
+    Executor(build_schedule("zb_h2", 1, 4), [stage]).step(inputs, inputs)
+    assert stage.not_deferred == {}
+    assert [float(layer.counts) for layer in layers] == [sum(len(x) for x in inputs)] * 2
+    for layer, grads in zip(layers, expected, strict=True):
+        for p, e in zip(layer.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad, e, rtol=0, atol=FLOAT64)
+
+
 def test_a_backend_that_cannot_be_split_is_refused():
     with pytest.raises(ValueError, match="aot_eager"):
         split_backend("eager")

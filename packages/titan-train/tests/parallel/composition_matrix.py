@@ -85,6 +85,7 @@ FAST = [
     ("dense", ("async tp", "checkpointing")),
     ("dense", ("float8", "pp 1f1b")),
     ("dense", ("compile", "tp+sp")),
+    ("dense", ("pp zbv", "compile")),
     ("moe", ("ep", "pp zbv")),
     ("moe", ("ep", "tp+sp")),
 ]

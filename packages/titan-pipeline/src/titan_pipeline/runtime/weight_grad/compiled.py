@@ -3,8 +3,9 @@
 Problem: the backward of a compiled region is one piece of code for all gradients.
 
 Idea: it is made from one graph of operations, so it can be compiled as two. The first half holds what the activations'
-gradients need, the second what only the parameters' need; what the second takes from the first is kept between them.
-Nothing is computed twice. Outside of a split backward the two run one after the other.
+gradients need, and what the backward changes beside them, such as a buffer that counts; the second holds what only the
+parameters' gradients need. What the second takes from the first is kept between them. Nothing is computed twice. Outside of
+a split backward the two run one after the other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,13 +112,18 @@ def _two_halves(
     early = [i for i in range(len(results)) if i not in late and isinstance(results[i], fx.Node)]
     if len(results) != num_inputs or not late:
         return compile_half(whole, [n.meta.get("val") for n in given])
-    first = _needed(results[i] for i in early)
+    effects = [n for n in whole.graph.nodes if n.op == "call_function" and n.is_impure(False)]
+    first = _needed([*(results[i] for i in early), *effects])
     second = {n for n in _needed(results[i] for i in late) - first if n.op not in ("placeholder", "get_attr")}
     taken = [
         n for n in whole.graph.nodes
         if n not in second and n.op not in ("get_attr", "output")
         and (any(user in second for user in n.users) or any(results[i] is n for i in late))
     ]  # fmt: skip
+    if any(changed in taken for effect in effects for changed in _changed(effect)):
+        return compile_half(
+            whole, [n.meta.get("val") for n in given]
+        )  # the second half would read what the first changed
     kept = [n for n in taken if n.op != "placeholder"]
     ours = _part(whole, given, [*(results[i] for i in early), *kept], first)
     theirs = _part(whole, taken, [results[i] for i in late], second)
@@ -160,6 +166,14 @@ def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found
+
+
+def _changed(effect: fx.Node) -> Iterable[Any]:
+    """The arguments that an operation writes to; all of them where it does not say."""
+    schema = getattr(effect.target, "_schema", None)
+    if schema is None or effect.kwargs:
+        return effect.all_input_nodes
+    return [a for a, given in zip(effect.args, schema.arguments, strict=False) if given.is_write]
 
 
 def _part(whole: fx.GraphModule, given: list[fx.Node], results: list[fx.Node], nodes: set[fx.Node]) -> fx.GraphModule:
