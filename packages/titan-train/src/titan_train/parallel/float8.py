@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from titan_train.config import Float8Config
 from titan_train.models.common.blocks import DecoderBlock
 from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.shared_input import GatedInput, SharedInput
 
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +41,7 @@ class NormedInput(NamedTuple):
         return self.norm.compute(self.x)
 
 
-class CastingNorm(nn.RMSNorm):
+class CastingNorm(RMSNorm):
     """An RMSNorm whose only reader is a `SharedFloat8Input`, which normalizes and casts in one pass."""
 
     def forward(self, x: Tensor) -> Any:
@@ -49,7 +50,7 @@ class CastingNorm(nn.RMSNorm):
 
     def compute(self, x: Tensor) -> Tensor:
         """The norm's output."""
-        return nn.RMSNorm.forward(self, x)
+        return RMSNorm.forward(self, x)
 
 
 class SharedFloat8Input(SharedInput):
@@ -205,7 +206,7 @@ def _cast_in_norms(model: nn.Module) -> None:
         readers = ((block.attention_norm, block.attention), (block.ffn_norm, block.feed_forward))
         for norm, reader in readers:
             shared = getattr(reader, "linears", None)
-            if type(norm) is nn.RMSNorm and norm.elementwise_affine and isinstance(shared, SharedFloat8Input):
+            if type(norm) is RMSNorm and norm.elementwise_affine and isinstance(shared, SharedFloat8Input):
                 norm.__class__ = CastingNorm
 
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from titan_train.models.common.loss import IGNORE_INDEX
 
-_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-"""Float32 logits of one chunk: on a GPU enough rows that adding to W's gradient is hidden."""
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+"""Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
 
 
 class VocabShard(NamedTuple):

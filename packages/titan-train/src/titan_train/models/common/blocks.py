@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
 from titan_train.models.common.moe.layer import MoE
+from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import apply_rope
 from titan_train.models.common.shared_input import GatedInput, SharedInput
 
@@ -21,9 +22,9 @@ class DecoderBlock(nn.Module):
     def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module) -> None:
         """Put a layer together; a `MoE` as ``feed_forward`` is registered as ``moe``."""
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = RMSNorm(dim, eps=norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         sparse = isinstance(feed_forward, MoE)
         self.feed_forward = None if sparse else feed_forward
         self.moe = feed_forward if sparse else None
@@ -49,8 +50,8 @@ class GroupedQueryAttention(nn.Module):
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.linears = SharedInput()
         self.inner_attention = CausalAttention(num_heads, num_kv_heads, head_dim)
 

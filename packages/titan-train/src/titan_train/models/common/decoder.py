@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext, row_positions
+from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
 
@@ -56,7 +57,7 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(vocab_size, dim)
         # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(dim, eps=norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(dim, eps=norm_eps)
         self.lm_head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
         if tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight

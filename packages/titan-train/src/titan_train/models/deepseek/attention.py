@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import apply_rope
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.deepseek.args import DeepSeekArgs
@@ -36,11 +37,11 @@ class LatentAttention(nn.Module):
             self.wq = nn.Linear(args.dim, queries, bias=False)
         else:
             self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=args.norm_eps)
+            self.q_norm = RMSNorm(args.q_lora_rank, eps=args.norm_eps)
             self.wq_b = nn.Linear(args.q_lora_rank, queries, bias=False)
         self.has_q_latent = args.q_lora_rank > 0
         self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(args.kv_lora_rank, eps=args.norm_eps)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=args.norm_eps)
         self.wkv_b = nn.Linear(args.kv_lora_rank, args.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.wo = nn.Linear(args.num_heads * self.v_dim, args.dim, bias=False)
         self.linears = SharedInput()

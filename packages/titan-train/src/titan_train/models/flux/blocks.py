@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_train.models.common.norm import RMSNorm
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.rope import rotate
 
@@ -77,7 +78,7 @@ class StreamProjections(nn.Module):
         dim = args.dim
         self.num_heads = args.num_heads
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
-        self.q_norm, self.k_norm = (nn.RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
+        self.q_norm, self.k_norm = (RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised queries and keys, and values, ``[B, S, H, D]``."""
@@ -140,7 +141,7 @@ class Mixer(nn.Module):
         dim = args.dim
         self.num_heads = args.num_heads
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
-        self.q_norm, self.k_norm = (nn.RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
+        self.q_norm, self.k_norm = (RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
         self.inner = FullAttention(args.num_heads, args.head_dim)
 

@@ -1,0 +1,38 @@
+"""RMSNorm in one pass where torch takes it apart.
+
+On a GPU torch has one kernel for it, and a compiler makes one. On the CPU it is six operators, each a pass over the
+activations, and autograd keeps two of their results. Here, in float32, forward is torch's own arithmetic, bit for bit, and
+backward the closed form of `titan_fp8.reference.rmsnorm_backward`: it keeps the input and a number per row.
+"""
+
+from typing import Any, cast
+
+import torch
+from titan_fp8 import reference
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` over the last dimension, with a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to the same shape and dtype."""
+        plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+        if not plain or self.eps is None or torch.compiler.is_compiling():
+            return super().forward(x)
+        return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rstd = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (x * rstd).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        rows = (-1, x.shape[-1])
+        dx, dweight = reference.rmsnorm_backward(grads[0].reshape(rows), x.reshape(rows), weight, rstd.flatten())
+        return dx.view(x.shape), dweight, None
