@@ -17,7 +17,6 @@ Limits: one rank, so nothing is communicated. CPU time says nothing about waitin
 
 import argparse
 import dataclasses
-import glob
 import json
 import os
 import statistics
@@ -78,7 +77,7 @@ class Checkout:
     """A process that trains with the packages of one checkout."""
 
     def __init__(self, root: Path) -> None:
-        sources = [path for pattern in ("packages/*/src", "testing/*/src") for path in glob.glob(str(root / pattern))]
+        sources = [str(path) for pattern in ("packages/*/src", "testing/*/src") for path in root.glob(pattern)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -90,7 +89,8 @@ class Checkout:
 
     def turn(self, steps: int) -> tuple[float, float]:
         """CPU milliseconds of one step, and the last step's loss."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
@@ -117,9 +117,11 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve()
+        serve()
+        return
     if arguments.profile or arguments.before is None:
-        return profile(arguments.steps)
+        profile(arguments.steps)
+        return
     pair = [Checkout(arguments.before.resolve()), Checkout(arguments.after.resolve())]
     for checkout in pair:
         checkout.turn(3)  # warm up

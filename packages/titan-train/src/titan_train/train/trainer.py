@@ -25,6 +25,7 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.data import BatchSource, DataLoader
+from titan_train.host_memory import keep_freed_memory
 from titan_train.models import accepted_inputs, build_model, named_parameters
 from titan_train.observe import (
     StepRecord,
@@ -90,6 +91,8 @@ class Trainer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = _device(config)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         plan = plan_run(config, world_size, device=self.device.type)
         layout, mode = plan.layout, plan.mode
         self.batch_plan = plan.batch
