@@ -3,6 +3,7 @@
 import torch
 from titan_train.config import parse_config
 from titan_train.data import Batch
+from titan_train.observe.timing import StepTimer
 from titan_train.parallel.apply import build_parallel_model
 from titan_train.plan.run import plan_run
 from titan_train.train.reduce_scope import ReduceScope
@@ -45,6 +46,7 @@ def test_a_step_reads_values_off_the_device_once_at_its_end():
         accumulate="unsharded",
         scope=ReduceScope.of(None, sequence_parallel=False),
         device=device,
+        timer=StepTimer(),
     )
     tokens = torch.arange(32).view(2, 16)
     batch = Batch(tokens, tokens + 1, torch.arange(16).expand(2, -1), None, 16, 0)

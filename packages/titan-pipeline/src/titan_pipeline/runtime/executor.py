@@ -14,14 +14,14 @@ ragged microbatches weigh what they should.
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from titan_pipeline.analysis.measure import Measurement
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.analysis.verify import verify
-from titan_pipeline.ir.schedule import Kind, Schedule
+from titan_pipeline.ir.schedule import Action, Kind, Schedule
 from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, warn_of_low_shares
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
@@ -94,6 +94,8 @@ class Executor:
         self.tied = tuple(tied)
         self._deterministic = deterministic
         self._trace = trace
+        self.around: Callable[[Action | None], AbstractContextManager[object]] | None = None
+        """Gives a block to run each compute action in, to time or to label it, and with None each wait for other ranks."""
         self._clock = time.perf_counter if synchronize is None else _synchronized(synchronize)
         self._began = 0.0
         self._broken = False
@@ -268,7 +270,9 @@ class Executor:
         if self._broken:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
         transport, training = self.transport, batch.training
-        run = StepRun(program, batch, self.stages, transport, self._count, self._clock if self._trace else None)
+        run = StepRun(
+            program, batch, self.stages, transport, self._count, self._clock if self._trace else None, self.around
+        )
         error: BaseException | None = None
         failure: PeerFailure | None = None
         transport.begin(*program.traffic_with(self.tied if training else (), self.rank))
@@ -286,7 +290,7 @@ class Executor:
             error = err
             failure = PeerFailure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
             transport.announce(failure)
-        with self._meeting():
+        with self._meeting(), nullcontext() if self.around is None else self.around(None):
             first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
         self.spans, self._began = run.spans, run.began
         if first is not None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ class StepRun:
         transport: To the other ranks.
         count_tokens: Tokens of one target; None counts each microbatch as 1.
         clock: Read before and after each compute action; None does not trace.
+        around: Gives a block to run each compute action in, and with None each wait for a message; None runs all without.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StepRun:
         transport: Transport,
         count_tokens: Callable[[Any], float] | None,
         clock: Callable[[], float] | None,
+        around: Callable[[Action | None], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.program = program
         self.batch = batch
@@ -67,6 +70,7 @@ class StepRun:
         """Wall-clock time at which the program started."""
         self._count = count_tokens
         self._clock = clock
+        self._around = around
         self._aux_weight = 1.0 / program.num_microbatches if batch.aux_weight is None else batch.aux_weight
         self._last = program.num_stages - 1
         self._started = 0.0
@@ -124,7 +128,11 @@ class StepRun:
             failure = transport.failed()
             if failure is not None:
                 raise PipelineAborted(failure)
-            run[kind](s, mb)
+            if self._around is not None and kind in COMPUTE:
+                with self._around(Action(cast(Kind, kind), s, mb)):
+                    run[kind](s, mb)
+            else:
+                run[kind](s, mb)
             if clock is not None and kind in COMPUTE:
                 self.spans.append(Slot(Action(cast(Kind, kind), s, mb), self._started - begin, clock() - begin))
         self.position = -1
@@ -189,7 +197,11 @@ class StepRun:
 
     def _receive(self, source: int, key: Key) -> Any:
         self.waiting = source
-        got = self.transport.receive(source, key)
+        if self._around is None:
+            got = self.transport.receive(source, key)
+        else:
+            with self._around(None):
+                got = self.transport.receive(source, key)
         self.waiting = -1
         if isinstance(got, PeerFailure):
             raise PipelineAborted(got)

@@ -3,6 +3,8 @@
     kill rank=3 step=20                 SIGKILL just before step 20
     hang rank=1 step=40                 stop making progress
     slow rank=2 factor=3                every step takes three times as long (from step=, for steps= of them)
+    slow-data rank=1 seconds=0.2        every batch of this rank comes so much later (from step=, for steps= of them)
+    slow-link rank=1 axis=tp seconds=0.01   every collective of this rank on a mesh axis takes so much longer (likewise)
     sigterm rank=0 step=20              SIGTERM, as a preempted machine gets it
     raise rank=0 step=20                an exception in the training loop
     nan step=25                         the loss of this step is not a number, on every rank
@@ -10,7 +12,7 @@
     disk-full step=30                   the first save at or after this step cannot be written
     lose rank=3 step=20 seconds=60      SIGKILL, and its place stays out of use for so long (see launch.elastic)
 
-Several are separated by ";". Each fires once in a run, whatever the number of restarts; `slow` goes on. The plan is
+Several are separated by ";". Each fires once in a run, whatever the number of restarts; those that are slow go on. The plan is
 text and numbers only: `titan_train.launch.testing.inject` carries it out inside a rank.
 """
 
@@ -34,15 +36,24 @@ class Fault:
     factor: float = 1.0
     """slow: how many times as long a step takes."""
     steps: int = 0
-    """slow: for how many steps; 0 to the end."""
+    """slow, slow-data, slow-link: for how many steps; 0 to the end."""
     seconds: float = 0.0
-    """lose: how long the place stays out of use."""
+    """lose: how long the place stays out of use; slow-data, slow-link: how much longer it takes."""
+    axis: str = ""
+    """slow-link: the mesh axis."""
+
+    def covers(self, step: int) -> bool:
+        """Whether a fault that lasts is on at ``step``."""
+        return self.step <= step and (not self.steps or step < self.step + self.steps)
 
     def __str__(self) -> str:
         words = [self.kind, f"rank={self.rank}", f"step={self.step}"]
         words += [
-            f"{name}={getattr(self, name):g}" for name in ("factor", "steps", "seconds") if name in _KEYS[self.kind][1]
+            f"{name}={getattr(self, name):g}"
+            for name in ("factor", "steps", "seconds")
+            if name in {*_KEYS[self.kind][0], *_KEYS[self.kind][1]}
         ]
+        words += [f"axis={self.axis}"] if self.axis else []
         return " ".join(words)
 
 
@@ -51,6 +62,8 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kill": (("rank", "step"), ()),
     "hang": (("rank", "step"), ()),
     "slow": (("rank", "factor"), ("step", "steps", "factor")),
+    "slow-data": (("rank", "seconds"), ("step", "steps")),
+    "slow-link": (("rank", "axis", "seconds"), ("step", "steps")),
     "sigterm": (("step",), ("rank",)),
     "raise": (("rank", "step"), ()),
     "nan": (("step",), ()),
@@ -89,18 +102,23 @@ def _fault(number: int, words: list[str]) -> Fault:
         )
     needed, allowed = _KEYS[kind]
     values: dict[str, float] = {}
+    axis = ""
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in (*needed, *allowed):
             keys = ", ".join(dict.fromkeys((*needed, *allowed)))
             raise ValueError(f"--faults {entry!r}: {word!r} is not key=value with one of the keys of {kind!r}: {keys}.")
+        if key == "axis":
+            axis = value
+            continue
         try:
             values[key] = float(value)
         except ValueError:
             raise ValueError(f"--faults {entry!r}: {word!r} needs a number after the '='.") from None
-    missing = [key for key in needed if key not in values]
+    missing = [key for key in needed if key not in values and not (key == "axis" and axis)]
     if missing:
-        raise ValueError(f"--faults {entry!r}: {kind!r} needs {missing[0]}=, such as {missing[0]}=2.")
+        example = "tp" if missing[0] == "axis" else "2"
+        raise ValueError(f"--faults {entry!r}: {kind!r} needs {missing[0]}=, such as {missing[0]}={example}.")
     for key, least in (("rank", 0), ("step", 1), ("steps", 0), ("factor", 1), ("seconds", 0)):
         if values.get(key, least) < least or (key in ("rank", "step", "steps") and values.get(key, 0) % 1):
             raise ValueError(
@@ -114,6 +132,7 @@ def _fault(number: int, words: list[str]) -> Fault:
         factor=values.get("factor", 1.0),
         steps=int(values.get("steps", 0)),
         seconds=values.get("seconds", 60.0 if kind == "lose" else 0.0),
+        axis=axis,
     )
 
 

@@ -1,12 +1,13 @@
 """Measurements of a run: records, trackers, progress display.
 
 Records (`StepRecord`, `ValidationRecord`) go to trackers (`metrics.jsonl` always; TensorBoard and W&B as extras) and
-to the progress display. Nothing here imports torch, rich or a tracker's package before it is used.
+to the progress display. `timing` measures where the time of
+a step goes. Nothing here imports torch, rich or a tracker's package before it is used.
 """
 
 from titan_train.observe.history import Curve, History, read_history
 from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
-from titan_train.observe.memory import peak_memory_gib
+from titan_train.observe.memory import memory_in_use, peak_memory_gib
 from titan_train.observe.peak_flops import Dtype, device_peak_flops
 from titan_train.observe.progress import TrainProgress
 from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
@@ -34,6 +35,7 @@ __all__ = [
     "build_trackers",
     "check_trackers",
     "device_peak_flops",
+    "memory_in_use",
     "peak_memory_gib",
     "read_history",
     "read_metrics",

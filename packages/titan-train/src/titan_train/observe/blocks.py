@@ -87,6 +87,9 @@ class BlockBuilder:
         block = self._block
         block.end, block.at = end, int(line["step"])
         block.most = max(block.most, block.at)
+        if line.get("event") == "step_split":  # one a block: there are many, and each stands for the steps around it
+            self._split = raw.strip()
+            return None
         if line["kind"] != "step":
             self._others.append(raw.strip())
             return None
@@ -118,12 +121,13 @@ class BlockBuilder:
         block.high = [max(values, default=None) for values in self._values]
         values = {name: getattr(block, name) for name in block.__slots__ if name != "others"}
         head = json.dumps(values, separators=(",", ":"))[:-1].encode()
-        return head + b',"others":[' + b",".join(self._others) + b"]}\n"
+        return head + b',"others":[' + b",".join([*self._others, *filter(None, [self._split])]) + b"]}\n"
 
     def _reset(self) -> None:
         self._block = StepBlock()
         self._values: list[list[float]] = [[] for _ in QUANTITIES]
         self._others: list[bytes] = []
+        self._split = b""
 
 
 def quantities(line: dict[str, Any]) -> list[float]:

@@ -275,8 +275,9 @@ def _step_of(line: dict[str, Any]) -> int:
 def _values(record: StepRecord | ValidationRecord) -> dict[str, object]:
     # dataclasses.asdict copies deeply, which takes longer than writing the line
     values = {name: getattr(record, name) for name in record.__slots__}
-    if not values.get("routing"):  # of a dense model
-        values.pop("routing", None)
+    for name in ("routing", "split", "memory"):  # of a dense model, of a step between two measured ones
+        if not values.get(name):
+            values.pop(name, None)
     return values
 
 

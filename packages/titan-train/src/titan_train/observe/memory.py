@@ -1,5 +1,6 @@
 """Peak memory of this rank."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _STATUS = Path("/proc/self/status")
+_PAGES = Path("/proc/self/statm")
 
 
 def peak_memory_gib(device: "torch.device") -> float:
@@ -25,6 +27,29 @@ def peak_memory_gib(device: "torch.device") -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return torch.accelerator.max_memory_allocated(device) / GIB
+
+
+def memory_in_use(device: "torch.device") -> dict[str, float]:
+    """Memory of this rank now: ``active_gib``, ``reserved_gib``, ``peak_gib``, and the allocator's ``retries``.
+
+    On an accelerator: what tensors hold, what the allocator holds for them, the most that tensors have held, and how often
+    the allocator had to give its cache back to go on. On CPU: the resident set, what is mapped, its high-water mark; a
+    process has no retries.
+    """
+    if device.type == "cuda":
+        import torch
+
+        found = torch.cuda.memory_stats(device)
+        keys = {"active_gib": "active_bytes.all.current", "reserved_gib": "reserved_bytes.all.current"}
+        values = {name: found.get(key, 0) / GIB for name, key in keys.items()}
+        return values | {"peak_gib": peak_memory_gib(device), "retries": float(found.get("num_alloc_retries", 0))}
+    try:
+        mapped, resident = (int(word) for word in _PAGES.read_text(encoding="ascii").split()[:2])
+    except (OSError, ValueError):  # not on Linux
+        return {"peak_gib": peak_memory_gib(device)}
+    page = os.sysconf("SC_PAGE_SIZE")
+    values = {"active_gib": resident * page / GIB, "reserved_gib": mapped * page / GIB}
+    return values | {"peak_gib": peak_memory_gib(device), "retries": 0.0}
 
 
 def _resident_high_water_bytes() -> int:

@@ -66,6 +66,7 @@ class TrainProgress:
         self._mode = resolve_mode(config.progress, output)
         self._pause_s = _SECONDS_BETWEEN_LINES if config.progress == "auto" else 0.0
         self._written: float | None = None
+        self._noted: float | None = None
         self._screen = Screen(output, self._draw if self._mode == "bar" else None)
 
     def update(self, record: StepRecord) -> None:
@@ -90,6 +91,13 @@ class TrainProgress:
         self._sample = (step, text)
         if self._mode == "lines":
             self._screen.post(lambda: sample_line(step, text))
+
+    def line(self, text: str) -> None:
+        """Print a line between the steps' lines, at most one every few seconds; nothing where a bar is drawn or the display is off."""
+        now = self._clock()
+        if self._mode == "lines" and (self._noted is None or now - self._noted >= self._pause_s):
+            self._noted = now
+            self._screen.post(lambda: text)
 
     def message(self, text: str) -> None:
         """Print a line above the bar; in every mode, even when the display is off."""

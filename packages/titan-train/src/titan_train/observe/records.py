@@ -40,6 +40,12 @@ class StepRecord:
     """Seconds since training began, validation and checkpoints included."""
     routing: dict[str, float] = field(default_factory=dict[str, float])
     """How evenly the experts of a mixture of experts were used, from `routing_statistics`."""
+    split: dict[str, float] = field(default_factory=dict[str, float])
+    """Where the time of the last steps went, seconds of a step at the median rank: ``forward``, ``backward``, …, and for
+    each mesh axis ``tp exposed`` and ``tp hidden``. Only on every ``metrics.split_every``-th step."""
+    memory: dict[str, float] = field(default_factory=dict[str, float])
+    """Memory of this rank: ``active_gib``, ``reserved_gib``, ``peak_gib``, and ``retries`` of the allocator. On the same
+    steps as `split`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

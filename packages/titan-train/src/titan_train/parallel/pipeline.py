@@ -6,18 +6,20 @@ travel.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from titan_mesh import Mesh
-from titan_pipeline import Schedule
+from titan_pipeline import Action, Kind, Schedule
 from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage, Transport
 from torch import Tensor, nn
 
 from titan_train.config import PipelineConfig
 from titan_train.models import accepted_inputs
 from titan_train.models.common.loss import TokenLoss
+from titan_train.observe.timing import StepTimer
 from titan_train.parallel.float8 import DEFERRING_RULES
 from titan_train.task import TaskBatch
 
@@ -94,6 +96,15 @@ class Pipeline:
         ]
         self._keywords = keywords
         self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
+
+    def measure(self, timer: StepTimer) -> None:
+        """Take the time of forward and backward passes."""
+        names = {Kind.F: "forward"}  # whatever else computes is a part of backward
+
+        def phase(action: Action | None) -> AbstractContextManager[object]:
+            return timer.waiting("pp") if action is None else timer.phase(names.get(action.kind, "backward"))
+
+        self.executor.around = phase
 
     def step(self, batches: Sequence[TaskBatch], num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.

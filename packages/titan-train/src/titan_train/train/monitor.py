@@ -2,13 +2,22 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from titan_train.observe.timing.collectives import CollectiveMeter
 
 
 class StepMonitor:
     """Called by the trainer at the points where a run can hang or fail. Does nothing by itself."""
+
+    def measured(self, meter: "CollectiveMeter") -> None:
+        """Called once, with what counts the collectives of the steps."""
+
+    def before_data(self, step: int) -> None:
+        """Called before the batch of ``step`` is loaded."""
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Called before a step, after its batch is loaded and before any collective."""

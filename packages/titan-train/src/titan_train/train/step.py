@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_train.models.common.moe.balance import LayerRouting, routing_statistics, share_routing, update_expert_bias
+from titan_train.observe.timing import StepTimer
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
@@ -54,6 +55,7 @@ class OptimizerStep:
         accumulate: fsdp.Accumulate,
         scope: ReduceScope,
         device: torch.device,
+        timer: StepTimer,
     ) -> None:
         """Prepare to step.
 
@@ -64,7 +66,9 @@ class OptimizerStep:
             accumulate: What titan-fsdp keeps between micro-batches.
             scope: Which sums this rank takes part in.
             device: Where the batches are.
+            timer: Takes the time of forward, backward and optimizer.
         """
+        self._timer = timer
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
@@ -90,13 +94,14 @@ class OptimizerStep:
         with self._constant_weights:
             total = self._forward_backward(batches, counts[0].clamp(min=1))
         gradients = self._model.gradients
-        gradients.finish()
-        sums = torch.stack([total, gradients.square_norm().to(self._device)])
-        if not self._scope.counts_loss:
-            sums[0] = 0.0
-        sums = self._scope.sum(sums)
-        grad_norm = sums[1].sqrt()
-        gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
+        with self._timer.phase("optimizer"):
+            gradients.finish()
+            sums = torch.stack([total, gradients.square_norm().to(self._device)])
+            if not self._scope.counts_loss:
+                sums[0] = 0.0
+            sums = self._scope.sum(sums)
+            grad_norm = sums[1].sqrt()
+            gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
 
         # the one host sync: until here the host only queued work (a pipeline's executor needs its denominator earlier)
         read = torch.cat([torch.stack([sums[0], grad_norm]).double(), counts.double()]).tolist()
@@ -107,9 +112,10 @@ class OptimizerStep:
         for part in self._model.parts:
             routing |= update_expert_bias(part, self._scope.tokens_group, skip=skipped)
         routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
-        if not skipped:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        with self._timer.phase("optimizer"):
+            if not skipped:
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         flags = tuple(flag > 0 for flag in agreed)
         return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing))
 
@@ -128,8 +134,10 @@ class OptimizerStep:
         (module,) = model.parts
         for index, batch in enumerate(cut):
             with fsdp.accumulate(module, index, len(cut), keep=self._accumulate):
-                loss = model.loss_sum(batch) / num_labels
-                loss.backward()
+                with self._timer.phase("forward"):
+                    loss = model.loss_sum(batch) / num_labels
+                with self._timer.phase("backward"):
+                    loss.backward()
             total += loss.detach()
         return total
 

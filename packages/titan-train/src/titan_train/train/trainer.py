@@ -35,13 +35,16 @@ from titan_train.observe import (
     add_run_info,
     build_trackers,
     device_peak_flops,
+    memory_in_use,
     peak_memory_gib,
 )
+from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
+from titan_train.train.measure import StepMeasure
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
@@ -136,6 +139,16 @@ class Trainer:
         self._loader = self._make_loader(self._inputs.train)
         self._inputs.train.check_samples(config.train.steps * config.train.global_batch)
         self._batches: Iterator[TaskBatch] | None = None
+        self._measure = StepMeasure(
+            self.mesh,
+            self.device,
+            every=config.metrics.split_every,
+            last=config.train.steps,
+            parts=self.model.parts,
+        )
+        self._monitor.measured(self._measure.meter)
+        if self.model.pipeline is not None:
+            self.model.pipeline.measure(self._measure.timer)
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -143,6 +156,7 @@ class Trainer:
             accumulate=config.parallel.accumulate,
             scope=self._scope,
             device=self.device,
+            timer=self._measure.timer,
         )
         self._checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
@@ -163,6 +177,7 @@ class Trainer:
         self._progress: TrainProgress | None = None
         self._requests = SaveRequests()
         self._nonfinite_in_a_row = 0
+        self._split: dict[str, float] = {}  # waits for the next step that is logged
         if self.rank == 0:
             self._open_run_folder(describe_layout(layout, self.model, schedule))
         self._throughput = Throughput(
@@ -188,13 +203,18 @@ class Trainer:
         if self._batches is None:
             self._batches = iter(self._loader)
         saved_time = time.monotonic()
-        with self._requests.installed(), _CollectedTogether(self.config.train.gc_every) as collect:
+        timer = self._measure.timer
+        with (
+            self._requests.installed(),
+            _CollectedTogether(self.config.train.gc_every) as collect,
+            self._measure.running(),
+        ):
             while self.step < last:
                 result = self._train_one_step(save_due=self._minutes_due(saved_time))
                 stop, save_asked, save_due = result.requests
                 every = self.config.validation.every
                 if every and (self.step % every == 0 or self.step == steps):
-                    with self._monitor.phase("validate", self.step):
+                    with self._monitor.phase("validate", self.step), timer.phase("validation"):
                         self._validate()
                 every = self.config.checkpoint.every
                 if stop or save_asked or save_due or self.step == steps or (every and self.step % every == 0):
@@ -209,7 +229,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
-        with self._monitor.phase("save", self.step):
+        with self._monitor.phase("save", self.step), self._measure.timer.phase("checkpoint"):
             self._checkpointer.save(self.step, self._state())
         self._event("checkpoint_saved", seconds=round(time.monotonic() - started, 3))
 
@@ -250,7 +270,8 @@ class Trainer:
     def _train_one_step(self, *, save_due: bool) -> StepResult:
         assert self._batches is not None
         started = time.perf_counter()
-        with Stopwatch() as waiting:
+        with Stopwatch() as waiting, self._measure.timer.phase("data"):
+            self._monitor.before_data(self.step + 1)
             microbatches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._monitor.before_step(self.step + 1, self.model.parts)
@@ -265,6 +286,9 @@ class Trainer:
         if len(self.losses) == 1:  # from this process's first step on, the optimizer has all its state
             self._checkpointer.prepare(self._state())
         self._guard_nonfinite(result)
+        measured = self._measure.step_made(self.step)
+        if measured is not None:
+            self._note_split(*measured)
         self._record(result, microbatches, learning_rate, time.perf_counter() - started, waiting.elapsed_s)
         return result
 
@@ -301,13 +325,25 @@ class Trainer:
             step_time_s=step_s,
             skipped=result.skipped,
             routing=result.routing,
+            split=self._split,
+            memory=memory_in_use(self.device) if self._split else {},
             **self._throughput.rates(),
         )
         if self.step % self.config.metrics.log_every == 0 or self.step == self.config.train.steps:
             for tracker in self._trackers:
                 tracker.log_step(record)
+            self._split = {}
         if self._progress is not None:
             self._progress.update(record)
+
+    def _note_split(self, split: StepSplit, causes: list[Cause]) -> None:
+        self._split = split.seconds()
+        self._event("step_split", **split.fields())
+        if self._progress is not None:
+            self._progress.line(split_line(split))
+        for cause in causes:
+            self._event("straggler", **cause.fields())
+            self._message(cause.text)
 
     def _validate(self) -> None:
         if self._inputs.validation is None:

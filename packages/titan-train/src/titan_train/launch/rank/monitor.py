@@ -16,6 +16,7 @@ from titan_train.config.faults import parse_faults
 from titan_train.launch.rank.heartbeat import Heartbeat, Phase
 from titan_train.launch.rank.timeouts import set_collective_timeout
 from titan_train.launch.testing.inject import Injector
+from titan_train.observe.timing.collectives import CollectiveMeter
 from titan_train.train.monitor import StepMonitor
 
 _WINDOW = 16  # steps that a median is taken over
@@ -38,6 +39,14 @@ class RankMonitor(StepMonitor):
         self._alone: deque[float] = deque(maxlen=_WINDOW)
         self._together: deque[float] = deque(maxlen=_WINDOW)
         heartbeat.write(Phase.STARTING, 0)
+
+    def measured(self, meter: CollectiveMeter) -> None:
+        """Let a slow link be injected."""
+        self._injector.delays = meter.delays
+
+    def before_data(self, step: int) -> None:
+        """Called before the batch of ``step`` is loaded."""
+        self._injector.before_data(step)
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Called before the step, after the batch is loaded and before any collective."""

@@ -29,6 +29,8 @@ class Injector:
     def __init__(self, faults: tuple[Fault, ...], rank: int, run_dir: Path) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._run_dir = run_dir
+        self.delays: dict[str, float] | None = None
+        """Seconds that each collective takes longer, by mesh axis; whoever makes the collectives reads it."""
 
     def before_step(self, step: int, parts: Sequence[nn.Module], step_s: float) -> None:
         """Strike with what is due before ``step``.
@@ -40,10 +42,21 @@ class Injector:
         """
         for fault in self._faults:
             if fault.kind == "slow":
-                if fault.step <= step and (not fault.steps or step < fault.step + fault.steps):
+                if fault.covers(step):
                     time.sleep((fault.factor - 1) * step_s)
+            elif fault.kind == "slow-link":
+                if self.delays is not None:
+                    self.delays[fault.axis] = fault.seconds if fault.covers(step) else 0.0
+            elif fault.kind == "slow-data":
+                continue
             elif fault.kind != "disk-full" and fault.step == step and self._first_time(fault):
                 self._strike(fault, parts)
+
+    def before_data(self, step: int) -> None:
+        """Hold back the batch of ``step``, if its source is to be slow."""
+        for fault in self._faults:
+            if fault.kind == "slow-data" and fault.covers(step):
+                time.sleep(fault.seconds)
 
     @contextlib.contextmanager
     def during_save(self, step: int) -> Generator[None]:

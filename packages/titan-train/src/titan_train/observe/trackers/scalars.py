@@ -23,7 +23,9 @@ _VALIDATION = {"validation/loss": "loss", "validation/bits_per_byte": "bits_per_
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """Name to value; what is unknown or not finite is left out."""
     routing = {f"moe/{name}": value for name, value in record.routing.items() if math.isfinite(value)}
-    return _scalars(record, _STEP) | routing
+    split = {f"time/{name.replace(' ', '_')}_s": value for name, value in record.split.items()}
+    memory = {f"memory/{name}": value for name, value in record.memory.items()}
+    return _scalars(record, _STEP) | routing | split | memory
 
 
 def validation_scalars(record: ValidationRecord) -> dict[str, float]:

@@ -1,0 +1,180 @@
+"""A rank's time, divided over phases.
+
+Idea: one mark and a stack of phases. Each time a phase begins or ends, the time since the mark goes to the phase on top,
+so every moment counts once and the phases add up to the whole. Time in which the rank waits in a collective is taken out
+of the phase around it and counted for the collective's mesh axis.
+
+Cost: two readings of a clock per phase, about a microsecond.
+
+Limits: this is the host's time. On a GPU the host runs ahead, so that work shows where the host waits for it; the traces
+of `--profile.steps` divide a GPU's own time.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+PHASES = ("forward", "backward", "optimizer", "data", "checkpoint", "validation", "host")
+"""What a rank's own time is divided into; host is all that is not one of the others."""
+_APART = ("checkpoint", "validation")  # their collectives are part of them
+
+
+@dataclass(slots=True)
+class AxisTotals:
+    """Communication of one rank on one mesh axis."""
+
+    calls: int = 0
+    sent_bytes: float = 0.0
+    """What this rank sends, as the usual algorithms do it: an all-reduce of n bytes sends 2 (k - 1) / k * n."""
+    exposed_s: float = 0.0
+    """The rank did nothing else: starting and waiting, also for ranks that come later."""
+    hidden_s: float = 0.0
+    """Under way while the rank computed. An operation found finished counts until it was asked for, so this is at most."""
+    latency_s: float = 0.0
+    """The shortest call; 0 if none was waited for."""
+    bytes_per_s: float = 0.0
+    """Of the call with the most, one that no rank came late to."""
+
+    def add_call(self, seconds: float, sent_bytes: float) -> None:
+        """Take the duration of one call, from its start to its end."""
+        if seconds > 0:
+            self.latency_s = min(self.latency_s, seconds) if self.latency_s else seconds
+            self.bytes_per_s = max(self.bytes_per_s, sent_bytes / seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one rank did in the steps since the window before."""
+
+    steps: int
+    wall_s: float
+    phases: dict[str, float]
+    """Seconds by phase, waiting for other ranks left out."""
+    axes: dict[str, AxisTotals]
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """Divides the time of one rank. Off until `start`."""
+
+    clock: Callable[[], float] = time.perf_counter
+    steps: int = 0
+    """Steps since the last window."""
+    running: bool = False
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    axes: dict[str, AxisTotals] = field(default_factory=dict[str, AxisTotals])
+    _stack: list[str] = field(default_factory=lambda: ["host"])
+    _mark: float = 0.0
+    _began: float = 0.0
+    _thread: int = 0
+    waits: bool = False
+    """Inside a block of `waiting`, whose collectives are not counted a second time."""
+
+    def start(self) -> None:
+        """Begin a window; the calling thread is the one whose time is divided."""
+        self._began = self._mark = self.clock()
+        self._thread = threading.get_ident()
+        self.steps, self.running = 0, True
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.axes = {}
+
+    def phase(self, name: str) -> "_Phase":
+        """A block whose time goes to the phase ``name``, one of `PHASES`; blocks may lie in each other."""
+        return _Phase(self, name)
+
+    def waiting(self, axis: str) -> "_Waiting":
+        """A block in which the rank waits for others on ``axis``."""
+        return _Waiting(self, axis)
+
+    def totals(self, axis: str) -> AxisTotals:
+        """Of one axis, in this window."""
+        totals = self.axes.get(axis)
+        if totals is None:
+            totals = self.axes[axis] = AxisTotals()
+        return totals
+
+    def waited(self, axis: str, seconds: float) -> AxisTotals:
+        """Take ``seconds`` that just passed out of the phase on top: the rank was in a collective on ``axis``."""
+        totals = self.totals(axis)
+        totals.exposed_s += seconds
+        self.phases[self._stack[-1]] -= seconds
+        return totals
+
+    def counts_here(self) -> bool:
+        """Whether a collective that begins now is part of a step: on this thread, or on autograd's in a backward."""
+        top = self._stack[-1]
+        if not self.running or top in _APART or self.waits:
+            return False
+        if threading.get_ident() == self._thread:
+            return True
+        return top == "backward" and threading.current_thread().name.startswith(
+            "Dummy-"
+        )  # one that Python did not start
+
+    def take(self) -> Window:
+        """End the window and begin the next."""
+        now = self.clock()
+        self._add(now)
+        window = Window(self.steps, now - self._began, self.phases, self.axes)
+        self.steps, self._began = 0, now
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.axes = {}
+        return window
+
+    def stop(self) -> None:
+        """Divide no more time until the next `start`."""
+        self.running = False
+
+    def _add(self, now: float) -> None:
+        self.phases[self._stack[-1]] += now - self._mark
+        self._mark = now
+
+    def enter(self, name: str) -> None:
+        """Begin a phase; `phase` does it as a block."""
+        self._add(self.clock())
+        top = self._stack[-1]
+        self._stack.append(top if top in _APART else name)
+
+    def leave(self) -> None:
+        """End the phase that began last."""
+        self._add(self.clock())
+        self._stack.pop()
+
+
+class _Phase:
+    __slots__ = ("_name", "_timer")
+
+    def __init__(self, timer: StepTimer, name: str) -> None:
+        self._timer = timer
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._timer.enter(self._name)
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self._timer.leave()
+
+
+class _Waiting:
+    __slots__ = ("_axis", "_began", "_counts", "_timer")
+
+    def __init__(self, timer: StepTimer, axis: str) -> None:
+        self._timer = timer
+        self._axis = axis
+
+    def __enter__(self) -> None:
+        self._counts = self._timer.counts_here()
+        if self._counts:
+            self._began = self._timer.clock()
+            self._timer.waits = True
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        if self._counts:
+            self._timer.waits = False
+            self._timer.waited(self._axis, self._timer.clock() - self._began)

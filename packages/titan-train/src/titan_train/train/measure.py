@@ -1,0 +1,123 @@
+"""Where the time of this run's steps goes: measured on every rank, gathered every few steps, recorded by rank 0.
+
+The trainer marks its phases on `StepMeasure.timer`; collectives are counted while `StepMeasure.running`. Every
+``metrics.split_every`` steps the ranks gather one row of numbers each. Rank 0 logs the event ``step_split`` and, for what
+holds the run up in two windows in a row, the event ``straggler``.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+import torch
+import torch.distributed as dist
+from titan_mesh import Layout, Mesh
+from torch import nn
+
+from titan_train.observe.timing import Cause, Place, StepSplit, StepTimer, combine, find_causes
+from titan_train.observe.timing.causes import shortest_calls
+from titan_train.observe.timing.collectives import CollectiveMeter, axes_of
+
+_SHARE = 0.2  # of a step that something must cost to be named: less is within what ranks of a busy machine differ by
+
+
+class StepMeasure:
+    """Measures the steps of one rank. `every` 0 measures nothing."""
+
+    def __init__(
+        self, mesh: Mesh | None, device: torch.device, *, every: int, last: int, parts: Sequence[nn.Module] = ()
+    ) -> None:
+        """Prepare.
+
+        Args:
+            mesh: All ranks; None for a run of one rank.
+            device: Where the ranks' rows are gathered.
+            every: Steps of a window.
+            last: The run's last step, which ends a window too.
+            parts: What this rank computes.
+        """
+        self.timer = StepTimer()
+        self._rank = 0 if mesh is None else mesh.global_rank
+        layout = None if mesh is None else mesh.layout
+        self.meter = CollectiveMeter(self.timer, layout, self._rank)
+        self._place = place_of(layout)
+        self._work = _work(parts)
+        self._device = device
+        self._every, self._last = every, last
+        self._fast: dict[tuple[str, int], float] = {}
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._named: set[tuple[str, tuple[int, ...]]] = set()
+        self._windows = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Measure inside the block."""
+        if not self._every:
+            yield
+            return
+        with self.meter.installed():
+            self.timer.start()
+            try:
+                yield
+            finally:
+                self.timer.stop()
+
+    def step_made(self, step: int) -> tuple[StepSplit, list[Cause]] | None:
+        """Count a step; at the end of a window gather the ranks' rows. Collective then.
+
+        Args:
+            step: Steps made.
+
+        Returns:
+            On rank 0, at the end of each window but the first, which holds the first step, and that may compile: the
+            window, and the causes to name for the first time.
+        """
+        self.timer.steps += 1
+        if not self._every or not (step % self._every == 0 or step == self._last):
+            return None
+        rows = self._gather(self._place.row(self.timer.take(), self._work))
+        self._windows += 1
+        if self._rank != 0 or (self._windows == 1 and step != self._last):
+            return None
+        split = combine(step, self._place, rows)
+        return split, self._new(split)
+
+    def _gather(self, row: list[float]) -> list[list[float]]:
+        mine = torch.tensor(row, dtype=torch.float64, device=self._device)
+        if self._place.world_size == 1:
+            return [mine.tolist()]
+        rows = mine.new_empty(self._place.world_size * len(row))
+        # not part of a step: counted by no window
+        running, self.timer.running = self.timer.running, False
+        dist.all_gather_into_tensor(rows, mine)
+        self.timer.running = running
+        return rows.view(self._place.world_size, len(row)).tolist()
+
+    def _new(self, split: StepSplit) -> list[Cause]:
+        """The causes that the window before had too, and that were not named yet or had passed meanwhile."""
+        causes = find_causes(split, self._place, share=_SHARE, quickest=self._fast)
+        for key, seconds in shortest_calls(split, self._place).items():
+            self._fast[key] = min(seconds, self._fast.get(key, seconds))
+        keys = {(cause.kind, cause.ranks) for cause in causes}
+        lasting = [cause for cause in causes if (cause.kind, cause.ranks) in self._seen]
+        new = [cause for cause in lasting if (cause.kind, cause.ranks) not in self._named]
+        self._named = (self._named & keys) | {(cause.kind, cause.ranks) for cause in new}
+        self._seen = keys
+        return new
+
+
+def place_of(layout: Layout | None) -> Place:
+    """Which ranks meet on which axis."""
+    if layout is None:
+        return Place(1)
+    stages: list[int] = []
+    if layout.spec.pp > 1:
+        index = {rank: i for group in layout.groups("pp") for i, rank in enumerate(group)}
+        stages = [index[rank] for rank in range(layout.num_ranks)]
+    groups = {name: tuple(map(tuple, layout.groups(name))) for name in axes_of(layout)}
+    return Place(layout.num_ranks, groups, stages)
+
+
+def _work(parts: Sequence[nn.Module]) -> float:
+    """What this rank computes, in parameters that are multiplied with; what they cost beside depends little on the stage."""
+    named = (pair for part in parts for pair in part.named_parameters())
+    return float(sum(parameter.numel() for name, parameter in named if "embeddings" not in name))

@@ -1,0 +1,143 @@
+"""The division of a rank's time, the ranks' figures together, and the causes found in them; all without ranks."""
+
+import threading
+
+import pytest
+from titan_train.observe.timing import PHASES, Place, StepTimer, combine, find_causes, split_line
+from titan_train.observe.timing.causes import shortest_calls
+
+TP2_DP2 = {"tp": ((0, 1), (2, 3)), "dp_shard": ((0, 2), (1, 3))}
+
+
+class Clock:
+    """Seconds that only pass when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def timer():
+    timer = StepTimer(clock=Clock())
+    timer.start()
+    return timer
+
+
+def test_every_moment_counts_once_and_waiting_is_taken_out(timer):
+    timer.clock.now += 1  # host
+    with timer.phase("forward"):
+        timer.clock.now += 2
+        with timer.waiting("pp"):
+            timer.clock.now += 4
+        with timer.phase("data"):
+            timer.clock.now += 8
+        timer.clock.now += 16
+    timer.steps = 1
+    window = timer.take()
+    assert window.wall_s == 31
+    assert {name: s for name, s in window.phases.items() if s} == {"host": 1, "forward": 18, "data": 8}
+    assert window.axes["pp"].exposed_s == 4
+    assert sum(timer.take().phases.values()) == 0
+
+
+def test_what_lies_in_validation_or_a_checkpoint_is_part_of_it(timer):
+    with timer.phase("validation"), timer.phase("forward"):
+        timer.clock.now += 3
+        with timer.waiting("pp"):
+            timer.clock.now += 1
+        assert not timer.counts_here()
+    window = timer.take()
+    assert window.phases["validation"] == 4
+    assert not window.axes
+
+
+def test_another_thread_of_python_is_not_part_of_the_step(timer):
+    answers = []
+
+    def ask():
+        with timer.phase("backward"):
+            answers.append(timer.counts_here())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert answers == [False]
+    assert timer.counts_here()
+
+
+def windows(place, *, base=None, exposed=None, latency=None, calls=10, work=None):
+    """One row per rank: 100 ms of a step, but for what ``base`` and the others say by rank."""
+    rows = []
+    for rank in range(place.world_size):
+        timer = StepTimer(clock=Clock())
+        timer.start()
+        seconds = {"forward": 0.03, "backward": 0.05, "host": 0.01} | (base or {}).get(rank, {})
+        for axis in place.groups:
+            totals = timer.totals(axis)
+            totals.calls, totals.sent_bytes = calls, 1e6
+            totals.exposed_s = (exposed or {}).get((rank, axis), 0.001)
+            totals.add_call((latency or {}).get((rank, axis), 1e-4), 1e5)
+        timer.phases.update(seconds)
+        timer.steps = 1
+        timer.clock.now += sum(seconds.values()) + sum(t.exposed_s for t in timer.axes.values())
+        timer.phases["host"] -= timer.clock.now - 100.0  # `take` adds what has passed
+        rows.append(place.row(timer.take(), (work or {}).get(rank, 1.0)))
+    return combine(7, place, rows)
+
+
+def test_an_even_run_has_no_causes():
+    place = Place(4, TP2_DP2)
+    split = windows(place)
+    assert find_causes(split, place, quickest=shortest_calls(split, place)) == []
+    assert split_line(split).startswith(
+        "split    step 7: 92.0 ms = forward 30.0, backward 50.0, host 10.0, tp 1.0, dp_shard 1.0"
+    )
+    fields = split.fields()
+    assert fields["axes"]["tp"] == {
+        "calls": 10, "bytes": 1000000, "exposed_ms": [1.0, 1.0, 1.0], "hidden_ms": [0.0, 0.0, 0.0], "overlapped": 0.0,
+        "latency_us": 100.0, "gb_s": 1.0,
+    }  # fmt: skip
+    assert list(fields["phases_ms"]) == list(PHASES)
+
+
+@pytest.mark.parametrize(("part", "kind"), [("data", "slow data"), ("host", "slow rank"), ("backward", "slow rank")])
+def test_a_late_rank_is_named_with_the_axis_that_waits_for_it(part, kind):
+    place = Place(4, TP2_DP2)
+    split = windows(place, base={2: {part: 0.25}}, exposed={(3, "tp"): 0.2, (0, "dp_shard"): 0.1})
+    (cause,) = find_causes(split, place)
+    assert (cause.kind, cause.ranks, cause.axis, cause.part) == (kind, (2,), "tp", part)
+    assert "rank 2" in cause.text
+    assert "axis tp" in cause.text
+
+
+def test_a_stage_with_more_layers_is_unbalanced_and_one_with_as_many_is_a_slow_rank():
+    stages = {"pp": ((0, 2), (1, 3))}
+    base = {2: {"forward": 0.1}, 3: {"forward": 0.1}}
+    place = Place(4, stages, stages=(0, 0, 1, 1))
+    (cause,) = find_causes(windows(place, base=base), place)
+    assert (cause.kind, cause.ranks, cause.stage) == ("unbalanced stage", (2, 3), 1)
+    one = {"pp": ((0, 1),)}
+    place = Place(2, one, stages=(0, 1))
+    for work, kind in ((2.0, "unbalanced stage"), (1.1, "slow rank")):
+        (cause,) = find_causes(windows(place, base={1: {"forward": 0.1}}, work={1: work}), place)
+        assert (cause.kind, cause.ranks, cause.axis) == (kind, (1,), "pp")
+
+
+def test_a_link_is_slow_when_even_its_shortest_call_is_and_nobody_was_late():
+    place = Place(4, TP2_DP2)
+    slow = {(0, "tp"): 0.01, (1, "tp"): 0.01}
+    waits = {(0, "tp"): 0.1, (1, "tp"): 0.1}
+    (cause,) = find_causes(windows(place, exposed=waits, latency=slow), place)
+    assert (cause.kind, cause.ranks, cause.axis) == ("slow link", (0, 1), "tp")
+    # the only group of an axis has itself in earlier windows to be compared with
+    place = Place(2, {"tp": ((0, 1),)})
+    even, late = windows(place), windows(place, exposed=waits, latency=slow)
+    assert find_causes(late, place) == []
+    (cause,) = find_causes(late, place, quickest=shortest_calls(even, place))
+    assert (cause.kind, cause.axis) == ("slow link", "tp")
+    # one call that waited for nobody was quick: the others came late, the link is well
+    mixed = windows(place, exposed=waits, latency={(0, "tp"): 0.01})
+    assert find_causes(mixed, place, quickest=shortest_calls(even, place)) == []

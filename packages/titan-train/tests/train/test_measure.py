@@ -1,0 +1,140 @@
+"""The split of a step's time and the causes of slowness, measured on ranks."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.config.faults import parse_faults
+from titan_train.inputs import prepare_inputs
+from titan_train.launch.testing.inject import Injector
+from titan_train.train import Trainer
+from titan_train.train.monitor import StepMonitor
+
+
+def configure(folder, **sections):
+    """A tiny model on the text in ``folder``; ``sections`` override tables of the configuration."""
+    folder = Path(folder)
+    tree = {
+        "run": {"dir": str(folder / "runs"), "name": "run", "seed": 7},
+        "model": {"name": "llama3_debug", "seq_len": 32},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+            "cache_dir": str(folder / "cache"),
+            "validation_fraction": 0.0,
+        },
+        "train": {"steps": 12, "global_batch": 8},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 0},
+        "metrics": {"progress": "off", "split_every": 4},
+        "launch": {"device": "cpu", "timeout_s": 60.0},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return parse_config(tree)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measure")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    prepare_inputs(configure(folder), quiet=True)
+    return str(folder)
+
+
+class Injecting(StepMonitor):
+    """Carries out a plan of faults, as a rank with a launcher does."""
+
+    def __init__(self, plan, rank, run_dir):
+        self.injector = Injector(parse_faults(plan), rank, run_dir)
+
+    def measured(self, meter):
+        self.injector.delays = meter.delays
+
+    def before_data(self, step):
+        self.injector.before_data(step)
+
+    def before_step(self, step, parts):
+        self.injector.before_step(step, parts, 0.2)
+
+
+def train(folder, name, sections, plan=""):
+    """Train on this rank; what it measured of each window, the seconds of `fit`, the step times."""
+    import torch.distributed as dist
+
+    run = {"run": {"dir": str(Path(folder) / "runs"), "name": name, "seed": 7}}
+    config = configure(folder, **(run | sections))
+    rank = dist.get_rank()
+    rows = []
+    with Trainer(config, monitor=Injecting(plan, rank, Path(folder) / "runs" / name)) as trainer:
+        gather = trainer._measure._gather
+        trainer._measure._gather = lambda row: rows.append(row) or gather(row)
+        began = time.perf_counter()
+        trainer.fit()
+        return rows, time.perf_counter() - began
+
+
+def events(folder, name, kind):
+    lines = map(json.loads, (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == kind]
+
+
+@pytest.mark.parametrize(
+    ("axis", "parallel"), [("dp_shard", {}), ("tp", {"tp": 2}), ("pp", {"pp": 2}), ("cp", {"cp": 2})]
+)
+def test_the_parts_of_a_step_add_up_to_it(folder, axis, parallel):
+    sections = {"parallel": parallel, "train": {"steps": 12, "global_batch": 8}}
+    results = run_ranks(train, 2, folder, f"sum-{axis}", sections)
+    steps = [json.loads(x) for x in (Path(folder) / "runs" / f"sum-{axis}" / "metrics.jsonl").read_text().splitlines()]
+    step_times = {line["step"]: line["step_time_s"] for line in steps if line["kind"] == "step"}
+    for rank, (rows, fit_s) in enumerate(results):
+        assert len(rows) == 3
+        for number, row in enumerate(rows):
+            steps_made, wall_s, own, (calls, sent, exposed, *_) = row[0], row[1], row[3:10], row[10:16]
+            assert steps_made == 4
+            # it takes part in nothing else: what another axis exposes is the same number in another column
+            exposed += row[18] if len(row) > 16 else 0.0
+            assert sum(own) + exposed == pytest.approx(wall_s, rel=0.03)
+            assert min(own) >= 0.0
+            assert calls > 0 and sent > 0 and exposed > 0  # noqa: PT018
+            if rank == 0:  # the trainer's own clock, which leaves out what lies between steps
+                made = range(4 * number + 1, 4 * number + 5)
+                assert 4 * wall_s >= 0.97 * sum(step_times[step] for step in made)
+        assert sum(4 * row[1] for row in rows) <= fit_s
+    seconds = {line["step"]: line["split"] for line in steps if line.get("split")}
+    assert list(seconds) == [8, 12]
+    assert f"{axis} exposed" in seconds[12]
+    splits = events(folder, f"sum-{axis}", "step_split")
+    assert [split["step"] for split in splits] == [8, 12]  # the first window holds the first step
+    assert all(next(iter(split["axes"])) == axis for split in splits)
+
+
+def test_nothing_is_measured_when_it_is_off(folder):
+    sections = {"metrics": {"progress": "off", "split_every": 0}, "train": {"steps": 3, "global_batch": 8}}
+    run_ranks(train, 2, folder, "off", sections)
+    assert events(folder, "off", "step_split") == []
+
+
+# Sleeps of half a second against steps of 50 ms: named on a machine ten times as busy too.
+CAUSES = {
+    "slow rank=1 factor=3.5": ("slow rank", [1], "dp_shard", {}),
+    "slow-data rank=1 seconds=0.5": ("slow data", [1], "tp", {"parallel": {"tp": 2}}),
+    # the link slows down while the run goes on, for both of its ends
+    "slow-link rank=1 axis=tp seconds=0.05 step=9": ("slow link", [0, 1], "tp", {"parallel": {"tp": 2}}),
+    "": ("unbalanced stage", [0], "pp", {"parallel": {"pp": 2}, "pipeline": {"cuts": [7]}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", CAUSES)
+def test_an_injected_cause_is_named_by_rank_axis_and_kind(folder, plan):
+    kind, ranks, axis, sections = CAUSES[plan]
+    name = kind.replace(" ", "-")
+    model = {"model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 8}}} if axis == "pp" else {}
+    run_ranks(train, 2, folder, name, {"train": {"steps": 20, "global_batch": 8}} | sections | model, plan)
+    named = [(e["cause"], e["ranks"], e["axis"]) for e in events(folder, name, "straggler")]
+    assert (kind, ranks, axis) in named
