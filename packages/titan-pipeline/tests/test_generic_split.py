@@ -13,6 +13,7 @@ from titan_pipeline import build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, ThreadHub, TorchStage  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 MODELS = ["GPT-2", "CNN", "ViT", "Whisper", "Mixtral", "Mamba"]
 
@@ -166,6 +167,50 @@ def test_six_models_defer_at_least_95_percent_of_the_flops(name):
         if e is not None:
             torch.testing.assert_close(got[n], e, rtol=0, atol=ORDER, msg=lambda t, n=n: f"{n}: {t}")
     assert stage.deferred_share >= 0.9
+
+
+class Attends(nn.Module):
+    """``nn.MultiheadAttention`` as ``use`` calls it."""
+
+    def __init__(self, use, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, **options)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self.attention, x)[0]
+
+
+ATTENTIONS = {
+    "self": Attends(lambda a, x: a(x, x, x, need_weights=False), batch_first=True),
+    "self, weights": Attends(lambda a, x: a(x, x, x)),
+    "causal": Attends(
+        lambda a, x: a(
+            x, x, x, need_weights=False, is_causal=True,
+            attn_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[0], dtype=x.dtype),
+        )
+    ),
+    "across": Attends(lambda a, x: a(x, 2 * x, x.flip(0), average_attn_weights=False), bias=False, add_bias_kv=True),
+    "other widths": Attends(lambda a, x: a(x, x[..., :8], x[..., :4]), kdim=8, vdim=4, add_zero_attn=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_torchs_attention_is_cut_at_its_products(name):
+    """As one operation it would be right too, but its attention would run backward in both halves."""
+    module = copy.deepcopy(ATTENTIONS[name])
+    vectors = {n for n, p in module.named_parameters() if n.endswith(("bias_k", "bias_v"))}  # concatenated: cheap
+    stage = check(module, torch.randn(6, 3, 16), early=vectors)
+    assert stage.deferred_share == 1
+    x = torch.randn(6, 3, 16, dtype=torch.float64)
+    grad = torch.ones_like(module(x))
+
+    def flops(run):
+        with FlopCounterMode(display=False) as counter:
+            run(module, x, grad)
+        return counter.get_total_flops()
+
+    assert flops(split) == flops(plain)
 
 
 class CustomProduct(torch.autograd.Function):

@@ -26,11 +26,13 @@ Not deferred, but right:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from titan_pipeline.runtime.weight_grad.functions import parameters_behind
@@ -50,6 +52,14 @@ _CHEAP = frozenset({
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Operations whose whole backward would run twice."""
+
+_SEES_NONE: dict[str, Any] = {"has_torch_function": lambda given: False}  # pyright: ignore[reportUnknownLambdaType]
+_ATTENTION = FunctionType(
+    functional.multi_head_attention_forward.__code__, functional.__dict__ | _SEES_NONE,
+    argdefs=functional.multi_head_attention_forward.__defaults__,
+)  # fmt: skip
+"""``nn.MultiheadAttention``'s function, which a mode sees as one, without the line that hands it to the mode. As one
+operation its attention would run backward in both halves."""
 
 
 class SplitMode(TorchFunctionMode):
@@ -75,6 +85,9 @@ class SplitMode(TorchFunctionMode):
         options = dict(kwargs or {})
         if not torch.is_grad_enabled():
             return func(*args, **options)
+        if func is functional.multi_head_attention_forward:  # cut at its products, not as one operation
+            with self:
+                return _ATTENTION(*args, **options)
         tensors = list(_tensors((args, tuple(options.values()))))
         leaves = {id(p): p for t in tensors for p in _leaves_of(t)}
         if not leaves:
