@@ -1,17 +1,41 @@
 """Diffusion: the data, how times are drawn, and the samples that a run shows."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from titan_train.config.values import check_at_least
+from titan_train.config.values import check_at_least, check_choice
+
+Source = Literal["shapes", "shards"]
+ShardFormat = Literal["folder", "webdataset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
     """Flow matching on packed latents (models of the family flux)."""
 
-    source: Literal["shapes"] = "shapes"
-    """shapes draws coloured shapes with captions, for tests and as an example."""
+    source: Source = "shapes"
+    """shapes draws coloured shapes with captions, for tests and as an example; shards reads latents and text features."""
+
+    path: str = ""
+    """Of source shards: folder with train-*.safetensors or train-*.tar, validation-* likewise, and empty.safetensors."""
+
+    images: str = ""
+    """What `titan-train prepare` encodes into that folder: JSONL files of "image" and "text", or tar files; a glob."""
+
+    encoders: str = ""
+    """Folder of a diffusers pipeline (text_encoder, text_encoder_2, tokenizer, tokenizer_2, vae) that encodes the images."""
+
+    shard_format: ShardFormat = "folder"
+    """How prepared shards are written: folder (safetensors files), webdataset (tar files with .npy entries)."""
+
+    shard_samples: int = 1000
+    """Images of one shard; an interrupted preparation repeats at most as many."""
+
+    latent_scale: float = 1.0
+    """Latents z of shards are used as latent_scale * (z - latent_shift). `titan-train prepare` has done that already."""
+
+    latent_shift: float = 0.0
+    """See latent_scale. For shards of raw latents of FLUX's autoencoder: 0.3611 and 0.1159."""
 
     grid: int = 16
     """Rows and columns of packed image tokens: 16 for 256 pixels, 64 for 1024."""
@@ -51,9 +75,34 @@ class DiffusionConfig:
         check_at_least("diffusion.text_tokens", self.text_tokens, 1)
         check_at_least("diffusion.sample_images", self.sample_images, 0)
         check_at_least("diffusion.sample_steps", self.sample_steps, 1)
+        check_choice("diffusion.source", self.source, get_args(Source))
+        check_choice("diffusion.shard_format", self.shard_format, get_args(ShardFormat))
+        check_at_least("diffusion.shard_samples", self.shard_samples, 1)
+        self._check_shards()
         if not 0.0 <= self.text_dropout < 1.0:
             raise ValueError(
                 f"diffusion.text_dropout={self.text_dropout} is not in [0, 1): it is a share of the samples. 0.1 is usual."
             )
         if self.logit_std <= 0.0:
             raise ValueError(f"diffusion.logit_std={self.logit_std} must be positive; 1 is usual.")
+
+    def _check_shards(self) -> None:
+        if self.source == "shards" and not self.path:
+            raise ValueError(
+                "diffusion.source='shards' needs diffusion.path: the folder that holds the shards, or that `titan-train prepare` "
+                "writes them to."
+            )
+        if self.source == "shapes" and (self.path or self.images):
+            raise ValueError(
+                "diffusion.path and diffusion.images are of diffusion.source='shards', but the source is 'shapes'. Set "
+                "diffusion.source='shards', or remove them."
+            )
+        if self.images and not self.encoders:
+            raise ValueError(
+                f"diffusion.images={self.images!r} needs diffusion.encoders: the folder of a diffusers pipeline whose text "
+                "encoders and autoencoder encode them."
+            )
+        if self.latent_scale <= 0.0:
+            raise ValueError(
+                f"diffusion.latent_scale={self.latent_scale} must be positive; 1 leaves latents as they are."
+            )

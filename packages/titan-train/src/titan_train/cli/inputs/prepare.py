@@ -1,4 +1,4 @@
-"""Train the tokenizer and tokenize the corpus of a configuration ahead of a run.
+"""Train the tokenizer and tokenize the corpus of a configuration ahead of a run; or encode its images.
 
 `titan-train run` does this when needed; this command does it on a machine without GPUs.
 """
@@ -22,7 +22,14 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)
 
-    prepare_sources(config.data, config.tokenizer)
+    from titan_train.task import load_task, task_name
+
+    task = task_name(config)
+    if task == "text":
+        prepare_sources(config.data, config.tokenizer)
+    else:
+        load_task(config).prepare(config)
+        print(f"the data of the task {task!r} is ready")
     return 0
 
 

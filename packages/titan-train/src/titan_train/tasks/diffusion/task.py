@@ -15,11 +15,11 @@ from titan_train.models.arguments import model_args
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.rope import TIME_FEATURES
 from titan_train.task import Task, TaskInputs
-from titan_train.tasks.diffusion.batches import Features, FlowBatches
+from titan_train.tasks.diffusion.batches import FlowBatches
 from titan_train.tasks.diffusion.context import joint_context, plan_joint
 from titan_train.tasks.diffusion.flow import shift_of
 from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
-from titan_train.tasks.diffusion.shapes import CHANNELS, ShapeFeatures, caption_text, score, to_image
+from titan_train.tasks.diffusion.source import check_source, open_source, prepare_source
 
 SAMPLES_FOLDER = "samples"
 """Where a run's folder keeps the images that it sampled."""
@@ -40,6 +40,7 @@ class DiffusionTask(Task):
                 f"model.seq_len={config.model.seq_len} must be diffusion.text_tokens + diffusion.grid^2 = {tokens}: a sample's "
                 f"tokens of text and image. Set model.seq_len={tokens}."
             )
+        check_source(config, args)
         if parallel.tp > 1 and parallel.sequence_parallel:
             raise ValueError(
                 f"parallel.tp={parallel.tp} with sequence_parallel: the two streams of this model are not split over "
@@ -51,6 +52,10 @@ class DiffusionTask(Task):
     def open(self, config: Config) -> TaskInputs:
         """The data sets of training and validation."""
         return DiffusionInputs(config)
+
+    def prepare(self, config: Config, *, quiet: bool = False) -> None:
+        """Encode the images that ``diffusion.images`` names; check the shards, and index tar files."""
+        prepare_source(config, _args(config), quiet=quiet)
 
     def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
         """The sum of squared errors over all elements, in float32."""
@@ -97,32 +102,30 @@ class DiffusionInputs(TaskInputs):
     def __init__(self, config: Config) -> None:
         """Open the source that ``diffusion.source`` names."""
         args, diffusion = _args(config), config.diffusion
-        if args.in_channels != CHANNELS:
-            raise ValueError(
-                f"diffusion.source='shapes' makes tokens of {CHANNELS} values, but the model takes {args.in_channels}. Set "
-                f"model.args.in_channels={CHANNELS}."
-            )
+        source = open_source(config, args)
         self._config, self._channels, self._guided = config, args.in_channels, args.guidance
-        self._items = ShapeFeatures(
-            grid=diffusion.grid, text_tokens=diffusion.text_tokens, text_dim=args.text_dim, pooled_dim=args.pooled_dim
-        )
+        self._gallery = source.gallery
         seed = config.run.seed
-        self.train = FlowBatches(self._items, diffusion, seed=seed, part="train", guided=args.guidance)
-        # noise of its own: a model could otherwise know the training samples of the same numbers
-        self.validation = FlowBatches(self._items, diffusion, seed=seed + 1, part="validation", guided=args.guidance)
+        self.train = FlowBatches(source.train, diffusion, seed=seed, part="train", guided=args.guidance)
+        if source.validation is not None:
+            # noise of its own: a model could otherwise know the training samples of the same numbers
+            self.validation = FlowBatches(
+                source.validation, diffusion, seed=seed + 1, part="validation", guided=args.guidance
+            )
 
-    def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
-        """Sample captions into ``samples/``: a grid of images, and how many show their caption's colour and place."""
-        diffusion = self._config.diffusion
+    def sample(self, model: nn.Module, run_dir: Path, step: int) -> str | None:
+        """Sample captions into ``samples/``: a grid of images and their captions.
+
+        Of shapes, it also says how many images show their caption's colour and place.
+        """
+        diffusion, gallery = self._config.diffusion, self._gallery
         if not diffusion.sample_images:
-            return
-        # captions spread over all colours, shapes and places: 63 and 200 have no common divisor
-        items = [63 * number % len(self._items) for number in range(diffusion.sample_images)]
-        texts = [Features(self._items.empty.latent, *self._items.text_of(item)) for item in items]
+            return None
+        texts = gallery.texts(diffusion.sample_images)
         latents = sample_latents(
             model,
             texts,
-            self._items.empty,
+            gallery.empty,
             grid=diffusion.grid,
             channels=self._channels,
             steps=diffusion.sample_steps,
@@ -133,18 +136,13 @@ class DiffusionInputs(TaskInputs):
             device=next(model.parameters()).device,
         )
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-            return
-        images = [to_image(tokens) for tokens in latents.cpu().numpy()]
-        right = [score(item, image) for item, image in zip(items, images, strict=True)]
+            return None
+        images = gallery.images(latents.cpu().numpy())
         folder = run_dir / SAMPLES_FOLDER
-        write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8))
-        found = {
-            "step": step,
-            "right": sum(right),
-            "images": len(right),
-            "captions": [caption_text(item) for item in items],
-        }
+        write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8, zoom=gallery.zoom))
+        found = {"step": step, **gallery.describe(images)}
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
+        return None
 
 
 def _args(config: Config) -> FluxArgs:
