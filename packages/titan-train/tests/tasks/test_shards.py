@@ -16,11 +16,11 @@ from titan_train.task import load_task
 from titan_train.tasks.diffusion.batches import FlowBatches
 from titan_train.tasks.diffusion.flow import generator
 from titan_train.tasks.diffusion.shards.encoders import Encoders
-from titan_train.tasks.diffusion.shards.features import ShardFeatures, Sizes, pack, unpack
+from titan_train.tasks.diffusion.shards.features import ShardFeatures, SampleSizes, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
 from titan_train.tasks.diffusion.shards.write import write_folder_shard, write_tar_shard, write_tensors
 
-SIZES = Sizes(grid=2, channels=8, text_tokens=3, text_dim=5, pooled_dim=4)
+SIZES = SampleSizes(grid=2, channels=8, text_tokens=3, text_dim=5, pooled_dim=4)
 WRITE = {"folder": (write_folder_shard, "safetensors"), "webdataset": (write_tar_shard, "tar")}
 
 
@@ -78,6 +78,14 @@ def test_both_forms_hold_the_same_samples(tmp_path):
     for number in range(5):
         for a, b in zip(folder.read(number, seed=1, sample=2), tar.read(number, seed=1, sample=2), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_arrays_that_do_not_lie_row_by_row_are_written_by_their_values(tmp_path):
+    turned = {name: np.asfortranarray(values) for name, values in sample(0).items()}
+    for form, (save, suffix) in WRITE.items():
+        folder = write(tmp_path / form, [1], form, logvar=True)
+        save(folder / f"train-00000.{suffix}", [turned, turned], ["", ""])
+        np.testing.assert_array_equal(opened(folder).shards[0].read(1)["latent"], turned["latent"].astype(np.float32))
 
 
 def test_packing_is_that_of_diffusers_and_is_undone():
@@ -192,7 +200,7 @@ def test_values_that_are_not_finite_are_refused_by_shard_and_sample(form, tmp_pa
 def test_shards_of_other_sizes_and_missing_files_are_refused_with_what_to_set(tmp_path):
     folder = write(tmp_path / "s", [2])
     with pytest.raises(ValueError, match=r"text \[3, 5\] instead of \[7, 5\] \(diffusion\.text_tokens=7"):
-        opened(folder, sizes=Sizes(grid=2, channels=8, text_tokens=7, text_dim=5, pooled_dim=4))
+        opened(folder, sizes=SampleSizes(grid=2, channels=8, text_tokens=7, text_dim=5, pooled_dim=4))
     with pytest.raises(ValueError, match=r"holds no shard validation-\*"):
         opened(folder, part="validation")
     (folder / "empty.safetensors").unlink()

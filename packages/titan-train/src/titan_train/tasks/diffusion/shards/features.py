@@ -25,7 +25,7 @@ _LOGVAR = (-30.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SampleSizes:
     """What the model and the configuration ask of a sample."""
 
     grid: int
@@ -50,7 +50,9 @@ class Sizes:
 class ShardFeatures:
     """Samples by number, over all shards of one part of a folder."""
 
-    def __init__(self, folder: Path, part: str, sizes: Sizes, *, cache_dir: Path, scale: float, shift: float) -> None:
+    def __init__(
+        self, folder: Path, part: str, sizes: SampleSizes, *, cache_dir: Path, scale: float, shift: float
+    ) -> None:
         """Open the shards ``part-*``.
 
         Args:
@@ -139,7 +141,7 @@ def unpack(tokens: npt.NDArray[np.float32], grid: int) -> FloatArray:
     return np.ascontiguousarray(cut.reshape(channels, 2 * grid, 2 * grid))
 
 
-def _check_sizes(shard: ShardFile, sizes: Sizes) -> None:
+def _check_sizes(shard: ShardFile, sizes: SampleSizes) -> None:
     wanted = sizes.shapes()
     settings = {
         "latent": f"diffusion.grid={sizes.grid}, model.args.in_channels={sizes.channels}",
@@ -158,7 +160,7 @@ def _check_sizes(shard: ShardFile, sizes: Sizes) -> None:
         )
 
 
-def _read_empty(folder: Path, sizes: Sizes) -> Features:
+def _read_empty(folder: Path, sizes: SampleSizes) -> Features:
     path = folder / EMPTY_NAME
     if not path.is_file():
         raise ValueError(

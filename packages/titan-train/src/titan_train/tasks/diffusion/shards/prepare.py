@@ -29,7 +29,7 @@ from titan_train.data.sources.held_out import is_held_out
 from titan_train.files import write_atomic
 from titan_train.tasks.diffusion.flow import FloatArray
 from titan_train.tasks.diffusion.shards.encoders import Encoders, check_encoders, encoders_stamp
-from titan_train.tasks.diffusion.shards.features import EMPTY_NAME, Sizes
+from titan_train.tasks.diffusion.shards.features import EMPTY_NAME, SampleSizes
 from titan_train.tasks.diffusion.shards.images import Captioned, TooSmallError, decode_image, list_images, read_images
 from titan_train.tasks.diffusion.shards.write import Encoded, write_folder_shard, write_tar_shard, write_tensors
 
@@ -60,7 +60,7 @@ class Prepared:
 _ADAPTER = TypeAdapter(Prepared)
 
 
-def prepare_shards(config: Config, sizes: Sizes, progress: ProgressCallback | None = None) -> Prepared | None:
+def prepare_shards(config: Config, sizes: SampleSizes, progress: ProgressCallback | None = None) -> Prepared | None:
     """Encode what ``diffusion.images`` names, unless that was done before.
 
     Args:
@@ -109,7 +109,7 @@ class _Preparation:
     def __init__(
         self,
         config: Config,
-        sizes: Sizes,
+        sizes: SampleSizes,
         folder: Path,
         files: Sequence[Path],
         state: Prepared,
@@ -265,7 +265,7 @@ def _stored(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float1
     return found
 
 
-def _key(config: Config, sizes: Sizes, files: Sequence[Path], encoders: Path) -> str:
+def _key(config: Config, sizes: SampleSizes, files: Sequence[Path], encoders: Path) -> str:
     diffusion, data = config.diffusion, config.data
     content: dict[str, Any] = {
         "format": 1,

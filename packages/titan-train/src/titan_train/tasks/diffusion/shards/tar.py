@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +43,7 @@ class TarShard:
             self._keys, self._places, shapes = _scan(path)
             write_atomic(table, json.dumps({"keys": self._keys, "places": self._places, "shapes": shapes}))
         self.count = len(self._keys)
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shapes.items()}
         self.content = hashlib.sha256(json.dumps([self._keys, self._places, shapes]).encode()).hexdigest()
 
     def read(self, number: int) -> Sample:

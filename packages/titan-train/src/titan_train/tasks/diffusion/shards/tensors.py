@@ -41,7 +41,7 @@ class SafetensorsShard:
         if wrong := {name: dtype for name, dtype in dtypes.items() if dtype not in ("F16", "BF16", "F32")}:
             raise ValueError(f"{path}: {_listed(wrong)} is no floating-point dtype of 16 or 32 bits. Store it as one.")
         self.count = counts.pop()
-        self.shapes = {name: tuple(size[1:]) for name, size in sizes.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(size[1:]) for name, size in sizes.items()}
         self.content = hashlib.sha256(repr(sorted((sizes | {"": list(dtypes.items())}).items())).encode()).hexdigest()
 
     def read(self, number: int) -> Sample:

@@ -19,7 +19,8 @@ def write_folder_shard(path: Path, samples: Sequence[Encoded], captions: Sequenc
     """Write samples, which all have the same fields, as a safetensors file, in one piece."""
     from safetensors.numpy import save
 
-    stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    # safetensors writes an array's memory as it lies; an autoencoder's output may lie channels last
+    stacked = {name: np.ascontiguousarray(np.stack([sample[name] for sample in samples])) for name in samples[0]}
     write_atomic(path, save(stacked, metadata={"captions": json.dumps(list(captions))}))
 
 
@@ -44,4 +45,4 @@ def write_tensors(path: Path, values: Encoded) -> None:
     """Single arrays as a safetensors file."""
     from safetensors.numpy import save
 
-    write_atomic(path, save(dict(values)))
+    write_atomic(path, save({name: np.ascontiguousarray(array) for name, array in values.items()}))
