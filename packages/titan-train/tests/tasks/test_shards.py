@@ -16,7 +16,7 @@ from titan_train.task import load_task
 from titan_train.tasks.diffusion.batches import FlowBatches
 from titan_train.tasks.diffusion.flow import generator
 from titan_train.tasks.diffusion.shards.encoders import Encoders
-from titan_train.tasks.diffusion.shards.features import ShardFeatures, SampleSizes, pack, unpack
+from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
 from titan_train.tasks.diffusion.shards.write import write_folder_shard, write_tar_shard, write_tensors
 

@@ -18,7 +18,7 @@ from titan_train.tasks.diffusion.batches import Features, FeatureSet
 from titan_train.tasks.diffusion.flow import FloatArray
 from titan_train.tasks.diffusion.shapes import CHANNELS, ShapeFeatures, caption_text, score, to_image
 from titan_train.tasks.diffusion.shards.encoders import Encoders, check_encoders
-from titan_train.tasks.diffusion.shards.features import ShardFeatures, SampleSizes, list_shards, unpack
+from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, list_shards, unpack
 from titan_train.tasks.diffusion.shards.prepare import check_complete, prepare_shards
 
 if TYPE_CHECKING:
