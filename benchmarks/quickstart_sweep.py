@@ -1,0 +1,121 @@
+"""Which configuration of the quick start reaches the fewest bits per byte in a given time on CPUs?
+
+Method: each candidate is the shipped configuration with a few settings changed. It trains in one process on one thread for
+as many steps as fit in ``--cpu-seconds`` of processor time, measured on its own first steps, with the whole schedule inside
+that budget; then it is validated once on at least ``--tokens`` held-out tokens. Processor time and not wall time, so that
+a busy machine ranks the candidates alike. Tokenizer and shards are made before the clock starts.
+Output: a line per candidate as it ends; the last line is one JSON object.
+Limits: one seed; a small budget favours small models. Confirm the winner with the command itself, on an idle machine:
+``titan-train run quickstart``, which takes two ranks and three minutes.
+
+    python benchmarks/quickstart_sweep.py --cpu-seconds 60
+    python benchmarks/quickstart_sweep.py --cpu-seconds 300 --only shipped,narrow
+"""
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from titan_train import Trainer, load_config
+from titan_train.config import Config
+from titan_train.inputs import prepare_inputs
+
+
+def shape(dim: int, layers: int, heads: int, ffn: int, vocab: int) -> list[str]:
+    """Settings of a model's size."""
+    args = f"{{ dim = {dim}, num_layers = {layers}, num_heads = {heads}, ffn_dim = {ffn} }}"
+    return ["--model.args", args, "--tokenizer.vocab-size", str(vocab)]
+
+
+CANDIDATES: dict[str, list[str]] = {
+    "shipped": [],
+    "wide-4096": [*shape(256, 4, 4, 704, 4096), "--optimizer.lr", "2e-3"],
+    "mid-4096": [*shape(192, 4, 3, 512, 4096), "--optimizer.lr", "4e-3"],
+    "mid-2048": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3"],
+    "mid-2048-hot": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "8e-3"],
+    "narrow-2048": [*shape(128, 4, 2, 384, 2048), "--optimizer.lr", "5e-3"],
+    "narrow-1024": [*shape(128, 4, 2, 384, 1024), "--optimizer.lr", "5e-3"],
+    "mid-2048-short": [
+        *shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3", "--model.seq-len", "128", "--train.global-batch", "16",
+    ],
+    "mid-2048-unmasked": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3", "--data.document-mask", "false"],
+}  # fmt: skip
+WARM_UP, TIMED = 3, 8
+
+
+def configure(words: list[str], folder: Path, steps: int, tokens: int) -> Config:
+    """The candidate for so many steps, validated at the end only."""
+    fixed = [
+        "--run.dir", str(folder), "--train.steps", str(steps), "--launch.device", "cpu", "--launch.nproc", "1",
+        "--schedule.warmup-steps", str(max(1, min(20, steps // 10))), "--checkpoint.every", "0",
+        "--metrics.progress", "off", "--metrics.report", "false", "--validation.sample-tokens", "0",
+        "--validation.every", str(steps),
+    ]  # fmt: skip
+    config = load_config("quickstart", [*words, *fixed])
+    batch = config.train.global_batch * config.model.seq_len
+    return load_config("quickstart", [*words, *fixed, "--validation.steps", str(-(-tokens // batch))])
+
+
+def cpu_seconds_a_step(words: list[str], folder: Path) -> float:
+    """Processor time of a step, after the first few."""
+    with Trainer(configure(words, folder, WARM_UP + TIMED + 1, 1)) as trainer:
+        trainer.fit(until=WARM_UP)
+        started = time.process_time()
+        trainer.fit(until=WARM_UP + TIMED)
+        return (time.process_time() - started) / TIMED
+
+
+def try_one(words: list[str], budget: float, tokens: int) -> dict[str, Any]:
+    """Train a candidate within its budget and validate it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare_inputs(configure(words, folder, 1, 1), quiet=True)
+        steps = max(10, int(budget / cpu_seconds_a_step(words, folder / "timing")))
+        config = configure(words, folder / "run", steps, tokens)
+        with Trainer(config) as trainer:
+            started = time.process_time()
+            trainer.fit(until=steps - 1)
+            spent = time.process_time() - started
+            trainer.fit()
+            lines = (trainer.run_dir / "metrics.jsonl").read_text().splitlines()
+            parameters = trainer.model.num_parameters
+        (validation,) = [line for line in map(json.loads, lines) if line["kind"] == "validation"]
+    batch = config.train.global_batch * config.model.seq_len
+    return {
+        "parameters": parameters,
+        "steps": steps,
+        "tokens": steps * batch,
+        "cpu_s": round(spent, 1),
+        "bits_per_byte": validation["bits_per_byte"],
+        "loss": validation["loss"],
+        "validated_on": validation["tokens"],
+    }
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu-seconds", type=float, default=60.0)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--only", default="", help="names of candidates, with commas; all without")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    names = arguments.only.split(",") if arguments.only else list(CANDIDATES)
+    if unknown := [name for name in names if name not in CANDIDATES]:
+        parser.error(f"no candidate is called {unknown[0]!r}. There are {', '.join(CANDIDATES)}.")
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        found[name] = try_one(CANDIDATES[name], arguments.cpu_seconds, arguments.tokens)
+        print(f"{name:<18} " + " ".join(f"{key}={value}" for key, value in found[name].items()), flush=True)
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    config = {"cpu_seconds": arguments.cpu_seconds, "tokens": arguments.tokens}
+    print(json.dumps({"versions": versions, "device": "cpu", "config": config, "candidates": found}))
+
+
+if __name__ == "__main__":
+    main()
