@@ -1,13 +1,17 @@
 """The commands around a run, called in this process as the command line calls them."""
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
-from titan_train.cli import main
+from titan_train.cli import COMMANDS, main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
@@ -114,15 +118,70 @@ def test_prepare_fills_the_cache(run_dir, tmp_path, capsys):
 def test_list_names_configurations_and_models(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert "quickstart" in out
-    assert "llama3_405b" in out
+    for word in ("quickstart", "llama3_405b", "zbv", "blockwise", "titan-cp", "next: titan-train run quickstart"):
+        assert word in out
 
 
 def test_doctor_finds_what_training_needs(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in ("torch", "gloo", "stdlib corpus", "everything that training needs is installed"):
+    for word in ("torch", "gloo", "nccl", "stdlib corpus", "everything that training needs is installed"):
         assert word in out
+    for package in ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-cp", "titan-fp8", "titan-ckpt"):
+        assert re.search(rf"^ok +{package} ", out, re.MULTILINE)
+    assert out.splitlines()[-1] == "next    titan-train run quickstart"
+
+
+def test_doctor_names_every_extra_that_the_package_declares(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    main(["doctor"])
+    named = re.findall(r"^(?:ok|note) +\[([a-z0-9]+)\]", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(named) == sorted(project["optional-dependencies"])
+
+
+def test_doctor_says_what_to_install_first_where_a_package_is_missing(capsys, monkeypatch):
+    def version(name):
+        if name == "titan-cp":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("titan_train.cli.doctor.version", version)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "not installed: uv pip install titan-cp" in out
+    assert out.splitlines()[-1].startswith("next    install what is missing")
+
+
+def completed(script, *words):
+    """What bash offers for the last of these words."""
+    line = " ".join(map(shlex.quote, words))
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _titan_train; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_options_configurations_and_settings(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(script, "titan-train", "qu") == []
+    assert completed(script, "titan-train", "dry") == ["dry-run"]
+    assert completed(script, "titan-train", "run", "qui") == ["quickstart"]
+    assert completed(script, "titan-train", "check", "--train.global") == ["--train.global-batch"]
+    assert completed(script, "titan-train", "generate", "--max") == ["--max-new-tokens"]
+    assert "train" in completed(script, "titan-train", "tokenizer", "")
+    assert completed(script, "titan-train", "generate", "--train") == []
+
+
+def test_zsh_and_fish_scripts_name_every_command_and_another_shell_is_refused(capsys):
+    assert main(["completion", "fish"]) == 0
+    fish = capsys.readouterr().out
+    assert main(["completion", "zsh"]) == 0
+    zsh = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"-a {name} " in fish
+        assert f"      {name})" in zsh
+    assert main(["completion", "tcsh"]) == 2
 
 
 def test_an_unknown_command_names_the_nearest(capsys):

@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = {
+COMMANDS = {
     "run": "train: start ranks here, through torchrun or on Ray, and restart them after failures",
     "slurm": "write a batch file that runs a configuration on several machines",
     "check": "validate a configuration; show layout, parameters and memory without training",
@@ -24,7 +24,9 @@ _COMMANDS = {
     "compare": "compare runs on one page: curves, numbers, settings that differ",
     "list": "show the shipped configurations and models",
     "doctor": "show versions, devices and backends, and how to install what is missing",
+    "completion": "print a script that completes commands and settings in bash, zsh or fish",
 }
+"""Every command, with a line on each."""
 _FOLDERS = {
     "inputs": ("prepare", "tokenizer", "data", "download"),
     "trained": ("generate", "export", "report", "compare", "serve", "eval"),
@@ -45,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titan-train {__version__}")
         return 0
     name, rest = words[0], words[1:]
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         from titan_train.nearest import did_you_mean
 
-        hint = did_you_mean(name, _COMMANDS)
-        print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(_COMMANDS)}.", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS)
+        print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     from titan_train.cli.shell.boundary import exit_code
 
@@ -60,20 +62,25 @@ def _call(name: str, words: Sequence[str]) -> int:
     if sys.platform == "win32" and name in _NOT_ON_WINDOWS:
         raise ValueError(
             f"titan-train {name} needs Linux or macOS: it forks ranks and locks files. On Windows, run it in WSL 2. The "
-            f"other commands work here: {', '.join(command for command in _COMMANDS if command not in _NOT_ON_WINDOWS)}."
+            f"other commands work here: {', '.join(command for command in COMMANDS if command not in _NOT_ON_WINDOWS)}."
         )
     from titan_train.cli.shell.parser import CommandParser
 
-    folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")
-    # a module called `list` would hide the built-in one in this package
-    module = "shipped" if name == "list" else name.replace("-", "_")
-    command = importlib.import_module(f"titan_train.cli.{folder}{module}")
+    command = importlib.import_module(module_of(name))
     return command.main(CommandParser(f"titan-train {name}", command.__doc__), words)
 
 
+def module_of(name: str) -> str:
+    """The module of a command."""
+    folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")
+    # a module called `list` would hide the built-in one in this package
+    module = "shipped" if name == "list" else name.replace("-", "_")
+    return f"titan_train.cli.{folder}{module}"
+
+
 def _help() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in _COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: titan-train COMMAND ...",

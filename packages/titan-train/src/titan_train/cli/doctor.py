@@ -1,17 +1,36 @@
-"""Show versions, devices and backends of this machine; what is missing, and how to install it."""
+"""Show packages, devices and backends of this machine; what is missing, how to install it, and the next command."""
 
 import argparse
-import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
+
+PACKAGES = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-cp", "titan-fp8", "titan-ckpt")
+_EXTRAS = {
+    "ray": "runs on a Ray cluster (--launcher ray)",
+    "tensorboard": "TensorBoard metrics",
+    "wandb": "Weights & Biases metrics",
+    "mlflow": "MLflow metrics",
+    "trackio": "trackio metrics",
+    "prometheus": "Prometheus metrics",
+    "opentelemetry": "OpenTelemetry metrics",
+    "hf": "models and data of Hugging Face, export --to hf, download",
+    "data": "Parquet and Arrow tables as data",
+    "diffusion": "weights of diffusers",
+    "onnx": "export --to onnx",
+    "gguf": "export --to gguf",
+    "serve": "titan-train serve",
+    "eval": "tasks of lm-evaluation-harness",
+    "llamacpp": "comparing a GGUF export in llama.cpp",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +70,18 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     missing = 0
     for finding in diagnose():
         missing += finding.level == "missing"
-        console.print(f"{marks[finding.level]} {finding.name:<16} {escape(finding.text)}")
+        console.print(f"{marks[finding.level]} {escape(f'{finding.name:<16} {finding.text}')}")
     console.print("everything that training needs is installed" if not missing else f"{missing} missing")
+    console.print(f"next    {_next(missing)}")
     return 1 if missing else 0
+
+
+def _next(missing: int) -> str:
+    if missing:
+        return "install what is missing with the command at its line, then: titan-train doctor"
+    if sys.platform == "win32":
+        return "titan-train check llama3_8b (training needs Linux or macOS: WSL 2)"
+    return "titan-train run quickstart"
 
 
 def diagnose() -> Iterator[Finding]:
@@ -64,17 +92,12 @@ def diagnose() -> Iterator[Finding]:
     yield Finding(
         "ok", "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable"
     )
-    for name in ("titan-train", "titan-mesh", "titan-fsdp", "titan-ckpt"):
+    for name in PACKAGES:
         yield _package(name, f"uv pip install {name}")
     yield from _torch()
-    for name, extra, purpose in (
-        ("tensorboard", "tensorboard", "TensorBoard metrics"),
-        ("wandb", "wandb", "Weights & Biases metrics"),
-    ):
-        if importlib.util.find_spec(name) is None:
-            yield Finding("note", name, f"not installed; for {purpose}: uv pip install 'titan-train[{extra}]'")
-        else:
-            yield _package(name, f"uv pip install 'titan-train[{extra}]'")
+    yield _compiler()
+    for extra, purpose in _EXTRAS.items():
+        yield _extra(extra, purpose)
     yield from _disk()
 
 
@@ -105,6 +128,31 @@ def _torch() -> Iterator[Finding]:
     yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "not in this build of torch")
     nccl = dist.is_nccl_available()
     yield Finding("ok" if nccl else "note", "nccl", "GPU process groups" if nccl else "not in this build; GPUs need it")
+
+
+def _compiler() -> Finding:
+    """torch.compile generates C++ on CPUs, and Triton's launchers are C."""
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))), None)
+    if found is None:
+        return Finding("note", "compiler", "no C++ compiler: compile.enabled=true needs one, such as g++")
+    return Finding("ok", "compiler", f"{found}, for compile.enabled=true")
+
+
+def _extra(extra: str, purpose: str) -> Finding:
+    """What an extra of titan-train brings, or how to install it."""
+    remedy = f"for {purpose}: uv pip install 'titan-train[{extra}]'"
+    try:
+        asked = [line for line in requires("titan-train") or () if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    except PackageNotFoundError:
+        asked = []
+    found: list[str] = []
+    for line in asked:
+        name = re.split(r"[ ;<>=!~\[(]", line, maxsplit=1)[0]
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            return Finding("note", f"[{extra}]", f"{name} is not installed; {remedy}")
+    return Finding("ok" if found else "note", f"[{extra}]", f"{', '.join(found)}; {purpose}" if found else remedy)
 
 
 def _disk() -> Iterator[Finding]:

@@ -1,17 +1,54 @@
-"""Show the shipped configurations (`titan-train run NAME`) and models (`model.name = "NAME"`)."""
+"""Show what can be run: shipped configurations, models, tasks, pipeline schedules, packages, and the next command."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from textwrap import wrap
 
-from titan_train.config import list_configs
+_WIDTH = 100
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.parse_args(words)
 
-    from titan_train.models import list_models
+    from titan_pipeline import FAMILIES
 
-    print("configurations: " + ", ".join(list_configs()))
-    print("models:         " + ", ".join(list_models()))
+    from titan_train.cli.doctor import PACKAGES
+    from titan_train.config import list_configs
+    from titan_train.models.registry import families
+
+    print("configurations: titan-train run NAME")
+    names = list_configs()
+    for name in names:
+        print(f"  {name:<{max(map(len, names))}}  {_first_comment(name)}")
+    print("\nmodels: model.name in a configuration")
+    for family in families().values():
+        for line in _lines(f"{family.name}:", family.configs):
+            print(line)
+    print('  your own nn.Module: "module:Class"; a folder or a name of Hugging Face: "hf:DIR"')
+    for title, found in (
+        ("pipeline schedules: pipeline.schedule", FAMILIES),
+        ("float8 recipes: float8.recipe", ("tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8")),
+        ("packages, each of use alone", PACKAGES),
+    ):
+        print(f"\n{title}")
+        for line in _lines("", found):
+            print(line)
+    print("\nnext: titan-train run quickstart        trains a small Llama here, in minutes")
+    print("      titan-train check llama3_8b       layout, parameters and memory of a large one, without a GPU")
     return 0
+
+
+def _first_comment(name: str) -> str:
+    """The sentence that a shipped configuration begins with."""
+    text = (resources.files("titan_train") / "configs" / f"{name}.toml").read_text(encoding="utf-8")
+    first = text.partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def _lines(head: str, names: Iterable[str]) -> list[str]:
+    text = " ".join([head, *(f"{name}," for name in names)]).strip().removesuffix(",")
+    return wrap(
+        text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
