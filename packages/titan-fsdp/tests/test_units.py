@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from model_for_tests import Block, TinyLM
-from titan_fsdp import plan
+from titan_fsdp import Policy, plan
 from torch import nn
 
 
@@ -105,3 +105,14 @@ def test_a_unit_with_more_than_a_fifth_of_the_parameters_is_warned_about() -> No
     with torch.device("meta"):
         model.embed = nn.Embedding(10_000, 32)
     assert "more than a fifth of the parameters are gathered at once in embed (81%)" in warnings(model)
+
+
+def test_a_module_that_is_named_beside_auto_is_one_unit_with_the_blocks_inside_it() -> None:
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Stack(nn.Embedding(4, 8), 3)
+            self.layers = nn.ModuleList(Block(8) for _ in range(3))
+
+    found = plan(Seeing(), {"shard": 4}, Policy(units=["auto", "encoder"])).units
+    assert [unit.name for unit in found if unit.name] == ["encoder", *(f"layers.{i}" for i in range(3)), "root"]

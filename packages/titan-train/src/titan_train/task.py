@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "titan_train.tasks"
 
-_SHIPPED = {"text": "titan_train.tasks.text:TextTask", "diffusion": "titan_train.tasks.diffusion.task:DiffusionTask"}
+_SHIPPED = {
+    "text": "titan_train.tasks.text:TextTask",
+    "diffusion": "titan_train.tasks.diffusion.task:DiffusionTask",
+    "vision": "titan_train.tasks.vision.task:VisionTask",
+}
 _registered: dict[str, Callable[[], "Task"]] = {}
 
 

@@ -50,10 +50,17 @@ def find_groups(model: nn.Module, units: str | Sequence[Unit | type[nn.Module] |
         return _in_order(_discover(model, modules), modules)
     groups = _discover(model, modules) if "auto" in units else []
     named = [unit if isinstance(unit, Unit) else Unit(unit) for unit in units if unit != "auto"]
-    groups += [group for unit in named for group in _resolve(unit, modules)]
+    chosen = [group for unit in named for group in _resolve(unit, modules)]
+    # what is named stays whole: blocks that were found inside it are part of it
+    names = [fqn for group in chosen for fqn in group.fqns]
+    groups = [group for group in groups if not all(_is_inside(fqn, names) for fqn in group.fqns)] + chosen
     _check_disjoint(groups)
     _check_tied(model, groups)
     return _in_order(groups, modules)
+
+
+def _is_inside(fqn: str, names: Sequence[str]) -> bool:
+    return any(fqn.startswith(f"{name}.") for name in names)
 
 
 def _in_order(groups: list[Group], modules: dict[str, nn.Module]) -> list[Group]:

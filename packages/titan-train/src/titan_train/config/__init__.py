@@ -19,6 +19,7 @@ from titan_train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
+from titan_train.config.vision import VisionConfig
 
 __all__ = [
     "ActivationsConfig",
@@ -42,6 +43,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "ValidationConfig",
+    "VisionConfig",
     "dump_config",
     "list_configs",
     "load_config",

@@ -16,6 +16,7 @@ from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
+from titan_train.config.vision import VisionConfig
 from titan_train.nearest import nearest_divisor
 
 
@@ -176,6 +177,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

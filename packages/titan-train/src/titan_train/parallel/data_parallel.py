@@ -17,18 +17,19 @@ from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.plan.layout import Mode
 
 
-def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = ()) -> fsdp.Policy:
+def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = ()) -> fsdp.Policy:
     """The titan-fsdp policy that a configuration means.
 
     Args:
         config: The run's configuration.
         mode: The resolved mode.
         experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
+        whole: Modules that are gathered as one unit each, with all that they hold.
     """
     parallel = config.parallel
     return fsdp.Policy(
         mode="fsdp" if mode == "none" else mode,
-        units=["auto", *(fsdp.Unit(name, mesh="experts", shard_dim="auto") for name in experts)],
+        units=["auto", *whole, *(fsdp.Unit(name, mesh="experts", shard_dim="auto") for name in experts)],
         reshard=parallel.reshard,
         reshard_overrides=dict(parallel.reshard_overrides),
         mp=fsdp.MixedPrecision(
@@ -83,7 +84,9 @@ def apply_data_parallel(
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if config.float8.recipe != "none" and config.float8.all_gather != "off":
         titan_fp8.apply_float8_all_gather(part)
-    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts), meshes=meshes)
+    named: Sequence[str] = getattr(part, "fsdp_units", ())
+    whole = [name for name in named if getattr(part, name, None) is not None]  # a pipeline stage may lack it
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts, whole=whole), meshes=meshes)
     wrapped = plan.apply(part)
     fsdp.materialize(wrapped, device, init, seed=config.run.seed, skip=skip)
     return wrapped, plan

@@ -59,8 +59,18 @@ def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[r
     """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
     check_can_be_cut(whole)
     costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
-    head = flops_per_token(whole, config.model.seq_len) - sum(costs)
-    return plan_layers(config.pipeline, costs, (0.0, max(0.0, head)), schedule.num_stages)
+    encoder: Any = getattr(whole, "encoder_flops_per_token", None)
+    before = 0.0 if encoder is None else float(encoder(config.model.seq_len))
+    head = flops_per_token(whole, config.model.seq_len) - sum(costs) - before
+    stages = plan_layers(config.pipeline, costs, (before, max(0.0, head)), schedule.num_stages)
+    least = getattr(whole, "first_stage_layers", 1)
+    if len(stages[0]) < least:
+        raise ValueError(
+            f"pipeline stage 0 would hold {len(stages[0])} of the first {least} layers, into which {type(whole).__name__} feeds "
+            "what only that stage has (features of images). Set pipeline.cuts, lower parallel.pp or "
+            "pipeline.stages_per_rank, or deepen the model."
+        )
+    return stages
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

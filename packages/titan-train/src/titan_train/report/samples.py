@@ -20,6 +20,8 @@ class SampleGrid:
     """Images that show the colour and the place of their captions."""
     images: int
     captions: list[str]
+    finding: str
+    """What ``right`` of ``images`` are."""
     uri: str
     """The PNG file itself, as a data URI."""
 
@@ -41,7 +43,8 @@ def newest_samples(run_dir: Path) -> SampleGrid | None:
             captions = [str(caption) for caption in found["captions"]]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        return SampleGrid(step, right, images, captions, f"data:image/png;base64,{encoded}")
+        finding = str(found.get("finding", "show their caption's colour and place"))
+        return SampleGrid(step, right, images, captions, finding, f"data:image/png;base64,{encoded}")
     return None
 
 

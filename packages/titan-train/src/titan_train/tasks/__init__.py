@@ -2,4 +2,5 @@
 
 - `text`: decoders on packed tokens, with the cross-entropy of the next token.
 - ``diffusion/``: flow matching on packed latents, guided by text.
+- ``vision/``: answers to prompts about images, packed whole into rows.
 """

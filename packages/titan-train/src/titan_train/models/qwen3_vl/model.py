@@ -19,6 +19,7 @@ from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention
 from titan_train.models.common.decoder import Decoder
 from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.rope import rope_cos_sin, rope_frequencies
+from titan_train.models.flops import flops_per_token
 from titan_train.models.qwen3_vl.args import Qwen3VLArgs
 from titan_train.models.qwen3_vl.hf import args_from_hf, settings_of
 from titan_train.models.qwen3_vl.vision import VisionEncoder, patch_places
@@ -28,6 +29,8 @@ class Qwen3VL(Decoder):
     """A dense Qwen3 decoder with an encoder of images before it."""
 
     first_stage_parts = ("tok_embeddings", "vision")
+    fsdp_units = ("vision",)
+    """Modules that FSDP gathers at once: the encoder is small beside the decoder, and runs once a forward."""
 
     def __init__(self, args: Qwen3VLArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
@@ -41,6 +44,8 @@ class Qwen3VL(Decoder):
             rope_theta=args.rope_theta,
         )
         self.args = args
+        # features for these layers do not travel between pipeline stages
+        self.first_stage_layers = max(1, len(args.deepstack_layers))
         self.vision: VisionEncoder | None = VisionEncoder(args)
         # the encoder runs first: what wraps modules in their order must find it there
         self._modules = {"vision": self._modules["vision"], **self._modules}
@@ -136,6 +141,12 @@ class Qwen3VL(Decoder):
             ValueError: Names every setting that differs, or that this model does not have.
         """
         compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, of a token of a row; see `encoder_flops_per_token`."""
+        head = 0 if self.lm_head is None else self.lm_head.weight.numel()
+        layers = sum(flops_per_token(layer, seq_len) for layer in self.layers.values())
+        return layers + 6.0 * head + self.encoder_flops_per_token(seq_len)
 
     def encoder_flops_per_token(self, seq_len: int) -> float:
         """Forward and backward of the encoder, per token of a row, with the share of image tokens that the arguments name."""

@@ -1,0 +1,177 @@
+"""JSONL files with images beside them, or in tar shards.
+
+Preparing reads the header of every image, in threads. An image that cannot be read or is too large is quarantined: its line is
+left out, and named with the reason in ``quarantine.txt``. What is left becomes an index, with the grid of every image, so
+that the length of every document is known before training.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_train.config import Config
+from titan_train.data import cache_folder
+from titan_train.files import write_atomic
+from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.tasks.vision.images import BrokenImage, FloatArray, fit_grid, image_size, read_image, to_patches
+from titan_train.tasks.vision.rows import Grid
+
+_FIELDS = {"prompt", "answer", "image"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One usable line."""
+
+    name: str
+    """File and number."""
+    prompt: str
+    answer: str
+    images: list[str]
+    grids: list[Grid]
+
+
+def prepare_index(config: Config, args: Qwen3VLArgs) -> Path:
+    """Read the files and index their usable lines, unless that is done; the index's file.
+
+    Raises:
+        ValueError: A file or a line is not what it should be, or nothing is usable.
+    """
+    files = _files(config.vision.paths)
+    folder = index_folder(config, args, files)
+    index = folder / "index.jsonl"
+    if index.is_file():
+        return index
+    raw = [line for file in files for line in _lines(file)]
+    with ThreadPoolExecutor(config.vision.threads) as pool:
+        found = list(pool.map(lambda line: _measure(line, config, args), raw))
+    lines = [line for line in found if isinstance(line, Line)]
+    broken = [text for text in found if isinstance(text, str)]
+    if len(lines) <= config.vision.held_out:
+        raise ValueError(
+            f"vision.paths={list(config.vision.paths)} have {len(lines)} usable lines and {len(broken)} in quarantine"
+            f"{f' ({broken[0]})' if broken else ''}, of which vision.held_out={config.vision.held_out} are held out: nothing is "
+            "left to train on. Add data, or lower vision.held_out."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "quarantine.txt", "".join(f"{text}\n" for text in broken))
+    write_atomic(index, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
+    return index
+
+
+def index_folder(config: Config, args: Qwen3VLArgs, files: Sequence[Path]) -> Path:
+    """Where the index of these files is, by their content and by what decides the size of an image."""
+    vision = config.vision
+    content = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    bounds = [vision.min_image_tokens, vision.max_image_tokens, vision.max_pixels, args.patch, args.merge]
+    key = hashlib.sha256(json.dumps([content, [str(file) for file in files], bounds]).encode()).hexdigest()
+    return cache_folder(config.data) / f"vision-{key[:16]}"
+
+
+class IndexedLines:
+    """The usable lines of an index, or some of them."""
+
+    def __init__(self, index: Path, numbers: slice, args: Qwen3VLArgs, *, max_pixels: int) -> None:
+        """Read the index."""
+        content = index.read_text(encoding="utf-8").splitlines()[numbers]
+        self._lines = [_from_index(line) for line in content]
+        self._args, self._max_pixels = args, max_pixels
+        self.fingerprint = hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def grids(self, item: int) -> list[Grid]:
+        """Of its images."""
+        return self._lines[item].grids
+
+    def texts(self, item: int) -> tuple[str, str]:
+        """Prompt and answer."""
+        return self._lines[item].prompt, self._lines[item].answer
+
+    def name(self, item: int) -> str:
+        """File and line."""
+        return self._lines[item].name
+
+    def patches(self, item: int) -> list[FloatArray]:
+        """Decoded images. Raises `BrokenImage`."""
+        line = self._lines[item]
+        return [
+            to_patches(read_image(path, grid, self._args, most=self._max_pixels), self._args)
+            for path, grid in zip(line.images, line.grids, strict=True)
+        ]
+
+
+def _files(patterns: Sequence[str]) -> list[Path]:
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        matched = sorted(path.parent.glob(path.name))
+        if not matched:
+            raise ValueError(f"vision.paths: {pattern!r} matches no file. Correct the path.")
+        files += matched
+    return files
+
+
+def _lines(file: Path) -> list[tuple[Path, int, dict[str, Any]]]:
+    found: list[tuple[Path, int, dict[str, Any]]] = []
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as err:
+        raise ValueError(f"{file}: cannot be read as UTF-8 text: {err}. Correct vision.paths.") from err
+    for number, text in enumerate(content.split("\n"), start=1):
+        if not text.strip():
+            continue
+        try:
+            value: Any = json.loads(text)
+        except ValueError as err:
+            raise ValueError(f"{file}:{number}: not JSON: {err}. Correct the line.") from err
+        problem = _problem(value)
+        if problem:
+            raise ValueError(
+                f'{file}:{number}: {problem}. A line is {{"image": "a.png", "prompt": "…", "answer": "…"}}.'
+            )
+        found.append((file, number, value))
+    return found
+
+
+def _problem(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "not an object"
+    record: dict[str, Any] = value
+    if unknown := sorted(record.keys() - _FIELDS):
+        return f"unknown field {unknown[0]!r}"
+    for name in ("prompt", "answer"):
+        if not isinstance(record.get(name), str) or not record[name]:
+            return f"{name!r} is not a text"
+    images = record.get("image", [])
+    names: list[Any] = images if isinstance(images, list) else [images]
+    return (
+        "" if all(isinstance(name, str) and name for name in names) else "'image' is neither a path nor a list of paths"
+    )
+
+
+def _measure(line: tuple[Path, int, dict[str, Any]], config: Config, args: Qwen3VLArgs) -> Line | str:
+    """The line with the grids of its images; or why it is quarantined."""
+    file, number, value = line
+    image = value.get("image", [])
+    images = [str(file.parent / name) for name in (image if isinstance(image, list) else [image])]
+    vision = config.vision
+    try:
+        sizes = [image_size(path, most=vision.max_pixels) for path in images]
+        grids = [
+            fit_grid(height, width, args, least=vision.min_image_tokens, most=vision.max_image_tokens)
+            for height, width in sizes
+        ]
+    except BrokenImage as err:
+        return f"{file}:{number}: {err}"
+    return Line(f"{file}:{number}", value["prompt"], value["answer"], images, grids)
+
+
+def _from_index(text: str) -> Line:
+    value = json.loads(text)
+    return Line(**value | {"grids": [(int(rows), int(columns)) for rows, columns in value["grids"]]})

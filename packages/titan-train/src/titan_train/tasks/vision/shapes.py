@@ -1,0 +1,101 @@
+"""Rendered shapes with questions, in closed form: the data of tests and of the example. Nothing is downloaded.
+
+An image shows one to six equal shapes, each in a cell of its own and moved by up to a pixel. Even numbers ask how many there
+are, odd numbers what they are. Neither question says anything about its answer.
+"""
+
+import hashlib
+
+import numpy as np
+
+from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.tasks.vision.images import FloatArray, Pixels, to_patches
+from titan_train.tasks.vision.rows import Grid
+
+CELLS = 3
+"""Cells along one side of an image."""
+CELL = 16
+"""Pixels along one side of a cell."""
+COLOURS = {
+    "red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240),
+    "yellow": (235, 225, 50), "white": (240, 240, 240), "purple": (180, 60, 220),
+}  # fmt: skip
+SHAPES = ("disc", "square", "triangle", "cross")
+HOW_MANY, WHAT = "How many?", "What is it?"
+
+_MOST = 6
+_BACKGROUND = 40
+
+
+class ShapeQuestions:
+    """Images by number, each with its question."""
+
+    def __init__(self, count: int, args: Qwen3VLArgs, *, first: int = 0) -> None:
+        """Take ``count`` images from number ``first`` on.
+
+        Raises:
+            ValueError: The model's patches do not divide an image.
+        """
+        if CELLS * CELL % (args.patch * args.merge):
+            raise ValueError(
+                f"vision.source='shapes' renders {CELLS * CELL} pixels a side, which are not whole cells of model.args.patch="
+                f"{args.patch} times merge={args.merge} pixels. Use patch=8."
+            )
+        self._count, self._first, self._args = count, first, args
+        side = CELLS * CELL // args.patch
+        self._grid: Grid = (side, side)
+        self.fingerprint = hashlib.sha256(repr(("shapes 1", count, first, side)).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def grids(self, item: int) -> list[Grid]:
+        """One image."""
+        return [self._grid]
+
+    def texts(self, item: int) -> tuple[str, str]:
+        """The question and its answer: a number, or a colour and a shape."""
+        count, colour, shape, _ = _scene(self._first + item)
+        return (HOW_MANY, str(count)) if (self._first + item) % 2 == 0 else (WHAT, f"{colour} {shape}")
+
+    def name(self, item: int) -> str:
+        """Its number."""
+        return f"shape image {self._first + item}"
+
+    def image(self, item: int) -> Pixels:
+        """``[48, 48, 3]``."""
+        return draw(self._first + item)
+
+    def patches(self, item: int) -> list[FloatArray]:
+        """Its image."""
+        return [to_patches(self.image(item), self._args)]
+
+
+def draw(number: int) -> Pixels:
+    """The image of a number, ``[48, 48, 3]``."""
+    count, colour, shape, rng = _scene(number)
+    image = np.full((CELLS * CELL, CELLS * CELL, 3), _BACKGROUND, dtype=np.uint8)
+    for cell in rng.choice(CELLS**2, size=count, replace=False):
+        row, column = divmod(int(cell), CELLS)
+        shift = rng.integers(-1, 2, size=2)
+        y, x = np.mgrid[0:CELL, 0:CELL] + 0.5
+        inside = _inside(shape, (y - CELL / 2 - shift[0]) / 6.0, (x - CELL / 2 - shift[1]) / 6.0)
+        image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL][inside] = COLOURS[colour]
+    return image
+
+
+def _scene(number: int) -> tuple[int, str, str, np.random.Generator]:
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([48, number])))
+    count, colour, shape = rng.integers(1, _MOST + 1), rng.integers(len(COLOURS)), rng.integers(len(SHAPES))
+    return int(count), list(COLOURS)[colour], SHAPES[shape], rng
+
+
+def _inside(shape: str, y: FloatArray, x: FloatArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which pixels a shape of radius 1 covers."""
+    box = np.maximum(np.abs(y), np.abs(x))
+    return {
+        "disc": np.hypot(y, x) <= 1.0,
+        "square": box <= 0.9,
+        "triangle": (np.abs(y) <= 0.9) & (np.abs(x) <= 0.55 * (y + 0.95)),
+        "cross": (box <= 1.0) & (np.minimum(np.abs(y), np.abs(x)) <= 0.3),
+    }[shape]

@@ -1,0 +1,186 @@
+"""The task of vision-language models: answers to prompts about images."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from titan_mesh import Mesh
+from torch import Tensor, nn
+
+from titan_train.config import Config
+from titan_train.data import build_tokenizer
+from titan_train.files import write_atomic
+from titan_train.models.arguments import model_args
+from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
+from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.qwen3_vl.vision import patch_places
+from titan_train.parallel.context import ContextParallelism, Heads
+from titan_train.task import Task, TaskInputs
+from titan_train.tasks.diffusion.sampling import image_grid, write_png
+from titan_train.tasks.vision.answers import guessed, score_answers
+from titan_train.tasks.vision.batches import ImageTextBatches
+from titan_train.tasks.vision.context import ImageTextContext
+from titan_train.tasks.vision.jsonl import IndexedLines, prepare_index
+from titan_train.tasks.vision.rows import ImageTextSet
+from titan_train.tasks.vision.shapes import ShapeQuestions
+
+TOKENIZER_FOLDER = "tokenizer"
+_SHOWN = 40
+"""Images in the grid of a validation."""
+
+
+class VisionTask(Task):
+    """Predict the answers to prompts about images."""
+
+    keywords = (
+        "positions", "cu_seqlens", "attention_plan", "pixels", "patches", "image_bounds", "image_source",
+    )  # fmt: skip
+
+    def prepare(self, config: Config, *, quiet: bool = False) -> None:
+        """Make the tokenizer, and index the images of JSONL files."""
+        args = _args(config)
+        build_tokenizer(config.tokenizer, config.data)
+        if config.vision.source == "jsonl":
+            prepare_index(config, args)
+
+    def vocab_size(self, config: Config) -> int:
+        """The tokenizer's, and the tokens of images."""
+        args = _args(config)
+        images = max(args.image_token, args.image_start_token, args.image_end_token)
+        return max(build_tokenizer(config.tokenizer, config.data).vocab_size, images + 1)
+
+    def check(self, config: Config, model: nn.Module) -> None:
+        """The layout must be one in which patches and tokens are apart, and image tokens must not be those of text."""
+        args, parallel = _args(config), config.parallel
+        if parallel.tp > 1 and parallel.sequence_parallel:
+            raise ValueError(
+                f"parallel.tp={parallel.tp} with sequence_parallel: the patches of images are not split over tensor-parallel "
+                "ranks. Set parallel.sequence_parallel=false."
+            )
+        if config.tokenizer.kind == "bytes":
+            used = {args.image_token, args.image_start_token, args.image_end_token} & set(range(259))
+            if used:
+                raise ValueError(
+                    f"model.args: the image token {min(used)} is a byte of the tokenizer 'bytes'. Use tokens from 259 on."
+                )
+
+    def open(self, config: Config) -> TaskInputs:
+        """The documents of training and validation, packed."""
+        return VisionInputs(config)
+
+    def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
+        """The sum of the cross-entropy over answers, in nats."""
+        return whole_vocabulary_loss(vocab_size or 0, z_loss=config.train.z_loss)
+
+    def count(self, batch: Any) -> Tensor:
+        """Tokens of answers; those of images and prompts are not predicted."""
+        return count_valid(batch.target)
+
+    def example(
+        self, config: Config, part: nn.Module, rows: int
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
+        """One microbatch of a rank, half of whose tokens stand for images."""
+        args = _args(config)
+        tokens = config.model.seq_len // config.parallel.cp
+        dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+        keywords = {"positions": torch.zeros(rows, tokens, 3, dtype=torch.int64)}
+        if getattr(part, "vision", None) is None:
+            return (torch.zeros(rows, tokens, args.dim, dtype=dtype),), keywords
+        wide = max(1, round(rows * config.model.seq_len * args.image_share))
+        patches, bounds = patch_places([(args.merge, args.merge * wide)], args.merge)
+        keywords |= {
+            "pixels": torch.zeros(len(patches), args.patch_values, dtype=dtype),
+            "patches": patches,
+            "image_bounds": bounds,
+            "image_source": torch.zeros(rows, tokens, dtype=torch.int64),
+        }
+        return (torch.zeros(rows, tokens, dtype=torch.int64),), keywords
+
+    def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> ImageTextContext:
+        """Rows are cut as text is."""
+        heads = Heads.of(model, config.parallel.tp)
+        return ImageTextContext(
+            ContextParallelism(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
+        )
+
+
+class VisionInputs(TaskInputs):
+    """The open data of one run."""
+
+    def __init__(self, config: Config) -> None:
+        """Open the source that ``vision.source`` names."""
+        args, vision = _args(config), config.vision
+        self._config = config
+        self.tokenizer = build_tokenizer(config.tokenizer, config.data)
+        self.vocab_size = VisionTask().vocab_size(config)
+        train, held_out = _documents(config, args)
+        options: dict[str, Any] = {
+            "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
+        }  # fmt: skip
+        self.train = ImageTextBatches(train, self.tokenizer, args, part="train", **options)
+        self._held_out = None
+        if vision.held_out:
+            self._held_out = ImageTextBatches(held_out, self.tokenizer, args, part="validation", **options)
+        self.validation = self._held_out
+
+    def keep(self, run_dir: Path) -> None:
+        """Keep the tokenizer."""
+        self.tokenizer.save(run_dir / TOKENIZER_FOLDER)
+
+    def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
+        """Score held-out answers into ``samples/``, with their images and with shuffled ones."""
+        count = self._config.vision.sample_answers
+        if not count or self._held_out is None or self._config.parallel.tp > 1:  # ranks hold part of the logits
+            return
+        data, items = self._held_out, range(count)
+        right = score_answers(model, data, items, shuffled=False)
+        even = len({tuple(data.items.grids(item)) for item in items}) == 1
+        shuffled = score_answers(model, data, items, shuffled=True) if even else None
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+            return
+        texts = [data.items.texts(item) for item in items]
+        found: dict[str, Any] = {
+            "step": step,
+            "right": sum(right),
+            "images": count,
+            "captions": [
+                f"{prompt} {answer}{'' if good else ' (wrong)'}"
+                for (prompt, answer), good in zip(texts[:_SHOWN], right, strict=False)
+            ],
+            "finding": "answers are right"
+            + ("" if shuffled is None else f"; {sum(shuffled)} with the image of another question"),
+            "right_when_shuffled": None if shuffled is None else sum(shuffled),
+            "right_by_guessing": round(guessed(data, items) * count),
+        }
+        folder = run_dir / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(data.items, ShapeQuestions):
+            images = [data.items.image(item).astype(np.float32) / 127.5 - 1.0 for item in items[:_SHOWN]]
+            write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8))
+        write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
+
+
+def _documents(config: Config, args: Qwen3VLArgs) -> tuple[ImageTextSet, ImageTextSet]:
+    """What is trained on, and what is held out."""
+    vision = config.vision
+    if vision.source == "shapes":
+        return ShapeQuestions(vision.items, args), ShapeQuestions(vision.held_out, args, first=vision.items)
+    index = prepare_index(config, args)
+    first, rest = slice(vision.held_out), slice(vision.held_out, None)
+    return (
+        IndexedLines(index, rest, args, max_pixels=vision.max_pixels),
+        IndexedLines(index, first, args, max_pixels=vision.max_pixels),
+    )
+
+
+def _args(config: Config) -> Qwen3VLArgs:
+    args = None if ":" in config.model.name else model_args(config.model, vocab_size=None)
+    if not isinstance(args, Qwen3VLArgs):
+        raise ValueError(
+            f"model.name={config.model.name!r} is not of the family qwen3_vl, which the task 'vision' trains. Name one of its "
+            "models, or leave model.task empty."
+        )
+    return args

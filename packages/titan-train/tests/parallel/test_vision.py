@@ -1,0 +1,151 @@
+"""A vision-language model under every layout: the losses and gradients of one process."""
+
+import composition
+import pytest
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.launch.validate import validate
+from titan_train.models.qwen3_vl.model import Qwen3VL
+
+TINY = {
+    "model": {
+        "name": "qwen3_vl_debug",
+        "seq_len": 64,
+        "args": {
+            "dim": 48, "num_layers": 3, "num_kv_heads": 4, "head_dim": 16, "rope_row_pairs": 2, "rope_column_pairs": 2,
+            "ffn_dim": 64, "vision_dim": 32, "vision_ffn_dim": 48, "position_side": 4,
+        },
+    },
+    "vision": {"items": 300, "held_out": 40},
+    "validation": {"every": 0},
+    "train": {"steps": 4, "global_batch": 8, "max_grad_norm": 0.5},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"warmup_steps": 1},
+}  # fmt: skip
+SLOW = ("cp ulysses", "cp ring", "fsdp and pp", "tp and cp", "pp zbv", "ddp")
+WHOLE = {"tp": 2, "sequence_parallel": False}
+LAYOUTS = {
+    "fsdp": (2, {}),
+    "ddp": (2, {"parallel": {"mode": "ddp"}}),
+    "hsdp": (4, {"parallel": {"dp_replicate": 2, "mode": "hsdp"}}),
+    "tp": (2, {"parallel": WHOLE}),
+    "cp allgather": (2, {"parallel": {"cp": 2}, "context": {"method": "allgather"}}),
+    "cp ring": (2, {"parallel": {"cp": 2}, "context": {"method": "ring"}}),
+    "cp ulysses": (2, {"parallel": {"cp": 2}, "context": {"method": "ulysses"}}),
+    "pp": (2, {"parallel": {"pp": 2}}),
+    "pp zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}, "model": {"args": {"num_layers": 4}}}),
+    "accumulation and recomputation": (2, {"train": {"microbatch": 1}, "activations": {"checkpoint": "full"}}),
+    "tp and cp": (4, {"parallel": WHOLE | {"cp": 2}}),
+    "fsdp and pp": (4, {"parallel": {"pp": 2}}),
+}
+
+
+def filled(self, fqn, tensor, generator):
+    """Not the model's own start, in which the encoder's gradients are small beside rounding."""
+    tensor.normal_(1.0 if "norm" in fqn and fqn.endswith("weight") else 0.0, 0.1, generator=generator)
+
+
+def run(folder, name, sections):
+    """As `composition.run`, on this rank, from weights whose every gradient says something."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3VL, "init_weights", filled)
+        return composition.run(folder, name, sections, 4)
+
+
+def joined(*sections):
+    merged: dict = {}
+    for part in sections:
+        for name, values in part.items():
+            merged[name] = merged.get(name, {}) | values
+    if sections[-1].get("model"):
+        merged["model"]["args"] = TINY["model"]["args"] | sections[-1]["model"]["args"]
+    return merged
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """One process, for each depth."""
+    folder = tmp_path_factory.mktemp("one")
+    made = {}
+
+    def alone(model):
+        key = repr(model)
+        if key not in made:
+            sections = joined(TINY, {"model": model} if model else {})
+            made[key] = run_ranks(run, 1, folder, f"one{len(made)}", sections, timeout_s=170)[0]
+        return made[key]
+
+    return alone
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
+def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tmp_path):
+    ranks, sections = LAYOUTS[name]
+    results = run_ranks(run, ranks, tmp_path, "many", joined(TINY, sections), timeout_s=170)
+    losses, norms, validation, captured = single(sections.get("model"))
+    for found, other_norms, held_out, _ in results:
+        # the first loss and norm: float32 sums of some hundred terms of size 1 in another order
+        assert abs(found[0] - losses[0]) <= 1e-6 * losses[0]
+        assert abs(other_norms[0] - norms[0]) <= 1e-6 * norms[0]
+        # three AdamW steps divide by small second moments and amplify that, as in test_matrix
+        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5
+        assert abs(held_out[0] - validation[0]) <= 2e-5
+    whole = composition.assemble([r[3] for r in results])
+    expected = composition.assemble([captured])
+    assert whole.keys() == expected.keys()
+    assert all(gradient.any() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter
+
+
+def resume(folder, sections, until):
+    return composition.continue_run(folder, "resumed", sections, until)
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_layout_with_the_same_losses_and_bitwise_on_its_own(tmp_path):
+    whole = run_ranks(composition.run, 1, tmp_path, "one", TINY, 4, timeout_s=170)[0][0]
+    four = joined(TINY, {"parallel": {"dp_replicate": 2, "mode": "hsdp"}})
+    first = run_ranks(resume, 2, tmp_path / "a", TINY, 2, timeout_s=170)[0]
+    assert first[0] == 0
+    begun, rest = run_ranks(resume, 4, tmp_path / "a", four, 4, timeout_s=170)[0]
+    assert begun == 2
+    assert max(abs(a - b) for a, b in zip(first[1] + rest, whole, strict=True)) <= 5e-6
+    same = run_ranks(composition.run, 2, tmp_path / "b", "same", TINY, 4, timeout_s=170)[0][0]
+    run_ranks(resume, 2, tmp_path / "c", TINY, 2, timeout_s=170)
+    _, again = run_ranks(resume, 2, tmp_path / "c", TINY, 4, timeout_s=170)[0]
+    assert again == same[2:]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tp": 2}}, "sequence_parallel=false"),
+        (
+            {"parallel": {"pp": 2}, "model": {"name": "qwen3_vl_8b", "args": {}}, "pipeline": {"cuts": [2]}},
+            "stage 0 would hold 2 of the first 3 layers",
+        ),
+        ({"parallel": {"tp": 8, "sequence_parallel": False}}, "num_heads=4"),
+        ({"model": {"name": "qwen3_vl_debug", "seq_len": 64, "args": {"patch": 7}}}, "not whole cells"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_any_rank_starts(sections, message, tmp_path):
+    merged = TINY | {name: TINY.get(name, {}) | values for name, values in sections.items()}
+    if sections.get("model", {}).get("name") == "qwen3_vl_8b":
+        merged["tokenizer"] = {"kind": "bytes"}
+    config = parse_config(composition.tree(tmp_path, "refused", merged))
+    with pytest.raises(ValueError, match=message):
+        validate(config, sections.get("parallel", {}).get("tp", 2))
+
+
+def wrapped(folder):
+    from titan_train.train import Trainer
+
+    with Trainer(parse_config(composition.tree(folder, "wrapped", TINY))) as trainer:
+        return trainer.model.plans[0].explain()
+
+
+def test_the_encoder_is_one_unit_of_fsdp(tmp_path):
+    text = run_ranks(wrapped, 2, tmp_path, timeout_s=170)[0]
+    assert "vision.blocks" not in text
+    assert "vision" in text
