@@ -6,6 +6,7 @@ from titan_train.config.errors import ConfigError
 from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.source import SourceConfig
 from titan_train.config.inputs.tokenizer import TokenizerConfig
+from titan_train.config.inputs.vision import VisionConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.load import dump_config, list_configs, load_config, parse_config
 from titan_train.config.metrics import MetricsConfig
@@ -19,7 +20,6 @@ from titan_train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
-from titan_train.config.vision import VisionConfig
 
 __all__ = [
     "ActivationsConfig",

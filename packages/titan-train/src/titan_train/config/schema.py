@@ -11,12 +11,12 @@ from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8C
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.tokenizer import TokenizerConfig
+from titan_train.config.inputs.vision import VisionConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.metrics import MetricsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
-from titan_train.config.vision import VisionConfig
 from titan_train.nearest import nearest_divisor
 
 

@@ -16,7 +16,14 @@ from titan_train.data.order.permutation import permute
 from titan_train.models.qwen3_vl.args import Qwen3VLArgs
 from titan_train.models.qwen3_vl.vision import patch_places
 from titan_train.tasks.vision.images import BrokenImage, FloatArray
-from titan_train.tasks.vision.rows import Document, Grid, ImageTextSet, document_length, pack_rows, write_document
+from titan_train.tasks.vision.rows import (
+    Grid,
+    ImageTextDocument,
+    ImageTextSet,
+    document_length,
+    pack_rows,
+    write_document,
+)
 from titan_train.tokenizers import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +102,7 @@ class ImageTextBatches(BatchSource):
                 pixels += self._blank(item) if found is None else found
         return layout.batch(pixels, grids, self._args, samples_consumed)
 
-    def document(self, item: int) -> Document:
+    def document(self, item: int) -> ImageTextDocument:
         """The tokens of a document."""
         return write_document(self._tokenizer, self._args, self.items.grids(item), *self.items.texts(item))
 
@@ -139,7 +146,7 @@ class RowLayout:
         self._ends: list[list[int]] = [[0] for _ in range(rows)]
         self._features = 0
 
-    def add(self, row: int, document: Document, *, learn: bool = True) -> None:
+    def add(self, row: int, document: ImageTextDocument, *, learn: bool = True) -> None:
         """Put a document at the end of a row; without ``learn`` nothing of it is predicted."""
         length = len(document.tokens) - 1
         start = self._ends[row][-1]

@@ -52,7 +52,7 @@ class ImageTextSet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class ImageTextDocument:
     """The tokens of one document and what the model must know of each."""
 
     tokens: IntArray
@@ -67,7 +67,7 @@ class Document:
 
 def write_document(
     tokenizer: Tokenizer, args: Qwen3VLArgs, grids: Sequence[Grid], prompt: str, answer: str | None
-) -> Document:
+) -> ImageTextDocument:
     """The tokens of images, prompt and answer; ``answer`` None ends after the prompt, for generation."""
     tokens: list[int] = []
     image: list[int] = []
@@ -96,7 +96,7 @@ def write_document(
     if answer is not None:
         text([*tokenizer.encode(answer).tolist(), tokenizer.eos_id])
     learned = np.arange(len(tokens)) >= asked
-    return Document(np.array(tokens), learned, np.concatenate(positions), np.array(image))
+    return ImageTextDocument(np.array(tokens), learned, np.concatenate(positions), np.array(image))
 
 
 def document_length(tokenizer: Tokenizer, args: Qwen3VLArgs, grids: Sequence[Grid], prompt: str, answer: str) -> int:
