@@ -91,3 +91,61 @@ def test_the_release_script_reads_a_good_tag_and_refuses_others(tmp_path: Path) 
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said == f"package=titan-cp\nversion={version}\n"
     assert (tmp_path / "n.md").read_text() == notes
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_released_package_stands_alone_on_an_index(package: str, tmp_path: Path) -> None:
+    """Every link of its README is absolute and leads to a file of the repository, and project.urls are there."""
+    folder, given = tmp_path / "packages" / package, ROOT / "packages" / package
+    folder.mkdir(parents=True)
+    for name in ("README.md", "pyproject.toml"):
+        (folder / name).write_text((given / name).read_text())
+    targets = re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)", (given / "README.md").read_text())
+    for target in targets:
+        copy = (folder / target).resolve()
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.mkdir(exist_ok=True) if (given / target).is_dir() else copy.exists() or copy.touch()
+    stand_alone = runpy.run_path(str(ROOT / ".github/release.py"))["stand_alone"]
+    stand_alone(package, f"{package}-v1.2.3", "https://example.org/owner/titan/", tmp_path)
+    prose = re.sub(r"^```.*?^```", "", (folder / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose)
+    assert [link for link in links if not re.match(r"https?://|#", link)] == []
+    start = re.compile(rf"https://example.org/owner/titan/(?:blob|tree|raw)/{package}-v1\.2\.3/([^#]+)")
+    ours = [match[1] for link in links if (match := start.match(link))]
+    assert len(ours) >= len(set(targets)) > 0
+    assert [path for path in ours if not (ROOT / path).exists()] == []
+    urls = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Repository"] == "https://example.org/owner/titan"
+    with pytest.raises(ValueError, match="prepared before"):
+        stand_alone(package, f"{package}-v1.2.3", "https://example.org/owner/titan", tmp_path)
+
+
+def test_a_dead_link_stops_a_release(tmp_path: Path) -> None:
+    folder = tmp_path / "packages/titan-x"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("[gone](../nothing.md)")
+    (folder / "pyproject.toml").write_text("[project]\n")
+    with pytest.raises(ValueError, match="does not exist"):
+        runpy.run_path(str(ROOT / ".github/release.py"))["stand_alone"](
+            "titan-x", "t", "https://example.org/o/n", tmp_path
+        )
+
+
+def test_documentation_of_every_version_stays_and_the_newest_release_is_latest(tmp_path: Path) -> None:
+    publish = runpy.run_path(str(ROOT / ".github/publish_docs.py"))["publish"]
+    site = tmp_path / "site"
+    site.mkdir()
+    for version in ("0.9.0", "0.10.0", "main", "0.10.0rc1", "0.9.1"):
+        built = tmp_path / "built"
+        built.mkdir(exist_ok=True)
+        (built / "index.html").write_text(version)
+        publish(built, site, version)
+    assert (site / "latest/index.html").read_text() == "0.10.0"
+    assert (site / "0.9.0/index.html").read_text() == "0.9.0"
+    listed = re.findall(r'href="([^"]+)/"', (site / "versions.html").read_text())
+    assert listed == ["0.10.0", "0.10.0rc1", "0.9.1", "0.9.0", "main"]
+    assert "url=latest/" in (site / "index.html").read_text()
+    with pytest.raises(ValueError, match="neither of the form"):
+        publish(built, site, "../x")
+    with pytest.raises(ValueError, match=r"holds no index\.html"):
+        publish(tmp_path, site, "1.0.0")
