@@ -25,11 +25,13 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.018
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from titan_cp.backends.backend import Backend, Grads, Saved
 from titan_cp.methods.rows import KeyValues, empty_rows, pack_rows, widen, zero_rows
@@ -76,10 +78,11 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> tuple[Te
     kv = pack_rows(k, v)
     spare = empty_rows(k, v, k.shape[2]) if plan.hops else kv
     for step in range(plan.hops + 1):
-        transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
-        holder = (plan.ring_rank - step) % plan.ring_degree
-        backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), plan.tiles(holder), scale, out, lse)
-        wait_all(transfer)
+        with _span(f"cp ring hop {step}"):
+            transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
+            holder = (plan.ring_rank - step) % plan.ring_degree
+            backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), plan.tiles(holder), scale, out, lse)
+            wait_all(transfer)
         kv, spare = spare, kv
     return out[..., : v.shape[-1]].to(q.dtype), lse
 
@@ -97,21 +100,22 @@ def _ring_backward(saved: Saved, setup: RingSetup) -> tuple[Tensor, Tensor, Tens
     grad_transfer: list[dist.Work] = []
     grad_kv = kv
     for step in range(plan.hops + 1):
-        transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
-        holder = (plan.ring_rank - step) % plan.ring_degree
-        block_grad = block_gradients(widened, kv, backend, plan.tiles(holder), scale, grad_q)
-        # Also ends the sending of the previous block's gradient, whose buffer is free from here on.
-        wait_all(grad_transfer)
-        if arriving is not None:
-            block_grad.buffer.add_(arriving.buffer)
-        grad_kv = block_grad
-        if plan.hops:
-            # The last one goes home, however far that is; after a full round home is the next rank.
-            distance = 1 if step < plan.hops else -plan.hops
-            arriving = empty_rows(saved.k, saved.v, rows, wide)
-            grad_transfer = _send_on(grad_kv.buffer, arriving.buffer, group, distance, _GRAD_TAG)
-        wait_all(transfer)
-        kv, spare = spare, kv
+        with _span(f"cp ring hop {step} backward"):
+            transfer = _send_on(kv.buffer, spare.buffer, group, 1, _KV_TAG) if step < plan.hops else []
+            holder = (plan.ring_rank - step) % plan.ring_degree
+            block_grad = block_gradients(widened, kv, backend, plan.tiles(holder), scale, grad_q)
+            # Also ends the sending of the previous block's gradient, whose buffer is free from here on.
+            wait_all(grad_transfer)
+            if arriving is not None:
+                block_grad.buffer.add_(arriving.buffer)
+            grad_kv = block_grad
+            if plan.hops:
+                # The last one goes home, however far that is; after a full round home is the next rank.
+                distance = 1 if step < plan.hops else -plan.hops
+                arriving = empty_rows(saved.k, saved.v, rows, wide)
+                grad_transfer = _send_on(grad_kv.buffer, arriving.buffer, group, distance, _GRAD_TAG)
+            wait_all(transfer)
+            kv, spare = spare, kv
     wait_all(grad_transfer)
     home = grad_kv if arriving is None else arriving
     return grad_q.to(saved.q.dtype), home.k.to(saved.k.dtype), home.v.to(saved.v.dtype)
@@ -157,6 +161,11 @@ def _send_on(
             dist.P2POp(dist.irecv, receive, group=group, tag=tag, group_peer=(rank - distance) % size),
         ]
     )
+
+
+def _span(name: str) -> AbstractContextManager[object]:
+    """A block with a name in a trace; without a profiler, nothing."""
+    return record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def wait_all(works: list[dist.Work]) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "perplexity and bits per byte of a model, and tasks of lm-evaluation-harness",
     "export": "write a run's model for Hugging Face, llama.cpp, ONNX, AOTInductor or DCP, compared with the run",
     "report": "write a run's one-page HTML report",
+    "trace": "where the time of a run's steps went, by rank and mesh axis; all ranks on one clock",
     "compare": "compare runs on one page: curves, numbers, settings that differ",
     "list": "show the shipped configurations and models",
     "doctor": "show versions, devices and backends, and how to install what is missing",
@@ -29,7 +30,7 @@ COMMANDS = {
 """Every command, with a line on each."""
 _FOLDERS = {
     "inputs": ("prepare", "tokenizer", "data", "download"),
-    "trained": ("generate", "export", "report", "compare", "serve", "eval"),
+    "trained": ("generate", "export", "report", "compare", "serve", "eval", "trace"),
 }
 """Where a command's module is; the others are in this folder."""
 _NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "data", "dry-run")

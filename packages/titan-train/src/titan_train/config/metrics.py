@@ -1,7 +1,10 @@
-"""What a run records and shows the person who started it."""
+"""What a run records and shows the person who started it, and which steps are traced."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+_RANGE = re.compile(r"(\d+):(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,4 +47,29 @@ class MetricsConfig:
         if self.wandb and not self.wandb_project:
             raise ValueError(
                 "metrics.wandb_project is empty, but metrics.wandb is on; name a project, such as 'titan'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """A trace of a few steps, one file per rank, for Perfetto (ui.perfetto.dev) and `titan-train trace`."""
+
+    steps: str = ""
+    """First and last step to trace, such as "10:13"; empty disables. Files go to the run's folder, traces/."""
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """First and last step; None if nothing is traced."""
+        match = _RANGE.fullmatch(self.steps)
+        return (int(match[1]), int(match[2])) if match else None
+
+    def __post_init__(self) -> None:
+        if self.steps and (self.range is None or not 1 <= self.range[0] <= self.range[1]):
+            raise ValueError(
+                f"profile.steps={self.steps!r} must be FIRST:LAST, two steps from 1 on in rising order, such as 10:13."
+            )
+        if self.range is not None and self.range[1] - self.range[0] >= 100:
+            raise ValueError(
+                f"profile.steps={self.steps!r} spans {self.range[1] - self.range[0] + 1} steps. A trace of more than 100 is too "
+                "large to open. Trace a few, such as 10:13."
             )

@@ -13,7 +13,7 @@ from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.tokenizer import TokenizerConfig
 from titan_train.config.inputs.vision import VisionConfig
 from titan_train.config.launch import LaunchConfig
-from titan_train.config.metrics import MetricsConfig
+from titan_train.config.metrics import MetricsConfig, ProfileConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
@@ -190,4 +190,5 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -6,7 +6,7 @@ travel.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from titan_train.config import PipelineConfig
 from titan_train.models import accepted_inputs
 from titan_train.models.common.loss import TokenLoss
 from titan_train.observe.timing import StepTimer
+from titan_train.observe.timing.collectives import CollectiveMeter
 from titan_train.parallel.float8 import DEFERRING_RULES
 from titan_train.task import TaskBatch
 
@@ -97,12 +98,21 @@ class Pipeline:
         self._keywords = keywords
         self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
 
-    def measure(self, timer: StepTimer) -> None:
-        """Take the time of forward and backward passes."""
-        names = {Kind.F: "forward"}  # whatever else computes is a part of backward
+    def measure(self, timer: StepTimer, meter: CollectiveMeter) -> None:
+        """Take the time of forward and backward passes, and name them in a trace."""
 
         def phase(action: Action | None) -> AbstractContextManager[object]:
-            return timer.waiting("pp") if action is None else timer.phase(names.get(action.kind, "backward"))
+            name = "forward" if action is not None and action.kind is Kind.F else "backward"  # whatever else computes
+            block = timer.waiting("pp") if action is None else timer.phase(name)
+            if meter.label is None:
+                return block
+            label = meter.label(
+                "pp wait" if action is None else f"pp stage {action.stage} {action.kind.value} mb{action.microbatch}"
+            )
+            both = ExitStack()
+            both.enter_context(label)
+            both.enter_context(block)
+            return both
 
         self.executor.around = phase
 

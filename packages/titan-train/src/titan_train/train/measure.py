@@ -24,7 +24,14 @@ class StepMeasure:
     """Measures the steps of one rank. `every` 0 measures nothing."""
 
     def __init__(
-        self, mesh: Mesh | None, device: torch.device, *, every: int, last: int, parts: Sequence[nn.Module] = ()
+        self,
+        mesh: Mesh | None,
+        device: torch.device,
+        *,
+        every: int,
+        last: int,
+        parts: Sequence[nn.Module] = (),
+        traced: bool = False,
     ) -> None:
         """Prepare.
 
@@ -34,24 +41,27 @@ class StepMeasure:
             every: Steps of a window.
             last: The run's last step, which ends a window too.
             parts: What this rank computes.
+            traced: Measure even if ``every`` is 0, for a trace.
         """
         self.timer = StepTimer()
-        self._rank = 0 if mesh is None else mesh.global_rank
+        self.rank = 0 if mesh is None else mesh.global_rank
         layout = None if mesh is None else mesh.layout
-        self.meter = CollectiveMeter(self.timer, layout, self._rank)
-        self._place = place_of(layout)
-        self._work = _work(parts)
+        self.meter = CollectiveMeter(self.timer, layout, self.rank)
+        self.place = place_of(layout)
+        self.work = _work(parts)
         self._device = device
-        self._every, self._last = every, last
+        self._every, self._last, self._traced = every, last, traced
         self._fast: dict[tuple[str, int], float] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._named: set[tuple[str, tuple[int, ...]]] = set()
         self._windows = 0
+        self.paused = False
+        """Whether no window ends now: a trace is being made, whose steps are a window of their own."""
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """Measure inside the block."""
-        if not self._every:
+        if not self._every and not self._traced:
             yield
             return
         with self.meter.installed():
@@ -62,7 +72,7 @@ class StepMeasure:
                 self.timer.stop()
 
     def step_made(self, step: int) -> tuple[StepSplit, list[Cause]] | None:
-        """Count a step; at the end of a window gather the ranks' rows. Collective then.
+        """At the end of a window gather the ranks' rows. Collective then. `timer.steps` has counted the step.
 
         Args:
             step: Steps made.
@@ -71,31 +81,31 @@ class StepMeasure:
             On rank 0, at the end of each window but the first, which holds the first step, and that may compile: the
             window, and the causes to name for the first time.
         """
-        self.timer.steps += 1
-        if not self._every or not (step % self._every == 0 or step == self._last):
+        due = self._every and (step % self._every == 0 or step == self._last)
+        if not due or self.paused or not self.timer.steps:
             return None
-        rows = self._gather(self._place.row(self.timer.take(), self._work))
+        rows = self._gather(self.place.row(self.timer.take(), self.work))
         self._windows += 1
-        if self._rank != 0 or (self._windows == 1 and step != self._last):
+        if self.rank != 0 or (self._windows == 1 and step != self._last):
             return None
-        split = combine(step, self._place, rows)
+        split = combine(step, self.place, rows)
         return split, self._new(split)
 
     def _gather(self, row: list[float]) -> list[list[float]]:
         mine = torch.tensor(row, dtype=torch.float64, device=self._device)
-        if self._place.world_size == 1:
+        if self.place.world_size == 1:
             return [mine.tolist()]
-        rows = mine.new_empty(self._place.world_size * len(row))
+        rows = mine.new_empty(self.place.world_size * len(row))
         # not part of a step: counted by no window
         running, self.timer.running = self.timer.running, False
         dist.all_gather_into_tensor(rows, mine)
         self.timer.running = running
-        return rows.view(self._place.world_size, len(row)).tolist()
+        return rows.view(self.place.world_size, len(row)).tolist()
 
     def _new(self, split: StepSplit) -> list[Cause]:
         """The causes that the window before had too, and that were not named yet or had passed meanwhile."""
-        causes = find_causes(split, self._place, share=_SHARE, quickest=self._fast)
-        for key, seconds in shortest_calls(split, self._place).items():
+        causes = find_causes(split, self.place, share=_SHARE, quickest=self._fast)
+        for key, seconds in shortest_calls(split, self.place).items():
             self._fast[key] = min(seconds, self._fast.get(key, seconds))
         keys = {(cause.kind, cause.ranks) for cause in causes}
         lasting = [cause for cause in causes if (cause.kind, cause.ranks) in self._seen]

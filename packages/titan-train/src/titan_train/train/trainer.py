@@ -46,6 +46,7 @@ from titan_train.run_folder import commit, keep_model, run_folder, with_kept_mod
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.measure import StepMeasure
 from titan_train.train.monitor import StepMonitor
+from titan_train.train.profile import StepProfile
 from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
@@ -145,10 +146,14 @@ class Trainer:
             every=config.metrics.split_every,
             last=config.train.steps,
             parts=self.model.parts,
+            traced=config.profile.range is not None,
         )
+        self._profile: StepProfile | None = None
+        if config.profile.range is not None:
+            self._profile = StepProfile(*config.profile.range, self.run_dir, self._measure, self.device)
         self._monitor.measured(self._measure.meter)
         if self.model.pipeline is not None:
-            self.model.pipeline.measure(self._measure.timer)
+            self.model.pipeline.measure(self._measure.timer, self._measure.meter)
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -269,6 +274,8 @@ class Trainer:
 
     def _train_one_step(self, *, save_due: bool) -> StepResult:
         assert self._batches is not None
+        if self._profile is not None:
+            self._profile.before_step(self.step + 1)
         started = time.perf_counter()
         with Stopwatch() as waiting, self._measure.timer.phase("data"):
             self._monitor.before_data(self.step + 1)
@@ -286,6 +293,9 @@ class Trainer:
         if len(self.losses) == 1:  # from this process's first step on, the optimizer has all its state
             self._checkpointer.prepare(self._state())
         self._guard_nonfinite(result)
+        self._measure.timer.steps += 1
+        if self._profile is not None and (trace := self._profile.step_made(self.step)) is not None:
+            self._event("profile_written", file=str(trace.relative_to(self.run_dir)))
         measured = self._measure.step_made(self.step)
         if measured is not None:
             self._note_split(*measured)

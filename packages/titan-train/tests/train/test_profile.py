@@ -1,0 +1,134 @@
+"""Traces of a few steps: their names, one clock for all ranks, and what `titan-train trace` says of them."""
+
+import gzip
+import json
+import shutil
+
+import pytest
+from titan_testing import run_ranks
+from titan_train.cli import main
+from titan_train.config import parse_config
+from titan_train.config.metrics import ProfileConfig
+from titan_train.inputs import prepare_inputs
+from titan_train.observe.timing.traces import read_traces, trace_file
+from titan_train.train import Trainer
+from titan_train.train.profile import in_our_words
+
+
+def configure(folder):
+    return parse_config(
+        {
+            "run": {"dir": str(folder / "runs"), "name": "traced"},
+            "model": {"name": "llama3_debug", "seq_len": 32},
+            "tokenizer": {"kind": "bytes"},
+            "data": {
+                "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+                "cache_dir": str(folder / "cache"),
+                "validation_fraction": 0.0,
+            },
+            "train": {"steps": 12, "global_batch": 4},
+            "parallel": {"pp": 2},
+            "profile": {"steps": "6:8"},
+            "schedule": {"warmup_steps": 2},
+            "checkpoint": {"every": 0},
+            # step 8 would end a window too: a window holds all of a trace's steps, or none
+            "metrics": {"progress": "off", "split_every": 4},
+            "launch": {"device": "cpu", "timeout_s": 60.0},
+        }
+    )
+
+
+def train(folder):
+    with Trainer(configure(folder)) as trainer:
+        trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run on two pipeline ranks whose steps 6 and 7 were traced."""
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    prepare_inputs(configure(folder), quiet=True)
+    run_ranks(train, 2, folder)
+    return folder / "runs" / "traced"
+
+
+def test_a_trace_names_what_ran_in_the_words_of_the_field(run_dir):
+    for rank in range(2):
+        with gzip.open(trace_file(run_dir, rank), "rt") as file:
+            trace = json.load(file)
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert names.count(f"pp stage {rank} F mb3") == 3  # one per step
+        assert names.count(f"pp stage {rank} B mb0") == 3
+        assert "pp wait" in names
+        assert "pp all-reduce" in names
+        assert {event["pid"] for event in trace["traceEvents"]} == {rank}
+        assert trace["titan"]["steps"] == [6, 8]
+        assert trace["titan"]["offset_s"] == 0.0  # one machine, one clock
+
+
+def test_the_command_puts_the_ranks_on_one_clock_and_tells_communication_per_axis(run_dir, tmp_path, capsys):
+    assert main(["trace", str(run_dir), "--out", str(tmp_path / "all.json.gz")]) == 0
+    text = capsys.readouterr().out
+    assert "steps 6 to 8, 2 ranks" in text
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("pp "))
+    total, exposed, hidden = map(float, row[1:4])
+    assert exposed > 0
+    assert total == pytest.approx(exposed + hidden, abs=0.02)
+    with gzip.open(tmp_path / "all.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    starts = {(event["pid"], event["name"]): event["ts"] for event in reversed(events) if "ts" in event}
+    assert min(starts.values()) == 0
+    # the first stage hands its output to the second: on one clock, it comes first
+    assert starts[0, "pp stage 0 F mb0"] < starts[1, "pp stage 1 B mb0"]
+    assert starts[1, "pp stage 1 F mb0"] < starts[0, "pp stage 0 B mb0"]
+
+
+def test_a_rank_whose_clock_is_ahead_is_moved_back(run_dir, tmp_path):
+    copy = tmp_path / "run"
+    (copy / "traces").mkdir(parents=True)
+    for rank in range(2):
+        with gzip.open(trace_file(run_dir, rank), "rt") as file:
+            trace = json.load(file)
+        ahead_s = 3600.0 * rank
+        trace["titan"]["offset_s"] = ahead_s
+        for event in trace["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += 1e6 * ahead_s
+        with gzip.open(trace_file(copy, rank), "wt") as file:
+            json.dump(trace, file)
+    moved, straight = tmp_path / "moved.json.gz", tmp_path / "straight.json.gz"
+    read_traces(copy, moved)
+    read_traces(run_dir, straight)
+    first, second = (json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in (moved, straight))
+    assert [e.get("ts") for e in first] == pytest.approx([e.get("ts") for e in second], abs=1.0)
+
+
+def test_missing_and_damaged_traces_are_named(run_dir, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir / "traces", copy / "traces")
+    trace_file(copy, 1).unlink()
+    with pytest.raises(ValueError, match="lacks the traces of ranks 1"):
+        read_traces(copy)
+    trace_file(copy, 0).write_bytes(trace_file(run_dir, 0).read_bytes()[:5000])
+    with pytest.raises(ValueError, match="no whole trace"):
+        read_traces(copy)
+    trace_file(copy, 0).unlink()
+    with pytest.raises(ValueError, match=r"--profile\.steps FIRST:LAST"):
+        read_traces(copy)
+
+
+def test_the_names_of_torchs_fsdp_become_the_fields():
+    events = [
+        {"ph": "X", "name": f"FSDP::{name}", "ts": 1, "dur": 1}
+        for name in ("all_gather (layers.7)", "root_pre_forward")
+    ]
+    trace = in_our_words({"traceEvents": events, "baseTimeNanoseconds": 5000}, {"rank": 3, "host": "here"})
+    assert [e["name"] for e in trace["traceEvents"][2:]] == ["fsdp all-gather layers.7", "fsdp root pre forward"]
+    assert trace["traceEvents"][2]["ts"] == 6.0
+
+
+@pytest.mark.parametrize("steps", ["10", "13:10", "0:3", "a:b", "1:1000"])
+def test_a_malformed_range_is_refused(steps):
+    with pytest.raises(ValueError, match=r"profile\.steps"):
+        ProfileConfig(steps=steps)
