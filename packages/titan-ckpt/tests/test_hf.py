@@ -216,6 +216,21 @@ def test_a_consolidated_copy_is_read_only_if_there_is_no_other(tmp_path):
     assert torch.equal(model.weight, torch.ones(2, 2))
 
 
+def test_the_names_of_diffusers_are_read_and_a_variant_beside_the_plain_file_is_left_alone(tmp_path):
+    model = line()
+    save_file({"weight": torch.zeros(2, 2)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.zeros(2, 2))
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    save_file({"weight": torch.full((2, 2), 3.0)}, tmp_path / "part.safetensors")
+    index = {"weight_map": {"weight": "part.safetensors"}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.full((2, 2), 3.0))
+
+
 def write_four_bits(folder) -> None:
     """``x`` of a dtype that torch cannot hold, and a weight."""
     entries = {

@@ -26,7 +26,7 @@ from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.names import ITEM_BYTES, Entry, parse_object
 from titan_ckpt.interop.float8 import SUFFIX, with_scales
 from titan_ckpt.interop.key_map import KeyMap
-from titan_ckpt.interop.safetensors_folder import HF_INDEX_NAME, SafetensorsReader
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.interop.stream import view_bytes, write_step
 from titan_ckpt.interop.translate import from_hf, to_hf
 from titan_ckpt.interop.views import GrownView, StoredView, View, read_box, row_pieces, whole_box
@@ -49,6 +49,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
+    stem: str = "model",
     leave_out: Sequence[str] = (),
     float8: Collection[str] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -68,6 +69,7 @@ def export_hf(
             boolean tensors and ``*.expert_bias`` keep theirs.
         max_shard_bytes: Largest size of a file.
         config: Written as ``config.json``.
+        stem: How the files' names begin: "model" as transformers has it, "diffusion_pytorch_model" as diffusers has it.
         leave_out: Regular expressions. Tensors of the step whose whole name matches are not exported.
         float8: Names, in the folder, of matrices to store as e4m3 with one float32 scale per block of 128 x 128
             (``NAME_scale_inv``). Describe them in ``config``.
@@ -99,14 +101,14 @@ def export_hf(
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_mine() -> None:
-        for file, shard in list(zip(_file_names(shards), shards, strict=True))[rank::ranks]:
+        for file, shard in list(zip(_file_names(shards, stem), shards, strict=True))[rank::ranks]:
             pieces = (_checked(view, DTYPES[entry.dtype], reader[0], progress) for entry, view in shard)
             write_safetensors(folder, file, [entry for entry, _ in shard], pieces)
 
     def finish() -> None:
         if rank > 0:
             return
-        _write_index(folder, shards)
+        _write_index(folder, shards, stem)
         if config is not None:
             _write_json(folder / "config.json", dict(config))
         fsync_folder(folder)
@@ -348,15 +350,15 @@ def _on_every_rank(comm: ByteComm | None, work: Callable[[], None], doing: str) 
     comm.agree(error, doing)
 
 
-def _file_names(shards: Sequence[Any]) -> list[str]:
+def _file_names(shards: Sequence[Any], stem: str) -> list[str]:
     if len(shards) == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
 
 
-def _write_index(folder: Path, shards: list[list[tuple[Entry, View]]]) -> None:
+def _write_index(folder: Path, shards: list[list[tuple[Entry, View]]], stem: str) -> None:
     """Name the file of each tensor, where there are several."""
-    names = _file_names(shards)
+    names = _file_names(shards, stem)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
@@ -371,7 +373,7 @@ def _write_index(folder: Path, shards: list[list[tuple[Entry, View]]]) -> None:
         "total_parameters": sum(math.prod(entry.shape) for entry in entries),
     }
     weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry, _ in shard}
-    _write_json(folder / HF_INDEX_NAME, {"metadata": totals, "weight_map": weight_map})
+    _write_json(folder / f"{stem}.safetensors.index.json", {"metadata": totals, "weight_map": weight_map})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -17,6 +17,9 @@ from titan_ckpt.interop.views import RefusedView, ScaledView, StoredView, View
 from titan_ckpt.load.reader import FolderReader
 
 HF_INDEX_NAME = "model.safetensors.index.json"
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""How diffusers names the files of a model."""
+_INDEX_NAMES = (HF_INDEX_NAME, f"{DIFFUSERS_STEM}.safetensors.index.json")
 
 _DEFAULT_SCALE_BLOCK = (128, 128)
 
@@ -32,8 +35,9 @@ _OTHER_SCALES = ("input_", "output_", "act_", "activation_", "q_", "k_", "v_", "
 class SafetensorsReader(FolderReader):
     """A folder of safetensors files.
 
-    With an index (``model.safetensors.index.json``), each tensor is read from the file that the index names. Without one,
-    all files are read. ``consolidated*`` files beside ``model*`` files are skipped: they are a copy with other names.
+    With an index (``model.safetensors.index.json``, or that of diffusers), each tensor is read from the file that the index
+    names. Without one, all files are read. ``consolidated*`` files beside ``model*`` files are skipped: they are a copy with
+    other names; and so are variants such as ``diffusion_pytorch_model.fp16.safetensors`` beside diffusers' plain file.
 
     Args:
         folder: The folder.
@@ -206,8 +210,8 @@ def _scale_block(folder: Path) -> tuple[int, int]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor to file, by the index; empty without an index."""
-    index = folder / HF_INDEX_NAME
-    if not index.exists():
+    index = next((folder / name for name in _INDEX_NAMES if (folder / name).exists()), None)
+    if index is None:
         return {}
     try:
         value: Any = json.loads(index.read_bytes())
@@ -220,6 +224,8 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     files = sorted(set(weight_map.values()) or {path.name for path in folder.glob("*.safetensors")})
     if not weight_map and any(name.startswith("model") for name in files):
         files = [name for name in files if not name.startswith("consolidated")]
+    if not weight_map and f"{DIFFUSERS_STEM}.safetensors" in files:
+        files = [name for name in files if name == f"{DIFFUSERS_STEM}.safetensors" or DIFFUSERS_STEM not in name]
     missing = [name for name in files if not (folder / name).is_file() or "/" in name]
     if missing or not files:
         raise ValueError(f"{folder} is missing {missing or 'all safetensors files'}. Fetch the whole checkpoint.")

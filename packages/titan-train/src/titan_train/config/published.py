@@ -89,7 +89,8 @@ def _args_of(family: Family, published: Mapping[str, Any]) -> Any:
     """The arguments of a family's model that ``config.json`` describes; None for what the family cannot build."""
     try:
         hf = family.load_hf()
-        return hf.args_from(published) if published.get("model_type") in hf.kinds else None
+        kind = published.get("model_type", published.get("_class_name"))
+        return hf.args_from(published) if kind in hf.kinds else None
     except (ValueError, TypeError, KeyError):  # refused with the model, by name
         return None
 

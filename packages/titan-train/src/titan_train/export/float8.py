@@ -59,7 +59,8 @@ def float8_config(model: nn.Module, family: Family) -> dict[str, Any]:
 
 def _matrices(model: nn.Module, family: Family) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Hugging Face name, native name and shape of every matrix that could be float8."""
-    key_map = family.load_hf().key_map
+    args: Any = model.args
+    key_map = family.load_hf().names(args)
     for native, parameter in model.named_parameters():
         pair, letters = key_map.match_native(native)
         numbers = range(parameter.shape[0]) if pair.stacked else [0]

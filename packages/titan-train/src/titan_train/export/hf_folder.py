@@ -48,8 +48,8 @@ def write_hf(
 
     Ranks of ``group`` share the weight files between them; the first writes the rest.
     """
-    names = family.load_hf().key_map
     args: Any = run.model.args
+    names = family.load_hf().names(args)
     if args.tied_embeddings if hasattr(args, "tied_embeddings") else _is_tied(run.model):
         names = names.leaving_out(r"lm_head\.weight")  # transformers ties it again
     config = hf_config(run, family, dtype)

@@ -27,6 +27,8 @@ from titan_train.files import write_atomic
 from titan_train.generation import load_run
 from titan_train.models import unwrap
 from titan_train.models.hf.lora import save_adapter
+from titan_train.run_folder import read_config
+from titan_train.task import task_name
 from titan_train.trust import remember_machine_code
 
 Target = Literal["hf", "gguf", "onnx", "aoti", "dcp"]
@@ -77,6 +79,12 @@ def export_run(
         raise ValueError(f"{out} exists. Export to a new folder, so that no stale file stays in it.")
     _check_targets(to, dtype)
     group = None if group is None or group.size() == 1 else group
+    if task_name(read_config(run_dir)) == "diffusion":
+        from titan_train.export.diffusers_folder import export_diffusers
+
+        return export_diffusers(
+            run_dir, out, to=to, step=step, dtype=dtype, max_shard_bytes=max_shard_bytes, gate=gate, group=group
+        )
     load = cast(Load, partial(load_run, run_dir, step=step, trust_code=trust_code, code=code))
     with export_job(run_dir, load, dtype=dtype, max_shard_bytes=max_shard_bytes, scratch=out.absolute().parent) as job:
         _check_model(job, to, group, gate=gate)

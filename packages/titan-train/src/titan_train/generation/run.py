@@ -115,6 +115,37 @@ def load_run(
     return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 
+def load_model(
+    run_dir: str | Path, *, step: int | None = None, device: torch.device | str = "cpu"
+) -> tuple[Config, nn.Module, int]:
+    """Load the model of a run of any task without a vocabulary, such as diffusion.
+
+    Args:
+        run_dir: The run's folder.
+        step: Which checkpoint; None takes the newest valid one.
+        device: Where the weights go; "meta" reads no weights.
+
+    Returns:
+        The run's configuration, the model in evaluation mode, and the checkpoint's step.
+
+    Raises:
+        ValueError: The folder is not a run's, has no such checkpoint, or names code that is not trusted.
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    if newest_checkpoint(run_dir) is None:
+        raise ValueError(
+            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
+        )
+    admit_run_code(run_dir, config.model.name, trust=False, paths=())
+    model = build_model(config.model, vocab_size=None, device=device).requires_grad_(False).eval()
+    if torch.device(device).type == "meta":
+        return config, model, _saved_step(run_dir, step)
+    with Checkpointer(run_dir / "checkpoints") as checkpointer:
+        found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
+    return config, model, found
+
+
 def _saved_step(run_dir: Path, step: int | None) -> int:
     saved = checkpoint_folders(run_dir)
     found = max(saved) if step is None else step

@@ -65,7 +65,7 @@ def check_init(init: str, whole: nn.Module, config: InitChoice) -> tuple[Path, K
     hf = family.load_hf()
     args: Any = whole.args
     _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(args), config.init_changes)
-    key_map: KeyMap = hf.key_map
+    key_map: KeyMap = hf.names(args)
     views = SafetensorsReader(folder).views()
     _check_names(folder, views, key_map, whole)
     _check_tensors(folder, views, key_map, whole, grow=_vocabulary(config, whole))

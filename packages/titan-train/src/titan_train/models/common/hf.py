@@ -15,8 +15,8 @@ from titan_ckpt import KeyMap
 class HuggingFace:
     """How models of a family are written to Hugging Face folders and read from them."""
 
-    key_map: KeyMap
-    """Names of the tensors, and how their values differ."""
+    key_map: KeyMap | Callable[[Any], KeyMap]
+    """Names of the tensors, and how their values differ; a function of the arguments where widths decide how tensors join."""
     config_of: Callable[[Any], dict[str, Any]]
     """From a model's arguments to the fields of ``config.json`` that describe the model.
 
@@ -25,9 +25,13 @@ class HuggingFace:
     args_from: Callable[[Mapping[str, Any]], Any]
     """From ``config.json`` to the arguments; the reverse. Raises ValueError for a model that cannot be built here."""
     kinds: tuple[str, ...] = ()
-    """Values of ``model_type`` that `args_from` reads."""
+    """Values of ``model_type`` (of diffusers, ``_class_name``) that `args_from` reads."""
     settings_of: Callable[[Any], dict[str, Any]] = dataclasses.asdict
     """The arguments that decide the logits, in one spelling."""
+
+    def names(self, args: Any) -> KeyMap:
+        """The key map of a model with these arguments."""
+        return self.key_map if isinstance(self.key_map, KeyMap) else self.key_map(args)
 
 
 def rope_fields(theta: float, scaling: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -18,4 +18,5 @@ FLUX_FAMILY = Family(
     model="titan_train.models.flux.model:Flux",
     tensor_styles=FLUX_TENSOR_STYLES,
     task="diffusion",
+    hf="titan_train.models.flux.diffusers:FLUX_HF",
 )

@@ -11,8 +11,11 @@ import torch
 from titan_ckpt import KeyMap, Pair
 from torch import Tensor
 
+from titan_train.models.common.hf import HuggingFace
+from titan_train.models.common.hf_config import HFConfig
 from titan_train.models.flux.args import FluxArgs
 
+_CLASS = "FluxTransformer2DModel"
 _EMBEDDERS = {"time_in": "timestep_embedder", "pooled_in": "text_embedder", "guidance_in": "guidance_embedder"}
 _STREAMS = {
     "image": {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0", "q_norm": "norm_q", "k_norm": "norm_k"},
@@ -93,7 +96,7 @@ def from_diffusers(state: Mapping[str, Tensor], args: FluxArgs) -> dict[str, Ten
 def config_of(args: FluxArgs) -> dict[str, Any]:
     """The fields of diffusers' ``config.json``."""
     return {
-        "_class_name": "FluxTransformer2DModel",
+        "_class_name": _CLASS,
         "patch_size": 1,
         "in_channels": args.in_channels,
         "num_layers": args.num_layers,
@@ -111,25 +114,37 @@ def args_from(config: Mapping[str, Any]) -> FluxArgs:
     """The arguments that a ``config.json`` of diffusers describes.
 
     Raises:
-        ValueError: It describes another class, or what this model does not compute.
+        ValueError: It describes another class, or what this model does not compute; the message names every such field.
     """
-    if config.get("_class_name") != "FluxTransformer2DModel" or config.get("patch_size", 1) != 1:
+    if config.get("_class_name") != _CLASS:
         raise ValueError(
-            f"config.json describes {config.get('_class_name')!r} with patch_size={config.get('patch_size', 1)}, but this family "
-            "reads FluxTransformer2DModel with patch_size=1."
+            f"config.json describes {config.get('_class_name')!r}, but the family flux reads {_CLASS}. Name the folder "
+            "`transformer` of a FLUX pipeline."
         )
-    index, row, column = config.get("axes_dims_rope", (16, 56, 56))
-    heads = int(config["num_attention_heads"])
-    return FluxArgs(
-        dim=heads * int(config["attention_head_dim"]),
-        num_heads=heads,
-        num_layers=int(config["num_layers"]),
-        num_single_layers=int(config["num_single_layers"]),
-        in_channels=int(config["in_channels"]),
-        text_dim=int(config["joint_attention_dim"]),
-        pooled_dim=int(config["pooled_projection_dim"]),
-        guidance=bool(config.get("guidance_embeds", False)),
-        rope_index_dim=int(index),
-        rope_row_dim=int(row),
-        rope_column_dim=int(column),
-    )
+    read = HFConfig(config, kinds=("",))
+    for name in ("_class_name", "_diffusers_version"):
+        read.take(name)
+    read.only("patch_size", 1)
+    channels = int(read.take("in_channels", default=64))
+    read.only("out_channels", channels)
+    axes = tuple(read.take("axes_dims_rope", default=(16, 56, 56)))
+    if len(axes) != 3:
+        read.problem(f"axes_dims_rope={list(axes)}, but this model has three axes")
+        axes = (16, 56, 56)
+    heads = int(read.take("num_attention_heads", default=24))
+    fields = {
+        "dim": heads * int(read.take("attention_head_dim", default=128)),
+        "num_heads": heads,
+        "num_layers": int(read.take("num_layers", default=19)),
+        "num_single_layers": int(read.take("num_single_layers", default=38)),
+        "in_channels": channels,
+        "text_dim": int(read.take("joint_attention_dim", default=4096)),
+        "pooled_dim": int(read.take("pooled_projection_dim", default=768)),
+    }
+    guidance = bool(read.take("guidance_embeds", default=False))
+    read.finish()
+    index, row, column = (int(axis) for axis in axes)
+    return FluxArgs(**fields, guidance=guidance, rope_index_dim=index, rope_row_dim=row, rope_column_dim=column)
+
+
+FLUX_HF = HuggingFace(key_map=key_map, config_of=config_of, args_from=args_from, kinds=(_CLASS,))
