@@ -34,6 +34,7 @@ _MEMORY = {
     "optimizer": "optimizer state",
     "gathered": "largest set of parameters gathered at once",
     "activations": "activations of all micro-batches in flight",
+    "working": "backward of one block: what it recomputes, its widest gradients",
     "peak": "peak over the step",
 }
 

@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import titan_fsdp as fsdp
@@ -33,8 +33,12 @@ from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode
+from titan_train.planner.memory.kept import block_token_bytes
+from titan_train.planner.memory.peak import working_set
 from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
-from titan_train.planner.translate import shape_of_args
+from titan_train.planner.model.shape import Block
+from titan_train.planner.setup import Setup
+from titan_train.planner.translate import setup_of_config, shape_of_args
 from titan_train.task import load_task, task_name
 
 
@@ -53,6 +57,8 @@ class RankEstimate:
     """Most parameters gathered at one time."""
     activations: int
     """Saved for backward, of all micro-batches that are under way at the same time."""
+    working: int
+    """Of one block's backward: what it recomputes, and the gradients around its widest operator."""
     peak: int
     """Most at any time of a step."""
 
@@ -108,6 +114,8 @@ class _Stage:
     held: fsdp.Estimate
     activations: int
     """Of one micro-batch."""
+    working: int
+    """Of one block's backward."""
 
 
 def _add_up(stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int) -> RankEstimate:
@@ -121,7 +129,8 @@ def _add_up(stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int) -
         optimizer=sum(stage.held.optimizer for stage in stages),
         gathered=sum(stage.held.gathered for stage in stages),
         activations=sum(activations),
-        peak=sum(stage.held.peak for stage in stages) + sum(activations),
+        working=max(stage.working for stage in stages),
+        peak=sum(stage.held.peak for stage in stages) + sum(activations) + max(stage.working for stage in stages),
     )
 
 
@@ -173,6 +182,7 @@ class _Rank:
                 keep="unsharded" if spec.pp > 1 else config.parallel.accumulate,
             ),
             activations=activations,
+            working=self._working(),
         )
 
     def _closed_form(self, layers: range | None) -> int | None:
@@ -190,9 +200,17 @@ class _Rank:
         args: Any = self.whole.args
         shape = shape_of_args(config.model.name, args)
         layers = range(shape.num_layers) if layers is None else layers
+        setup = self._setup()
         again = recomputed_layers(config.activations, len(layers))
-        if again is None:
+        selective = config.activations.checkpoint == "selective" and config.activations.matmul_every == 2
+        if again is None and not selective:
             return None
+        plain = replace(setup, recompute="selective" if selective else "none")
+
+        def block_bytes(block: Block) -> int:
+            return int(block_token_bytes(block, shape.dim, plain) * setup.tokens / spec.tp)
+
+        planned = selective or config.compile.enabled
         at = RankTokens(
             rows=self.batch.microbatch,
             seq_len=config.model.seq_len // spec.cp,
@@ -200,7 +218,23 @@ class _Rank:
             tp=spec.tp,
             sequence_parallel=config.parallel.sequence_parallel,
         )
-        return stage_saved_bytes(shape, layers, again, at, chunked_loss=config.train.fused_loss)
+        again = again or [False] * len(layers)
+        return stage_saved_bytes(
+            shape, layers, again, at, chunked_loss=config.train.fused_loss, block_bytes=block_bytes if planned else None
+        )
+
+    def _setup(self) -> Setup:
+        spec = self.layout.spec
+        return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
+
+    def _working(self) -> int:
+        """Bytes of one block's backward beside what forward kept; 0 for models that the planner does not know."""
+        if task_name(self.config) != "text" or not is_shipped(self.whole):
+            return 0
+        setup = self._setup()
+        args: Any = self.whole.args
+        shape = shape_of_args(self.config.model.name, args)
+        return int(working_set(shape, setup) * setup.tokens / setup.tp)
 
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
         """The same, counted while a micro-batch runs on fake tensors."""

@@ -1,9 +1,13 @@
 """Bytes that one block keeps for backward, for one token of one microbatch, before tensor parallelism cuts them.
 
-Eager blocks without recomputation have an exact form (`saved`), which `titan-train check` counts by too; the rest is
-estimated here. Two elements of a gated feed-forward are kept for each hidden channel in front of the gate and one behind it. With
-sequence parallelism everything is cut over tp. Of recomputed modules only the input is kept.
+Eager blocks without recomputation have an exact form (`saved`). Compiled ones keep what the partitioner of torch.compile
+leaves for backward; a test counts it. Of a selective region every other product's result is kept. `titan-train check` counts
+by these formulas too. The TransformerEngine stacks are estimated: two elements of a gated feed-forward are kept for each
+hidden channel in front of the gate and one behind it; of recomputed modules only the input. With sequence parallelism
+everything is cut over tp.
 """
+
+from dataclasses import replace
 
 from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
@@ -15,7 +19,15 @@ _FLOAT8_INPUTS = 0.5
 
 def kept_token_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes a token, for all blocks."""
-    key = ("kept", setup.recompute, setup.recompute_modules, setup.recompute_share, setup.stack, setup.float8)
+    key = (
+        "kept",
+        setup.recompute,
+        setup.recompute_modules,
+        setup.recompute_share,
+        setup.stack,
+        setup.float8,
+        setup.ep > 1,
+    )
     if setup.stack == "eager":
         key = (*key, setup.tp, setup.tokens)
     if key not in shape.memo:
@@ -29,24 +41,51 @@ def block_token_bytes(block: Block, dim: int, setup: Setup) -> float:
         share = setup.recompute_share
         return share * 2.0 * dim + (1 - share) * _everything(block, dim, setup)
     if setup.recompute == "selective":
-        return _selective(block, dim) * (1.1 if setup.stack == "eager" else 1.0)
+        return _selective(block, dim, setup)
     return _everything(block, dim, setup)
 
 
-def _selective(block: Block, dim: int) -> float:
-    """Each second product's result and attention's; the order wq wk wv [attention] wo w1 w3 w2."""
-    kept = 2.0 * dim + 2.0 * dim
+def _selective(block: Block, dim: int, setup: Setup) -> float:
+    """The block's input, attention's result, and of the products' results each other one, as the policy counts them."""
+    kept = 2.0 * dim + 2.0 * sum(_products(block, dim)[::2])
     if block.attention is not None:
         a = block.attention
-        kept += 2.0 * (2 * a.heads * a.v_dim + a.kv_heads * a.head_dim) + 4.0 * a.heads
-    if isinstance(block.ffn, FeedForwardShape):
-        kept += 2.0 * block.ffn.hidden
-    elif isinstance(block.ffn, ExpertsShape):
-        e = block.ffn
-        kept += 2.0 * (e.per_token * (e.hidden + (e.latent_dim or dim)) + e.shared_hidden)
+        kept += 2.0 * a.heads * (a.head_dim if a.latent else a.v_dim) + 4.0 * a.heads  # latent: as wide as keys
+    if isinstance(block.ffn, ExpertsShape):
+        kept += 12.0 * block.ffn.per_token  # which experts, with which scores
+        if setup.ep > 1:  # what was sent to experts, and what came back
+            kept += 2.0 * 2.0 * block.ffn.per_token * (block.ffn.latent_dim or dim)
     if block.ssm is not None:
         kept += 4.0 * block.ssm.inner
     return kept
+
+
+def _products(block: Block, dim: int) -> list[int]:
+    """Elements a token of each product's result, in the order of forward."""
+    a, f = block.attention, block.ffn
+    out: list[int] = []
+    if a is not None and a.latent:
+        queries = a.heads * a.head_dim
+        out += [a.q_lora, a.kv_lora + a.rope_dim, queries] if a.q_lora else [queries, a.kv_lora + a.rope_dim]
+        out += [a.heads * (a.head_dim - a.rope_dim + a.v_dim), dim]
+    elif a is not None:
+        out += [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim, dim]
+    if isinstance(f, FeedForwardShape):
+        out += [f.hidden] * (f.matrices - 1) + [dim]
+    elif isinstance(f, ExpertsShape):
+        shared = [f.shared_hidden] * (f.matrices - 1) + [dim] if f.shared_hidden else []
+        routed = [f.per_token * f.hidden] * (f.matrices - 1) + [f.per_token * (f.latent_dim or dim)]
+        out += [2 * f.num_experts, *routed, *shared]  # the router's scores are float32
+    return out
+
+
+def recomputed_token_bytes(block: Block, dim: int, setup: Setup) -> float:
+    """Bytes a token that come to life again while backward passes through one block of this recomputation."""
+    if setup.recompute == "none" and not setup.recompute_modules:
+        return 0.0
+    kept = block_token_bytes(block, dim, replace(setup, recompute_share=1.0))
+    plain = replace(setup, recompute="none", recompute_modules=())
+    return max(0.0, _everything(block, dim, plain) - kept)
 
 
 def _everything(block: Block, dim: int, setup: Setup) -> float:
@@ -56,7 +95,6 @@ def _everything(block: Block, dim: int, setup: Setup) -> float:
         element = 4 if setup.precision == "fp32" else 2
         at = RankTokens(rows=1, seq_len=tokens, element=element, tp=setup.tp)
         return block_saved_bytes(block, dim, at) * setup.tp / tokens
-    extra = 1.1 if setup.stack == "compile" else 1.0
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
     halves = min(block.norms, 2) or 2
     kept = 2.0 * dim * halves  # inputs of the norms
@@ -73,7 +111,22 @@ def _everything(block: Block, dim: int, setup: Setup) -> float:
         kept += _experts(block.ffn, dim, inputs, modules, returned=not setup.te)
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
-    return extra * kept
+    if setup.stack == "compile":
+        kept += _compiled_extras(block, dim, halves)
+    return kept
+
+
+def _compiled_extras(block: Block, dim: int, halves: int) -> float:
+    """What a compiled block keeps in float32 beside the products' inputs: angles, norms' statistics, the router's input."""
+    kept = 4.0 * halves
+    a = block.attention
+    if a is not None:
+        kept += 4.0 * (a.rope_dim or a.head_dim)
+        if a.qk_norm:
+            kept += 2.0 * (a.heads + a.kv_heads) * a.head_dim
+    if isinstance(block.ffn, ExpertsShape):
+        kept += 4.0 * dim + 32.0 * block.ffn.per_token
+    return kept
 
 
 def _float32_copies(block: Block, dim: int, halves: int) -> float:

@@ -10,9 +10,14 @@ Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which Tra
 
 from dataclasses import dataclass
 
-from titan_train.planner.memory.kept import kept_token_bytes
-from titan_train.planner.memory.states import block_and_head_bytes, dummy_gradient_bytes, state_bytes
-from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.planner.memory.kept import kept_token_bytes, recomputed_token_bytes
+from titan_train.planner.memory.states import (
+    dummy_gradient_bytes,
+    gathered_block_bytes,
+    gathered_head_bytes,
+    state_bytes,
+)
+from titan_train.planner.model.shape import Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
@@ -82,15 +87,19 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
     if setup.pp > 1 and setup.sharding == "fsdp":  # torch's stages hold buffers for every microbatch, both ways
         parts["receive buffers"] = setup.stages_per_rank * 2 * setup.microbatches * 2.0 * tokens * shape.dim / tp
     parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
-    block_bytes, head_bytes = block_and_head_bytes(shape, setup)
     working = working_set(shape, setup) * tokens / tp
     if setup.sharding == "zero1":
         parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
         backward = {"block working set": working}
-        loss = {"head gradient": head_bytes}
+        loss = {"head gradient": 2.0 * shape.head_parameters / tp}
     elif setup.pp == 1:
-        backward = {"gathered block": 2 * block_bytes + 2 * block_bytes, "block working set": working}
-        loss = {"gathered head": head_bytes + 2 * head_bytes * (setup.recompute == "none")}
+        head = gathered_head_bytes(shape, setup)
+        backward = {
+            "gathered block": gathered_block_bytes(shape, setup),
+            "block working set": working,
+            "gathered head": head,
+        }
+        loss = {"gathered head": head}
     else:
         backward = {"block working set": working}
         loss = {}
@@ -113,27 +122,27 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
 
 
 def working_set(shape: ModelShape, setup: Setup) -> float:
-    """Bytes a token of one block's backward: gradients of its widest part, and with recomputation all it kept."""
-    key = ("working", setup.recompute == "none")
+    """Bytes a token of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
+    key = ("working", setup.recompute, setup.recompute_modules, setup.stack, setup.float8, setup.ep > 1)
+    if setup.stack == "eager":
+        key = (*key, setup.tp, setup.tokens)
     if key not in shape.memo:
-        shape.memo[key] = _widest_block(shape, setup)
+        shape.memo[key] = max(
+            (recomputed_token_bytes(b, shape.dim, setup) + 4.0 * _widest(b, shape.dim) for b in shape.blocks),
+            default=0.0,
+        )
     return shape.memo[key]
 
 
-def _widest_block(shape: ModelShape, setup: Setup) -> float:
-    widest = 0.0
-    for block in shape.blocks:
-        parts = 4.0 * shape.dim
-        if isinstance(block.ffn, FeedForwardShape):
-            parts += 2.0 * block.ffn.hidden * block.ffn.matrices
-        elif isinstance(block.ffn, ExpertsShape):
-            parts += 2.0 * block.ffn.per_token * (block.ffn.hidden * block.ffn.matrices + 2 * shape.dim)
-        if isinstance(block.attention, AttentionWidths):
-            a = block.attention
-            parts = max(parts, 2.0 * 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + 4.0 * shape.dim)
-        if setup.recompute != "none":
-            parts += 2.0 * 4 * shape.dim
-            if isinstance(block.ffn, FeedForwardShape):
-                parts += 2.0 * block.ffn.hidden * block.ffn.matrices
-        widest = max(widest, parts)
+def _widest(block: Block, dim: int) -> float:
+    """Elements a token of the largest tensor in a block."""
+    widest = float(dim)
+    if block.attention is not None:
+        widest = max(widest, block.attention.heads * block.attention.head_dim)
+    if isinstance(block.ffn, FeedForwardShape):
+        widest = max(widest, block.ffn.hidden)
+    elif isinstance(block.ffn, ExpertsShape):
+        widest = max(widest, block.ffn.per_token * max(block.ffn.hidden, block.ffn.latent_dim or dim))
+    if block.ssm is not None:
+        widest = max(widest, 2 * block.ssm.inner)
     return widest

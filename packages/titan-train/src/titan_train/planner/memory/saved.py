@@ -11,7 +11,7 @@ Letters: d width, n tokens of a rank, r those of its share of the residual strea
 element.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
@@ -51,6 +51,7 @@ def stage_saved_bytes(
     at: RankTokens,
     *,
     chunked_loss: bool,
+    block_bytes: Callable[[Block], int] | None = None,
 ) -> int:
     """Bytes that forward of some blocks leaves for backward, with the embedding and the head where they belong to them.
 
@@ -60,13 +61,18 @@ def stage_saved_bytes(
         recomputed: For each of them, whether backward runs it again; it then keeps its input alone.
         at: The microbatch.
         chunked_loss: The head computes the loss and keeps no logits.
+        block_bytes: Bytes of a block that is not recomputed as a whole, angles included; `block_saved_bytes` if not given.
     """
     first, last = layers.start == 0, layers.stop == shape.num_layers
     total = _embedding(shape, at) if first else 0
     kinds = [block for block in shape.blocks for _ in range(block.count)]
     for layer, again in zip(layers, recomputed, strict=True):
-        total += at.element * shape.dim * at.residual if again else block_saved_bytes(kinds[layer], shape.dim, at)
-    if not all(recomputed):
+        if again:
+            total += at.element * shape.dim * at.residual
+        else:
+            kind = kinds[layer]
+            total += block_bytes(kind) if block_bytes else block_saved_bytes(kind, shape.dim, at)
+    if block_bytes is None and not all(recomputed):
         total += _rotary(shape, at)
     return total + (_head(shape, at, chunked_loss=chunked_loss) if last else 0)
 

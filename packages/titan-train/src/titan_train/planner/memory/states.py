@@ -25,7 +25,7 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool) -> dict[str, fl
         out = {"parameters": 4.0 * local, "gradients": 4.0 * local, "optimizer": 8.0 * local}
         if setup.pp > 1:  # gathered once a step, gradients added up whole
             out["gathered"] = 2.0 * whole if shard * expert_shard > 1 else 0.0
-            out["gradients"] = 4.0 * whole
+            out["gradients"] = 4.0 * whole + 4.0 * local * (shard * expert_shard > 1)  # the shards, as they are reduced
         elif not setup.reshard:
             out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)
@@ -46,10 +46,32 @@ def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:
     return out
 
 
-def block_and_head_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Bytes in bf16 of one block's parameters on one rank, all its experts counted: the largest block, and the head."""
-    block = max((dense / setup.tp + experts / setup.ep for _, dense, experts in shape.block_sizes), default=0.0)
-    return 2.0 * block, 2.0 * shape.head_parameters / setup.tp
+def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of parameters and whole gradients around one block's backward, the largest block, sharded data parallelism.
+
+    At one time: the unit's gathered parameters, the buffer of the unit that is gathered next, the unit's gradients, and
+    the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own.
+    """
+    reduced = float(setup.grad_bytes)
+    ahead = 2.0 if setup.reshard and setup.dp_shard * setup.cp > 1 else 0.0
+    own = 4.0 if setup.reshard else 2.0  # never resharded: the parameters are counted with the states
+
+    def around(unit: float, before: float) -> float:
+        return own * unit + ahead * before + reduced * before
+
+    worst = 0.0
+    for _, dense, experts in shape.block_sizes:
+        here, there = dense / setup.tp, experts / setup.ep
+        if setup.ep > 1 and there:
+            worst = max(worst, around(here, there), around(there, here))
+        else:
+            worst = max(worst, around(here + there, here + there))
+    return worst
+
+
+def gathered_head_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of the last unit, norm and head: its parameters and gradients live through all of backward."""
+    return (4.0 if setup.reshard else 2.0) * shape.head_parameters / setup.tp
 
 
 def dummy_gradient_bytes(shape: ModelShape, setup: Setup) -> float:

@@ -230,22 +230,26 @@ function rankPeak(k, first, m) {
   const parts = { parameters: 4 * local, gradients: 4 * local, optimizer: 8 * local };
   if (s.pp > 1) {
     parts.gathered = shard * expertShard > 1 ? 2 * (dense + routed) : 0;
-    parts.gradients = 4 * (dense + routed);
+    parts.gradients = 4 * (dense + routed) + (shard * expertShard > 1 ? 4 * local : 0);
   }
+  const recompute = s.recompute + (s.ep > 1 ? " ep" : "");
   const v = s.stages_per_rank;
   let flight = 1;
   if (s.pp > 1) flight = v > 1 ? Math.min(m, first ? s.pp + (s.pp - 1) / v : 1 + (s.pp - 1) / v) : first ? Math.min(m, s.pp) : 1;
-  parts.activations = (((shape.kept[s.recompute] / s.pp) * tokens) / s.tp) * flight;
+  parts.activations = (((shape.kept[recompute] / s.pp) * tokens) / s.tp) * flight;
   if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
   if (s.pp > 1) parts["receive buffers"] = (v * 4 * m * tokens * shape.dim) / s.tp;
   parts.workspace = GIB;
-  const block = 2 * Math.max(...shape.sizes.map(([d, e]) => d / s.tp + e / s.ep));
-  const headBytes = (2 * shape.head) / s.tp;
-  const backward = { "block working set": (shape.working[s.recompute === "none" ? "none" : "some"] * tokens) / s.tp };
+  const backward = { "block working set": (shape.working[recompute] * tokens) / s.tp };
   let loss = {};
   if (s.pp === 1) {
-    backward["gathered block"] = 4 * block;
-    loss["gathered head"] = headBytes + 2 * headBytes * (s.recompute === "none" ? 1 : 0);
+    const ahead = shard > 1 ? 2 : 0;
+    const around = (unit, before) => 4 * unit + (ahead + 4) * before;
+    backward["gathered block"] = Math.max(...shape.sizes.map(([d, e]) => {
+      const here = d / s.tp, there = e / s.ep;
+      return s.ep > 1 && there ? Math.max(around(here, there), around(there, here)) : around(here + there, here + there);
+    }));
+    backward["gathered head"] = loss["gathered head"] = (4 * shape.head) / s.tp;
   }
   if (shape.vocab && (!first || s.pp === 1)) {
     loss.logits = ((s.loss === "eager" ? (s.tp > 1 ? 20 : 14) : 6) * tokens * shape.vocab) / s.tp;

@@ -60,7 +60,11 @@ def shape_data(shape: ModelShape) -> dict[str, Any]:
             block |= {"hidden": b.ffn.hidden, "matrices": b.ffn.matrices}
         blocks.append(block)
     dense, experts = shape.totals
-    setups = {name: dataclasses.replace(base, recompute=name) for name in ("none", "selective", "full")}  # type: ignore[arg-type]
+    setups = {
+        name + (" ep" if ep > 1 else ""): dataclasses.replace(base, recompute=name, ep=ep)  # type: ignore[arg-type]
+        for name in ("none", "selective", "full")
+        for ep in (1, 2)
+    }
     return {
         "dim": shape.dim,
         "vocab": shape.vocab,
@@ -74,7 +78,7 @@ def shape_data(shape: ModelShape) -> dict[str, Any]:
         "experts": experts,
         "sizes": [[d, e] for _, d, e in shape.block_sizes],
         "kept": {name: kept_token_bytes(shape, setup) for name, setup in setups.items()},
-        "working": {"none": working_set(shape, setups["none"]), "some": working_set(shape, setups["full"])},
+        "working": {name: working_set(shape, setup) for name, setup in setups.items()},
         "blocks": blocks,
     }
 
