@@ -76,7 +76,7 @@ class Job:
         config = config or str(self.folder / "tiny.toml")
         return [sys.executable, "-m", "titan_train", "run", config, "--run.name", name, *words]
 
-    def run(self, name, *words, timeout=170, config=None):
+    def run(self, name, *words, timeout=800, config=None):
         """Run the command and wait for it."""
         return subprocess.run(
             self.command(name, *words, config=config),
@@ -141,11 +141,11 @@ def listening_beyond_loopback():
         def look():
             while not stop.wait(0.3):
                 sockets = {inode: address for address, inode in _listening() if not _is_loopback(address)}
-                for file in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
-                    with contextlib.suppress(OSError):
-                        inode = str(file.readlink()).removeprefix("socket:[").removesuffix("]")
-                        if inode in sockets and MARK.encode() in (file.parents[1] / "environ").read_bytes():
-                            found.add(sockets[inode])
+                for process in Path("/proc").glob("[0-9]*") if sockets else ():
+                    with contextlib.suppress(OSError):  # it ends while it is looked at
+                        held = {_inode(file) for file in (process / "fd").iterdir()} & sockets.keys()
+                        if held and MARK.encode() in (process / "environ").read_bytes():
+                            found.update(sockets[inode] for inode in held)
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -164,6 +164,13 @@ def _listening():
             words = line.split()
             if words[3] == "0A":
                 yield words[1].rsplit(":", 1)[0], words[9]
+
+
+def _inode(file):
+    try:
+        return str(file.readlink()).removeprefix("socket:[").removesuffix("]")
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _is_loopback(address):

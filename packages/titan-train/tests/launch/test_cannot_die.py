@@ -13,25 +13,21 @@ import pytest
 from isolated import Isolated, can_isolate, wait_for
 
 pytestmark = pytest.mark.timeout(900)  # each waits for a run that may share its cores with twenty others
-SLOW = (
-    "--launch.faults",
-    "slow rank=0 factor=8 step=5",
-    "--launch.straggler-factor",
-    "0",
-    "--launch.max-restarts",
-    "50",
-)
+PATIENT = ("--launch.straggler-factor", "0", "--launch.max-restarts", "50")
+# Rank 0 stops at step 6 until the run is disturbed and starts again, and nobody calls that a hang.
+HELD = ("--launch.faults", "hang rank=0 step=6", "--launch.hang-least-s", "3000")
+SLOW = ("--launch.faults", "slow rank=0 factor=20 step=5")
 GARBAGE = (b"", b"{", b"[1, 2", b"\x00\xff\xfe", b'{"time": "x"}', b"[" * 5000, b"null")
 
 
 class Disturbed:
     """A run whose command is disturbed from outside, once it has made five steps."""
 
-    def __init__(self, job, name, *words, prefix=(), environ=()):
+    def __init__(self, job, name, *words, prefix=(), environ=(), pace=HELD):
         self.name, self.run, self.job = name, job.folder / "runs" / name, job
         self._told = job.folder / f"{name}.told"
         with self._told.open("w") as told:
-            command = [*prefix, *job.command(name, *SLOW, *words)]
+            command = [*prefix, *job.command(name, *PATIENT, *pace, *words)]
             environ = job.environ() | dict(environ)
             self.process = subprocess.Popen(command, cwd=job.folder, stdout=told, stderr=told, env=environ)
 
@@ -108,10 +104,13 @@ def test_more_garbage_in_every_file_that_the_supervisor_reads(job, undisturbed, 
     garbage(job, undisturbed, f"garbage-{GARBAGE.index(content)}", content)
 
 
+FAULT = "faults/00-hang.json"
+
+
 def garbage(job, undisturbed, name, content):
     with Disturbed(job, name) as run:
         for file in ("run.json", "lease.json", "attempts.jsonl", "config.toml", "staged/config.toml", "staged/run.json",
-                     "failures/rank-0.json", "failures/rank-1.json", "faults/00-slow.json"):  # fmt: skip
+                     "failures/rank-0.json", "failures/rank-1.json", FAULT):  # fmt: skip
             (run.run / file).parent.mkdir(exist_ok=True)
             (run.run / file).write_bytes(content)
         os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
@@ -152,9 +151,9 @@ def test_a_disk_that_answers_with_errors_is_waited_for(job, undisturbed, faulty)
 def test_a_clock_that_jumps_changes_nothing(job, undisturbed, faulty, jump):
     name, clock = f"clock{jump}", Path(faulty["FAULTY_CLOCK"])
     try:
-        with Disturbed(job, name, "--launch.hang-factor", "40", environ=faulty) as run:
+        with Disturbed(job, name, environ=faulty, pace=(*HELD[:3], "300")) as run:
             clock.write_text(str(jump))
-            time.sleep(0.5)
+            time.sleep(2.0)  # several looks at the heartbeats
             os.kill(run.of("multiprocessing.forkserver")[-1], signal.SIGKILL)
             assert run.ends() == 0, run.told()
     finally:
@@ -199,7 +198,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_started_again(job, undisturb
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text("2000000")
-        with Disturbed(job, "oom") as run:
+        with Disturbed(job, "oom", pace=SLOW) as run:
             (group / "cgroup.procs").write_text(str(run.of("multiprocessing.forkserver")[-1]))
             assert run.ends() == 0, run.told()
         killed = re.search(r"oom_kill (\d+)", (group / "memory.oom_control").read_text())
@@ -218,7 +217,7 @@ def test_a_network_that_goes_away_and_comes_back_loses_nothing(job, undisturbed)
     early = ("--launch.hang-least-s", "3", "--launch.hang-factor", "3", "--launch.timeout-s", "10")
     with Isolated() as namespace:
         prefix = namespace.command([], job.folder)
-        with Disturbed(job, "partition", *early, "--launch.step-timeout-s", "8", prefix=prefix) as run:
+        with Disturbed(job, "partition", *early, "--launch.step-timeout-s", "8", prefix=prefix, pace=SLOW) as run:
             namespace.run(["ip", "link", "set", "lo", "down"])
             wait_for(lambda: "lost " in run.told())
             time.sleep(8.0)  # restarts are tried meanwhile

@@ -12,6 +12,8 @@ from titan_testing import run_ranks
 from titan_train.launch.rank import descriptors
 from titan_train.launch.rank.descriptors import allow_open_files, connect_when_needed, open_files_needed
 
+pytestmark = pytest.mark.timeout(900)  # runs that may share their cores with twenty others
+
 
 def held():
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -78,12 +80,12 @@ def test_a_run_under_a_low_soft_limit_raises_it(job, undisturbed):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *job.command("low-limit", "--train.steps", "4")],
-        cwd=job.folder, env=job.environ(), capture_output=True, text=True, check=False, timeout=150,
+        cwd=job.folder, env=job.environ(), capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     refused = subprocess.run(
         [sys.executable, "-c", script.replace("(128, h)", "(128, 128)"), *job.command("lower-limit")],
-        cwd=job.folder, env=job.environ(), capture_output=True, text=True, check=False, timeout=150,
+        cwd=job.folder, env=job.environ(), capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert refused.returncode == 1
     assert "hard limit there is 128. Raise it: `ulimit -Hn" in refused.stderr

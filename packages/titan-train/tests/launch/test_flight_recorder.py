@@ -22,9 +22,10 @@ def one_rank_stays_away(folder):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     dist.all_reduce(torch.ones(4))
     work = dist.all_reduce(torch.ones(4), async_op=True) if rank != 2 else None
-    time.sleep(0.3)
     write_dump(folder / "dumps", rank)
     if rank == 2:
+        while not all((folder / f"dumps/rank-{peer}.json").exists() for peer in (0, 1)):
+            time.sleep(0.01)
         dist.all_reduce(torch.ones(4))
     else:
         work.wait()
@@ -84,7 +85,7 @@ def time_out_after_tightening(folder):
 
 def test_a_tightened_time_out_holds_from_the_next_collective(tmp_path):
     run_ranks(time_out_after_tightening, 2, tmp_path, allow_death=True)
-    assert float((tmp_path / "seconds").read_text()) < 10  # 60 s before
+    assert float((tmp_path / "seconds").read_text()) < 40  # 60 s before
 
 
 def test_damaged_dumps_never_raise(tmp_path):

@@ -45,16 +45,16 @@ def test_a_reader_gets_what_is_newer_than_his_version_and_losing_an_answer_loses
 
 
 def test_progress_is_collected_and_a_failure_is_passed_on_at_once():
-    box = Mailbox(pace_s=5.0)
+    box = Mailbox(pace_s=1000.0)
     box.put(progress(0, 1))
     version = box.take(0, 1.0).version  # the first word of a node
     box.put(progress(0, 2))
     assert box.take(version, 0.1).nodes != []  # time is up: what is there
-    began = time.monotonic()
+    began, version = time.monotonic(), box.take(0, 0.0).version
     threading.Timer(0.1, lambda: box.put(NodeNews(0, exits=(RankExit(0, -9),)))).start()
-    news = box.take(box.take(0, 0.0).version, 5.0)
+    news = box.take(version, 100.0)
     assert news.nodes[0].exits == (RankExit(0, -9),)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 100.0
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 32, 33, 100, 1000, 4001])
@@ -112,19 +112,18 @@ def test_one_call_is_open_for_each_agent_and_a_broken_one_loses_the_node_once():
 def test_a_silent_node_is_asked_itself(monkeypatch):
     monkeypatch.setattr(module, "ANSWER_S", 0.0)
     monkeypatch.setattr(module, "_OVERDUE_S", 0.05)
+    monkeypatch.setattr(module, "_BUSY_S", 1e9)
+    gone = watched(FakeAgent())
+    while not (found := gone.look(0.01)):
+        pass
+    assert [news.lost for news in found] == ["node n0 was lost: nothing of Ray runs there any more"]
     monkeypatch.setattr(module, "_BUSY_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as raylet:
-        busy = watched(FakeAgent(), raylet=raylet.getsockname())
-        gone = watched(FakeAgent())
-        began, lost = time.monotonic(), {}
-        while len(lost) < 2:
-            for name, watch in (("busy", busy), ("gone", gone)):
-                for news in watch.look(0.01):
-                    lost[name] = (time.monotonic() - began, news.lost)
-    assert lost["gone"][0] < lost["busy"][0]
-    assert lost["gone"][1] == "node n0 was lost: nothing of Ray runs there any more"
-    assert lost["busy"][0] >= 0.4
-    assert "no answer in" in lost["busy"][1]
+        began, busy = time.monotonic(), watched(FakeAgent(), raylet=raylet.getsockname())
+        while not (found := busy.look(0.01)):
+            pass
+    assert time.monotonic() - began >= 0.4
+    assert "no answer in" in found[0].lost
 
 
 @contextlib.contextmanager
@@ -223,10 +222,10 @@ def test_the_driver_of_many_nodes_knows_every_rank_and_sees_a_failure_at_once():
     assert len(leaders) == 10
     began = time.monotonic()
     of_node[57].box.put(NodeNews(57, b"", tuple(RankExit(rank, -9) for rank in range(456, 464))))
-    found = job.exits(5.0)
+    found = job.exits(100.0)
     assert [exit.rank for exit in found] == list(range(456, 464))  # one report for the node
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 100.0
     of_node[58].box.put(NodeNews(58, lost="node 10.0.0.1 was lost"))
-    assert [exit.note for exit in job.exits(5.0)] == ["node 10.0.0.1 was lost"] * 8
+    assert [exit.note for exit in job.exits(100.0)] == ["node 10.0.0.1 was lost"] * 8
     assert 58 * 8 not in job.beats()
     assert job.node_of(463) == "node 10.0.0.1 00000057"

@@ -9,6 +9,8 @@ from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
 
+pytestmark = pytest.mark.timeout(900)  # shells that may share their cores with twenty others
+
 
 def written(*words):
     config = load_config("debug", ["--launch.endpoint", "HEAD:29500", *words])
@@ -67,12 +69,12 @@ def submitted(text, folder, *signals, **environ):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not (log.exists() and "started" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.02)
         for number in signals:
             process.send_signal(number)
-        code = process.wait(timeout=60)
+        code = process.wait(timeout=150)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

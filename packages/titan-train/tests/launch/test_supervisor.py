@@ -8,6 +8,8 @@ import pytest
 from titan_train.launch.launchers import local
 from titan_train.launch.supervise import attempt
 
+pytestmark = pytest.mark.timeout(900)  # runs that may share their cores with twenty others
+
 
 @pytest.mark.parametrize(
     ("faults", "told"),
@@ -33,8 +35,9 @@ def test_a_run_survives_and_ends_with_the_same_losses(job, undisturbed, faults, 
     assert last["recovered_s"] > 0
 
 
-def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed):
-    called_early = ("--launch.hang-factor", "2", "--launch.hang-least-s", "2")
+def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed, monkeypatch):
+    monkeypatch.setattr(attempt, "_DUMP_S", 60.0)  # a busy machine
+    called_early = ("--launch.hang-factor", "2", "--launch.hang-least-s", "4")
     code, told = job.supervise("hang", "--launch.faults", "hang rank=1 step=7", *called_early)
     assert code == 0, told
     assert "no rank finished step 7" in told
@@ -47,8 +50,9 @@ def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed):
     ]  # fmt: skip
 
 
-def test_a_slow_rank_is_reported_and_changes_nothing(job, undisturbed):
-    code, told = job.supervise("slow", "--launch.faults", "slow rank=1 factor=8")
+def test_a_slow_rank_is_reported_and_changes_nothing(job, undisturbed, monkeypatch):
+    monkeypatch.setattr(attempt, "_LOOK_S", 0.0)  # a fast machine makes the twelve steps within a second
+    code, told = job.supervise("slow", "--launch.faults", "slow rank=1 factor=12")
     assert code == 0, told
     assert "slow     rank 1 (place 1 of this machine)" in told
     assert "slow     rank 0" not in told
@@ -79,7 +83,9 @@ def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, 
     monkeypatch.setattr(attempt, "_GROW_S", 0.1)
     monkeypatch.setattr(local, "time", Clock)
     four = ("--launch.nproc", "4", "--train.steps", "24")
-    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", "lose rank=3 step=6 seconds=60")
+    # and the run is slow from then on: it does not end before it has grown
+    faults = "lose rank=3 step=6 seconds=60; slow rank=0 step=9 factor=8"
+    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", faults)
     assert code == 0, told
     assert [attempt["world_size"] for attempt in job.attempts("elastic")] == [4, 3, 4], told
     assert job.attempts("elastic")[1]["to_step"] > job.attempts("elastic")[1]["from_step"]
@@ -90,6 +96,15 @@ def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, 
     elastic, fixed = job.losses("elastic"), job.losses("fixed")
     # float32 sums in another order, carried through the optimizer; losses are about 5
     assert max(abs(elastic[step] - fixed[step]) for step in fixed) < 1e-4
+
+
+def test_a_recovery_is_noted_though_nobody_looked_before_the_run_ended(job, undisturbed, monkeypatch):
+    monkeypatch.setattr(attempt, "_LOOK_S", 1e6)  # a fast machine: the last steps are made between two looks
+    monkeypatch.setattr(attempt, "_SOON_S", 1e6)
+    code, told = job.supervise("unseen", "--launch.faults", "kill rank=0 step=11")
+    assert code == 0, told
+    assert job.attempts("unseen")[-1]["recovered_s"] > 0
+    assert "resumed  step 12 is done" in told
 
 
 def test_restarts_that_are_used_up_end_the_run_with_the_cause(job):
@@ -128,8 +143,10 @@ def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):
 
 
 def test_local_ranks_listen_on_nothing_beyond_loopback(job, listening_beyond_loopback):
-    control = "import socket, time; s = socket.create_server(('127.0.0.2', 0)); time.sleep(60)"
-    with listening_beyond_loopback() as seen, subprocess.Popen([sys.executable, "-c", control]) as other:
+    control = "import socket, time; s = socket.create_server(('127.0.0.2', 0)); print(flush=True); time.sleep(900)"
+    words = [sys.executable, "-c", control]
+    with listening_beyond_loopback() as seen, subprocess.Popen(words, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
         done = job.run("local-ports", "--train.steps", "4")
         other.kill()
     assert done.returncode == 0, done.stderr

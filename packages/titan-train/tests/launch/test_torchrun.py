@@ -9,6 +9,8 @@ from titan_train.config import Config, LaunchConfig
 from titan_train.launch.job import Attempt
 from titan_train.launch.launchers.torchrun import TorchrunLauncher, root_cause
 
+pytestmark = pytest.mark.timeout(900)  # runs that may share their cores with twenty others
+
 
 def test_a_restart_under_torchrun_meets_at_a_new_store_and_ends_with_the_same_losses(
     job, undisturbed, listening_beyond_loopback

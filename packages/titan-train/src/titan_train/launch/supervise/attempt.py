@@ -133,11 +133,7 @@ class WatchedAttempt:
         """Judge the heartbeats. Returns True if the ranks hang, with the cause in the outcome."""
         beats = self._job.beats()
         self._note_steps(beats)
-        if self._lost_at is not None and self._outcome.recovered_s is None and _progressed(beats):
-            self._outcome.recovered_s = time.monotonic() - self._lost_at
-            self._journal.say(
-                f"resumed  step {self._outcome.to_step} is done, {self._outcome.recovered_s:.1f} s after the loss"
-            )
+        self._note_recovery(beats)
         for slow in find_stragglers(beats, self._launch.straggler_factor):
             if slow.rank not in self._stragglers:
                 self._stragglers.add(slow.rank)
@@ -178,6 +174,7 @@ class WatchedAttempt:
     def _conclude(self, beats: Mapping[int, Beat]) -> None:
         outcome = self._outcome
         self._note_steps(beats)
+        self._note_recovery(beats)  # the ranks may have ended between two looks
         if self._failures:
             outcome.growing = False
             outcome.ended = self._cause(progressed=_progressed(beats))
@@ -193,6 +190,13 @@ class WatchedAttempt:
         resumed = [beat.from_step for beat in beats.values() if beat.from_step >= 0]
         if resumed:
             self._outcome.from_step = min(resumed)
+
+    def _note_recovery(self, beats: Mapping[int, Beat]) -> None:
+        if self._lost_at is not None and self._outcome.recovered_s is None and _progressed(beats):
+            self._outcome.recovered_s = time.monotonic() - self._lost_at
+            self._journal.say(
+                f"resumed  step {self._outcome.to_step} is done, {self._outcome.recovered_s:.1f} s after the loss"
+            )
 
     def _cause(self, *, progressed: bool) -> Ended:
         """The first thing that went wrong; the other failures are its consequences."""
