@@ -60,6 +60,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             f"{table['title']}: products {table['compute']['bf16_tflops']:.3f} TFLOP/s, memory "
             f"{memory['bandwidth_tb_s'] * 1e3:.1f} GB/s, {memory['capacity_gib']:.1f} GiB; written to {arguments.bench}"
         )
+        for operation, found in table["kernels"].items():
+            times = ", ".join(f"{name} {micros:,.0f} us" for name, micros in found["microseconds"].items())
+            print(f"kernels.{operation}: {found['chosen']} ({times})")
         return 0
 
     from rich.console import Console

@@ -1,6 +1,6 @@
 """Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
 
-from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
+from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.config.errors import ConfigError
 from titan_train.config.inputs.data import DataConfig
@@ -31,6 +31,7 @@ __all__ = [
     "DataConfig",
     "DiffusionConfig",
     "Float8Config",
+    "KernelsConfig",
     "LaunchConfig",
     "MetricsConfig",
     "ModelConfig",

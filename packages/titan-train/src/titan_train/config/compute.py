@@ -91,3 +91,23 @@ class CompileConfig:
                 f"compile.mode={self.mode!r} is a mode of inductor, and compile.backend={self.backend!r} has none. Leave the "
                 "mode out, or use backend 'inductor'."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelsConfig:
+    """Which kernel computes an elementwise operation in eager mode; auto is the model's own, or what measured says."""
+
+    rms_norm: Literal["auto", "torch", "titan", "liger"] = "auto"
+    """RMSNorm of the shipped families."""
+
+    swiglu: Literal["auto", "torch", "titan", "liger"] = "auto"
+    """SwiGLU before a linear that is not float8."""
+
+    rope: Literal["auto", "torch", "liger"] = "auto"
+    """Rotary positions."""
+
+    cross_entropy: Literal["auto", "torch", "liger"] = "auto"
+    """Loss on whole logits: with train.fused_loss=false, and without z-loss and tensor parallelism."""
+
+    measured: str = ""
+    """A file that titan-train doctor --bench wrote: where this section says auto, its fastest kernels are used."""

@@ -7,7 +7,7 @@ number of ranks is validated by `titan_train.plan` before any rank starts.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config
+from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.config.inputs.data import DataConfig
 from titan_train.config.inputs.tokenizer import TokenizerConfig
@@ -187,6 +187,7 @@ class Config:
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -20,6 +20,7 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
+from titan_train.kernels import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
@@ -119,7 +120,10 @@ def build_parallel_model(
     freeze(whole, config.train.freeze)
     task = task or load_task(config)
     check_model(config, layout, plan_batch(config, layout), whole, task)
+    chosen = choose_kernels(config.kernels, device)
+    check_taken(apply_kernels(whole, chosen), config.kernels, config.model.name)
     loss = task.loss(config, vocab_size)
+    loss = kernel_loss(loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1)
     applied = _Application(task, config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
     parts = [part for part, _ in wrapped]

@@ -190,7 +190,9 @@ def convert_to_float8(
         if type(module) is SharedInput:
             model.set_submodule(name, SharedFloat8Input())
         elif type(module) is GatedInput:
-            model.set_submodule(name, GatedFloat8Input())
+            gated = GatedFloat8Input()
+            gated.swiglu_kernel = module.swiglu_kernel
+            model.set_submodule(name, gated)
         elif isinstance(module, Experts):
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
     if fuse_norms:

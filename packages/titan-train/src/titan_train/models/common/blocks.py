@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_train.models.common.attention import CausalAttention, SequenceContext
 from titan_train.models.common.moe.layer import MoE
 from titan_train.models.common.norm import RMSNorm
-from titan_train.models.common.rope import apply_rope
+from titan_train.models.common.rope import rotate_pair
 from titan_train.models.common.shared_input import GatedInput, SharedInput
 
 
@@ -40,6 +40,8 @@ class DecoderBlock(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Rotary attention in which each key head serves several query heads, without biases."""
 
+    rotate = staticmethod(rotate_pair)
+
     def __init__(
         self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, qk_norm_eps: float | None = None
     ) -> None:
@@ -62,7 +64,8 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(x, self.wq, self.wk, self.wv))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        out = self.inner_attention(apply_rope(q, *context.rope), apply_rope(k, *context.rope), v, context)
+        q, k = self.rotate(q, k, *context.rope)
+        out = self.inner_attention(q, k, v, context)
         return self.wo(out.flatten(-2))
 
 

@@ -38,7 +38,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0) ->
     return loss + (spread - spread.detach())
 
 
-def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0) -> TokenLoss:
+def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0, cross_entropy: TokenLoss | None = None) -> TokenLoss:
     """`cross_entropy_sum`, for models that return whole logits; anything else that a model returns is refused.
 
     Logits that miss part of the vocabulary would give a loss as well, as long as no label falls into that part.
@@ -46,6 +46,7 @@ def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0) -> TokenLoss:
     Args:
         vocab_size: The tokenizer's: the least number of logits of a token.
         z_loss: As `cross_entropy_sum`.
+        cross_entropy: What computes it instead, where there is no z-loss.
     """
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,6 +62,8 @@ def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0) -> TokenLoss:
                 f"{vocab_size} tokens: it must be [B, S, V] with V at least {vocab_size}. Under parallel.tp, the linear to the "
                 "vocabulary must have the style 'head' in parallel.tp_plan."
             )
+        if cross_entropy is not None and not z_loss:
+            return cross_entropy(logits, labels)
         return cross_entropy_sum(logits, labels, z_loss=z_loss)
 
     return loss

@@ -95,6 +95,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return cast(Tensor, _Rotation.apply(x, cos, sin))
 
 
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`apply_rope` of queries and of keys. Attention calls it by its attribute ``rotate``, where a kernel can take its place."""
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+
 class _Rotation(torch.autograd.Function):
     """Three passes over ``x`` where the formula takes nine; backward turns the other way."""
 

@@ -6,6 +6,7 @@ while it multiplies, float8 that casts ``x`` once. Likewise ``self.gated(gate, u
 ``self.w2(silu(gate) * up)``: float8 computes the product and its cast in one pass.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import titan_fp8
@@ -25,9 +26,12 @@ class SharedInput(nn.Module):
 class GatedInput(nn.Module):
     """Apply a linear to SwiGLU's product."""
 
+    swiglu_kernel: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What computes the product instead of `swiglu`."""
+
     def forward(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """``linear(silu(gate) * up)``."""
-        return cast(Tensor, linear(swiglu(gate, up)))
+        return cast(Tensor, linear((self.swiglu_kernel or swiglu)(gate, up)))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
 from titan_train.models.common.norm import RMSNorm
-from titan_train.models.common.rope import apply_rope
+from titan_train.models.common.rope import rotate_pair
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.deepseek.yarn import yarn_score_scale
@@ -24,6 +24,8 @@ from titan_train.models.deepseek.yarn import yarn_score_scale
 
 class LatentAttention(nn.Module):
     """Attention whose keys and values come from a latent."""
+
+    rotate = staticmethod(rotate_pair)
 
     def __init__(self, args: DeepSeekArgs) -> None:
         """Build the projections."""
@@ -62,13 +64,13 @@ class LatentAttention(nn.Module):
         # -1 heads: a module whose projections were cut over ranks holds only its own
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        q = torch.cat((q_nope, apply_rope(_halves(q_rope), *context.rope)), dim=-1) * self.score_scale
+        q_rope, k_rope = self.rotate(_halves(q_rope), _halves(key_rope.unsqueeze(-2)), *context.rope)
+        q = torch.cat((q_nope, q_rope), dim=-1) * self.score_scale
         k_nope, v = (
             self.wkv_b(self.kv_norm(latent))
             .unflatten(-1, (-1, self.nope_dim + self.v_dim))
             .split([self.nope_dim, self.v_dim], dim=-1)
         )
-        k_rope = apply_rope(_halves(key_rope.unsqueeze(-2)), *context.rope)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         return self.wo(self.inner_attention(q, k, v, context).flatten(-2))
 

@@ -1,4 +1,5 @@
-"""Measure the machine at hand, and write its hardware file: product rates, copies, the host link, and one link class.
+"""Measure the machine at hand, and write its hardware file: product rates, copies, the host link, one link class,
+and the elementwise kernels.
 
 Each figure is the best of a few repetitions: a machine file states what the machine can do, and efficiencies are the
 constants' part. Several ranks (`titan-train doctor --bench` under torchrun) also measure all-gathers of two sizes, from
@@ -16,6 +17,8 @@ _SIZES = {"cpu": 1024, "cuda": 8192}
 def measure_machine(device: str = "auto") -> dict[str, Any]:
     """The table of a hardware file."""
     import torch
+
+    from titan_train.kernels.measure import measure_kernels
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,6 +46,7 @@ def measure_machine(device: str = "auto") -> dict[str, Any]:
         "compute": {"bf16_tflops": flops / 1e12, "fp8_tflops": 0.0},
         "memory": {"capacity_gib": capacity, "bandwidth_tb_s": bandwidth / 1e12, "host_gb_s": host_rate / 1e9},
         "links": links,
+        "kernels": measure_kernels(device),
     }
 
 

@@ -7,6 +7,7 @@ Shapes: R rows, E experts, d width, F hidden width, k and n the inner and outer 
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,9 @@ def _kernel_takes(matrix: Tensor) -> bool:
 class Experts(nn.Module):
     """The routed experts of one layer: SwiGLU feed-forwards with stacked weights."""
 
+    swiglu_kernel: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What computes the gated product instead of `swiglu`."""
+
     def __init__(self, num_experts: int, dim: int, ffn_dim: int) -> None:
         """Build the stacks, each expert's matrices laid out as `torch.nn.Linear` has them."""
         super().__init__()
@@ -108,4 +112,4 @@ class Experts(nn.Module):
         offs = counts.cumsum(0).int()
         gate = self.grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
         up = self.grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
-        return self.grouped_mm(swiglu(gate, up), self.w2.transpose(-2, -1), offs=offs)
+        return self.grouped_mm((self.swiglu_kernel or swiglu)(gate, up), self.w2.transpose(-2, -1), offs=offs)
