@@ -1,11 +1,13 @@
 """Sphinx configuration. `uvx nox -s docs` builds; a warning is an error."""
 
 import re
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 from titan_train.refusals import table
 
 project = "titan"
+release = version_of("titan-train")
 author = "The titan authors"
 copyright = "2026, The titan authors"
 
@@ -38,7 +40,7 @@ napoleon_include_init_with_doc = False
 suppress_warnings = ["ref.python"]
 
 html_theme = "furo"
-html_title = "titan"
+html_title = f"titan {release}"
 html_theme_options = {
     "navigation_with_keys": True,
     "light_css_variables": {"color-brand-primary": "#2f6bde", "color-brand-content": "#2f6bde"},
@@ -54,7 +56,13 @@ def escape_bars(app, what, name, obj, options, lines):
             lines[i] = "".join(p if p.startswith("`") else p.replace("|", "\\|") for p in pieces)
 
 
+def skip_aliases(app, what, name, obj, skip, options):
+    """Leave out fields of named tuples that have no docstring: Python's own says "Alias for field number 0"."""
+    return True if (obj.__doc__ or "").startswith("Alias for field number") else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_aliases)
     fields: dict[str, list[str]] = {}
 
     def keep(app, what, name, obj, options, lines):

@@ -1,5 +1,6 @@
 """The Python code of every README, guide and concept page runs, in one fresh process, as a reader would paste it."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "packages/*/README.md", "examples/**/README.md", "docs/guides/*.md", "docs/concepts/[!_]*.md")
+PAGES = (
+    "README.md",
+    "packages/*/README.md",
+    "examples/**/README.md",
+    "docs/guides/*.md",
+    "docs/concepts/[!_]*.md",
+    "docs/reference/*.md",
+)
 # whose blocks are several files: their own tests write and run them
 RUN_BY = {"docs/guides/add_a_schedule.md": "packages/titan-pipeline/tests/test_guides.py"}
 READMES = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)})
@@ -37,3 +45,16 @@ def test_every_file_the_readmes_link_to_exists():
         prose = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", readme.read_text(), flags=re.M | re.S)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (readme.parent / target).exists(), f"{readme.relative_to(ROOT)} links to {target}"
+
+
+LEAVES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.name not in ("titan-train", "__pycache__"))
+
+
+@pytest.mark.parametrize("package", LEAVES)
+def test_the_reference_has_every_public_name_once_after_an_example(package):
+    page = (ROOT / "docs/reference" / f"{package.removeprefix('titan-')}.md").read_text()
+    assert page.index("```python") < page.index("```{eval-rst}")
+    modules = [package.replace("-", "_"), *(["titan_pipeline.runtime"] if package == "titan-pipeline" else [])]
+    for module in map(importlib.import_module, modules):
+        named = re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", page, re.M)
+        assert sorted(named) == sorted(module.__all__)

@@ -64,8 +64,11 @@ class Action(NamedTuple):
     """One step of one rank."""
 
     kind: Kind
+    """What is done: a forward, a backward or half of one, or a message."""
     stage: int
+    """The stage it is done for, from 0."""
     microbatch: int
+    """The microbatch, from 0."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
