@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from titan_pipeline.runtime import TorchStage
 from titan_testing import run_ranks
 from titan_train.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum
@@ -118,3 +119,36 @@ def frozen_weight() -> bool:
 
 def test_frozen_weights_get_no_gradient():
     assert all(run_ranks(frozen_weight, 2))
+
+
+class Pair(torch.nn.Module):
+    """Gather, two products, scatter the second's sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.up = torch.nn.Parameter(torch.randn(6, 8, dtype=torch.float64))
+        self.down = torch.nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (y,) = all_gather_matmul(x, [self.up], dist.group.WORLD)
+        return matmul_reduce_scatter(y.tanh(), self.down, dist.group.WORLD)
+
+
+def halves() -> tuple[bool, bool, dict[str, str]]:
+    plain, split = Pair(), Pair()
+    x, grad = torch.randn(2, 1, 4, 8, dtype=torch.float64)
+    given = x.clone().requires_grad_()
+    plain(given).backward(grad)
+    stage = TorchStage(split, 1)
+    stage.configure(True)
+    stage.forward(0, (x,), None, {}, True)
+    (got,) = stage.backward(0, (grad,), True)
+    early = any(p.grad is not None for p in split.parameters())
+    stage.backward_weight(0)
+    same = all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), split.parameters(), strict=True))
+    return early, same and torch.equal(got, given.grad), stage.not_deferred
+
+
+def test_weight_gradients_wait_in_a_pipeline_that_splits_the_backward():
+    assert run_ranks(halves, 2) == [(False, True, {})] * 2

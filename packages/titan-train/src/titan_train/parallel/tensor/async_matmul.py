@@ -21,8 +21,9 @@ Cost: the same bytes as the collectives, in n - 1 messages each; n small product
 messages can be hidden if a message takes no longer than a part's product. A sum that travels is rounded to the
 activations' dtype at each hop, as in a ring reduce-scatter.
 
-Limits: the weight's gradient is computed in the same backward, so it cannot be deferred to a pipeline's weight pass; no
-autocast; in a compiled graph each function is an opaque call (`micro_pipeline` is what the compiler has for itself).
+In a pipeline whose schedule splits the backward, the parts go around in the weight pass, and the sums in the pass before.
+
+Limits: no autocast; in a compiled graph each function is an opaque call (`micro_pipeline` is what the compiler has for itself).
 
 Shapes: n ranks; s tokens a rank, S = n * s in all; K inputs, F outputs of a linear; weights ``[F, K]`` as `torch.nn.Linear`.
 """
@@ -131,12 +132,17 @@ class _MatmulScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         grad: Tensor = grads[0]
-        gathered = grad.new_empty((_with_batch(grad).shape[0], group.size(), *grad.shape[-2:]))
-        (grad_x,) = _gather_products(grad, [weight.t()], group, keep=gathered)
-        rows = gathered.view(-1, grad.shape[-1])
-        grad_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        gathered: Tensor | None = None
+        if wants_weight or wants_bias:
+            gathered = grad.new_empty((_with_batch(grad).shape[0], group.size(), *grad.shape[-2:]))
+        products = _gather_products(grad, [weight.t()] if wants_x else [], group, keep=gathered)
+        grad_weight = grad_bias = None
+        if gathered is not None:
+            rows = gathered.view(-1, grad.shape[-1])
+            grad_weight = rows.t() @ x.flatten(0, -2) if wants_weight else None
+            grad_bias = rows.sum(0) if wants_bias else None
+        return products[0] if products else None, grad_weight, grad_bias, None
 
 
 def _gather_products(
