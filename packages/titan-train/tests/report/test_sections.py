@@ -32,7 +32,9 @@ def configure(run_dir, world_size, device="cpu", **sections):
 
 def test_the_parts_of_a_step_are_stacked_and_their_sum_is_the_top(make_run):
     run_dir = make_run(40)
-    add_to_steps(run_dir, split={"data": 0.1, "forward": 1.0, "tp exposed": 0.5, "backward": 2.0, "odd": None})
+    add_to_steps(
+        run_dir, split={"data": 0.1, "forward": 1.0, "tp exposed": 0.5, "tp hidden": 9.0, "backward": 2.0, "odd": None}
+    )
     chart = time_split(run_dir)
     assert [name for _, name in chart.legend] == ["forward", "backward", "tp exposed", "data"]
     assert [path.role for path in chart.paths] == ["area run0", "area run1", "area run2", "area run3"]
@@ -133,3 +135,20 @@ def test_a_pipeline_of_thousands_of_actions_is_not_drawn(make_run):
     drawing = draw_pipeline(configure(make_run(5), 8, **parts))
     assert drawing.svg == ""
     assert "8,192 actions are too many to draw" in drawing.note
+
+
+def test_ranks_and_axes_are_tables_of_the_newest_measurement_and_no_event(make_run):
+    run_dir = make_run(40)
+    axis = {"calls": 8, "bytes": 2**21, "exposed_ms": [1, 2, 3], "hidden_ms": [4, 5, 6], "overlapped": 0.714}
+    event = {"kind": "event", "event": "step_split", "time": 1.0, "steps": 20, "wall_ms": [100, 101, 102]}
+    event |= {"phases_ms": {"forward": [30, 31, 45.5]}, "axes": {"tp": axis | {"latency_us": 12.5, "gb_s": None}}}
+    older = event | {"step": 20, "phases_ms": {"forward": [77, 77, 77]}}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for line in (older, event | {"step": 40}, {"kind": "event", "event": "step_split", "step": 60, "time": 1.0}):
+            file.write(json.dumps(line) + "\n")
+    html = build_report(run_dir).read_text()
+    cells = re.findall(r"<td>([^<]*)</td>", html[html.index("Ranks and mesh axes") : html.index("Configuration")])
+    assert cells[:8] == ["whole step", "100", "101", "102", "forward", "30", "31", "45.5"]
+    assert cells[8:16] == ["tp", "8", "2", "2", "5", "71%", "12.5 µs", "–"]
+    assert "77" not in cells
+    assert "step split" not in html

@@ -63,8 +63,8 @@ def _events(folder: RunFolder) -> list[FaultRow]:
     for event in folder.history.events:
         if _FAULTY.search(event.kind) is None:
             continue
-        said = {name: value for name, value in event.fields.items() if name != "loss"}
-        cause = ", ".join(f"{name} {value}" for name, value in said.items())
+        said = {name: value for name, value in event.fields.items() if name != "loss" and value is not None}
+        cause = str(said["text"]) if "text" in said else ", ".join(f"{name} {value}" for name, value in said.items())
         then = "the update was left out" if event.kind == "nonfinite" else ""
         found.append(FaultRow(event.step, event.time, event.kind.replace("_", " "), cause, then))
     return found

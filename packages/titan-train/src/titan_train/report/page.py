@@ -24,6 +24,7 @@ from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.foresight import predicted_beside_measured
+from titan_train.report.ranks import KIND, rank_tables
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 from titan_train.report.timeline import memory_timeline, time_split
@@ -76,6 +77,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = read_folder(run_dir)
     target = Path(out) if out is not None else folder.path / REPORT_NAME
+    events = _told(folder.history.events)
     html = render(
         "template.html",
         folder=folder,
@@ -92,8 +94,9 @@ def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         prediction=predicted_beside_measured(folder),
         samples=newest_samples(folder.path),
         texts=sampled_texts(folder.path, last_step(folder.history)),
-        events=folder.history.events[-_MOST_EVENTS:],
-        hidden_events=max(0, len(folder.history.events) - _MOST_EVENTS),
+        ranks=rank_tables(folder.history.events),
+        events=events[-_MOST_EVENTS:],
+        hidden_events=max(0, len(events) - _MOST_EVENTS),
         attempts=folder.attempts,
         changed=_changed(folder.config),
         config=flat_config(folder.config),
@@ -139,6 +142,11 @@ def value_text(value: object) -> str:
     return json.dumps(value, default=str)
 
 
+def _told(events: Sequence[EventRecord]) -> list[EventRecord]:
+    """The events that something happened by; measurements have a section of their own."""
+    return [event for event in events if event.kind != KIND]
+
+
 def last_step(history: History) -> int:
     """The newest step that anything was logged of; 0 if nothing was."""
     return max([*history.steps[-1:], *(record.step for record in history.validations[-1:])], default=0)
@@ -165,7 +173,7 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     for key, label in (("linear", "steps"), ("log", "log steps")):
         chart = build_chart("Loss", _loss_unit(folder.config), series, log_x=key == "log")
         if chart is not None and (key == "linear" or max(every_step) >= 20):
-            marks = _marks(folder.history.events, step_scale(every_step, key == "log"))
+            marks = _marks(_told(folder.history.events), step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))
     return views
 

@@ -16,7 +16,7 @@ _WHOLE_BYTES = 8 * 2**20
 _MOST_LINES = 1000
 # From the bottom up; what else a line names follows in its own order.
 _ORDER = ("forward", "backward", "optimizer")
-_LAST = ("host", "data", "checkpoint")
+_LAST = ("host", "data", "validation", "checkpoint")
 _ROLES = ("run0", "run1", "run2", "run3", "run4", "run5", "run6", "run7")
 _MEMORY = (("peak_gib", "peak"), ("reserved_gib", "reserved"), ("active_gib", "active"))
 
@@ -30,7 +30,7 @@ def time_split(run_dir: Path) -> Chart | None:
     layers = [
         Layer(name, [table.get(name, 0.0) for table in tables], _ROLES[i % len(_ROLES)]) for i, name in enumerate(names)
     ]
-    return build_stack("Time of a step", "seconds of rank 0, one part over the other", steps, layers)
+    return build_stack("Time of a step", "seconds a step, median rank, one part over the other", steps, layers)
 
 
 def memory_timeline(run_dir: Path) -> Chart | None:
@@ -46,7 +46,8 @@ def memory_timeline(run_dir: Path) -> Chart | None:
 
 
 def _ordered(tables: list[dict[str, float]]) -> list[str]:
-    found = list(dict.fromkeys(name for table in tables for name in table))
+    # what is hidden ran under compute: its seconds are in forward and backward already
+    found = list(dict.fromkeys(name for table in tables for name in table if not name.endswith(" hidden")))
     middle = [name for name in found if name not in (*_ORDER, *_LAST)]
     return [name for name in (*_ORDER, *middle, *_LAST) if name in found]
 

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.files import write_atomic
-from titan_train.generation.cache import supports_cache
-from titan_train.generation.decode import generate
-from titan_train.generation.sampling import Sampling
 from titan_train.inputs import Inputs, open_inputs, prepare_inputs, vocab_size_without_training
 from titan_train.models import unwrap
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
@@ -23,7 +20,6 @@ from titan_train.parallel.context import ContextParallelism, Heads
 from titan_train.task import Task, TaskInputs
 
 _HELD_OUT_PROMPTS, _HELD_OUT_TOKENS = 2, 16
-_SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 class TextTask(Task):
@@ -96,12 +92,20 @@ class TextInputs(Inputs):
         Returns:
             The first prompt and its continuation.
         """
-        if not self.prompts or not supports_cache(model):
+        if not self.prompts:
             return None
+        # here: `titan-train check` asks for the task of a configuration, and needs none of this
+        from titan_train.generation.cache import supports_cache
+        from titan_train.generation.decode import generate
+        from titan_train.generation.sampling import Sampling
+
+        if not supports_cache(model):
+            return None
+        sampling = Sampling(temperature=0.8, top_p=0.95)
         longest = min(self.seq_len, getattr(unwrap(model), "max_seq_len", self.seq_len))
         added = min(self.sample_tokens, longest - 1)
         prompts = [prompt[: longest - added] for prompt in self.prompts]
-        rows = generate(model, prompts, max_new_tokens=added, sampling=_SAMPLING, stop_ids=[self.tokenizer.eos_id])
+        rows = generate(model, prompts, max_new_tokens=added, sampling=sampling, stop_ids=[self.tokenizer.eos_id])
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return None
         texts = [
