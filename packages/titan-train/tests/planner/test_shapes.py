@@ -3,6 +3,7 @@
 import pytest
 from titan_train.models.registry import find_model, list_models
 from titan_train.planner.model.families import find_shape, shapes
+from titan_train.planner.model.flops import flops_per_token
 from titan_train.planner.translate import shape_named
 
 EXACT = {
@@ -27,9 +28,18 @@ def test_every_shipped_model_has_a_shape() -> None:
     assert {n for n in text if "debug" not in n and "small" not in n} <= set(shapes())
 
 
-def test_a_model_that_is_no_decoder_is_refused_by_the_planner() -> None:
-    with pytest.raises(ValueError, match="'flux_dev' is trained on 'diffusion'"):
-        shape_named("flux_dev")
+def test_flux_has_a_shape_with_nearly_all_of_its_parameters() -> None:
+    shape = shape_named("flux_dev")
+    assert shape == find_shape("flux_dev")
+    assert shape.parameters() == pytest.approx(11_901_000_000, rel=0.006)  # without embedders and the final layer
+    assert shape_named("flux_tiny").num_layers == 4
+
+
+def test_a_token_of_flux_meets_one_stream_of_a_double_block() -> None:
+    shape = find_shape("flux_dev")
+    # 57 blocks of 12 d^2 weights, forward and backward, and attention over all tokens
+    expected = 6 * 57 * (12 * 3072**2) + 57 * 12 * 4608 * 3072
+    assert flops_per_token(shape, 4608, causal=False) == pytest.approx(expected, rel=0.01)
 
 
 def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:

@@ -83,7 +83,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.translate import shape_named, unplanned_degrees
+    from titan_train.planner.translate import is_diffusion, shape_named, unplanned_degrees
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -94,6 +94,8 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         fixed[axis] = int(number)
     if arguments.model.startswith(PREFIX):
         fixed = unplanned_degrees(arguments.model) | fixed
+    if is_diffusion(arguments.model):  # its tensor parallelism keeps tokens whole, which the memory model does not know
+        fixed = {"tp": 1} | fixed
     for precision in arguments.precision or ():
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")

@@ -190,11 +190,11 @@ class _Rank:
         config, spec = self.config, self.layout.spec
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
         if (
-            task_name(config) != "text"
+            not self._is_known()
             or not self.closed_form
             or frozen
             or config.parallel.tp_plan
-            or not is_shipped(self.whole)
+            or (task_name(config) != "text" and not config.compile.enabled)
         ):
             return None
         args: Any = self.whole.args
@@ -223,13 +223,18 @@ class _Rank:
             shape, layers, again, at, chunked_loss=config.train.fused_loss, block_bytes=block_bytes if planned else None
         )
 
+    def _is_known(self) -> bool:
+        """Whether the planner's formulas hold: a shipped decoder of text, or a FLUX whose tokens are not cut."""
+        task = task_name(self.config)
+        return is_shipped(self.whole) and (task == "text" or (task == "diffusion" and self.layout.spec.tp == 1))
+
     def _setup(self) -> Setup:
         spec = self.layout.spec
         return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
 
     def _working(self) -> int:
         """Bytes of one block's backward beside what forward kept; 0 for models that the planner does not know."""
-        if task_name(self.config) != "text" or not is_shipped(self.whole):
+        if not self._is_known():
             return 0
         setup = self._setup()
         args: Any = self.whole.args

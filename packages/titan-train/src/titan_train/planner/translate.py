@@ -5,6 +5,7 @@ a registered family with the same names is understood. No torch is imported.
 """
 
 import json
+import math
 from typing import Any
 
 from titan_train.config import Config
@@ -12,7 +13,7 @@ from titan_train.models.arguments import model_args
 from titan_train.models.hf.folder import PREFIX, read_published, with_changes
 from titan_train.models.hf.plans import hf_plans
 from titan_train.models.registry import find_model, list_models
-from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.families import find_shape, flux_shape
 from titan_train.planner.model.published import shape_of_published
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
@@ -23,7 +24,7 @@ def shape_named(name: str) -> ModelShape:
     if name.startswith(PREFIX):
         return shape_of_published(name, read_published(name, key="MODEL"))
     if name in list_models():
-        _check_text(name)
+        _check_task(name)
         return shape_of_args(name, find_model(name)[1])
     return find_shape(name)
 
@@ -44,7 +45,7 @@ def shape_of_config(config: Config) -> ModelShape:
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
             "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
         )
-    _check_text(name)
+    _check_task(name)
     return shape_of_args(name, model_args(config.model, vocab_size=None))
 
 
@@ -54,17 +55,26 @@ def unplanned_degrees(name: str) -> dict[str, int]:
     return {} if kind in hf_plans() else {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
 
 
-def _check_text(name: str) -> None:
+def _check_task(name: str) -> None:
     task = find_model(name)[0].task
-    if task != "text":
+    if task not in ("text", "diffusion"):
         raise ValueError(
-            f"model.name={name!r} is trained on {task!r}, and the planner knows decoders of text only. `titan-train check` "
-            "measures this model's memory under a layout."
+            f"model.name={name!r} is trained on {task!r}, and the planner knows decoders of text and FLUX only. `titan-train "
+            "check` measures this model's memory under a layout."
         )
+
+
+def is_diffusion(name: str) -> bool:
+    """Whether a shipped or registered configuration is a diffusion transformer."""
+    return name in list_models() and find_model(name)[0].task == "diffusion"
 
 
 def shape_of_args(name: str, args: Any) -> ModelShape:
     """The shape that a family's arguments describe."""
+    if hasattr(args, "num_single_layers"):
+        return flux_shape(
+            name, dim=args.dim, heads=args.num_heads, double=args.num_layers, single=args.num_single_layers
+        )
     get = lambda field, default=0: getattr(args, field, default)  # noqa: E731
     dim, layers = args.dim, args.num_layers
     if get("kv_lora_rank"):
@@ -169,12 +179,33 @@ def _precision(config: Config) -> str:
     return "rowwise" if recipe.startswith("rowwise") else recipe
 
 
+def _diffusion_lines(seq_len: int) -> list[str]:
+    """The image's grid and the text's length whose tokens make up a sequence; 512 text tokens if they can."""
+    for text in (512, 256, *range(8, 4097, 8)):
+        side = math.isqrt(max(0, seq_len - text))
+        if side > 0 and side * side == seq_len - text:
+            return [
+                "[diffusion]",
+                'source = "shards"',
+                'path = "features"',
+                f"grid = {side}",
+                f"text_tokens = {text}",
+                "",
+            ]
+    raise ValueError(
+        f"--seq-len {seq_len} is not a number of text tokens and a square of image tokens. Use 512 + n * n, such as 4608."
+    )
+
+
 def config_toml(name: str, setup: Setup, *, nproc: int) -> str:
-    """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced."""
-    s = setup
+    """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced.
+
+    A diffusion model extends its own shipped configuration, and reads shards from the folder ``features``.
+    """
+    s, diffusion = setup, is_diffusion(name)
     lines = [
         f"# {s.describe()}, for {s.world_size} devices; written by titan-train plan.",
-        'extends = "llama3_1b"',
+        'extends = "flux_dev"' if diffusion else 'extends = "llama3_1b"',
         "",
         "[model]",
         f"name = {json.dumps(name)}",
@@ -188,6 +219,8 @@ def config_toml(name: str, setup: Setup, *, nproc: int) -> str:
         "[parallel]",
         *(f"{axis} = {degree}" for axis, degree in s.degrees().items()),
     ]
+    if diffusion:
+        lines[lines.index("[train]") : lines.index("[train]")] = _diffusion_lines(s.seq_len)
     if s.async_tp and s.tp > 1:
         lines.append("async_tp = true")
     if not s.reshard:

@@ -63,6 +63,8 @@ def _selective(block: Block, dim: int, setup: Setup) -> float:
 def _products(block: Block, dim: int) -> list[int]:
     """Elements a token of each product's result, in the order of forward."""
     a, f = block.attention, block.ffn
+    if block.modulation and a is not None and isinstance(f, FeedForwardShape):
+        return _modulated_products(block, a.heads * a.head_dim, dim, f.hidden)
     out: list[int] = []
     if a is not None and a.latent:
         queries = a.heads * a.head_dim
@@ -77,6 +79,13 @@ def _products(block: Block, dim: int) -> list[int]:
         routed = [f.per_token * f.hidden] * (f.matrices - 1) + [f.per_token * (f.latent_dim or dim)]
         out += [2 * f.num_experts, *routed, *shared]  # the router's scores are float32
     return out
+
+
+def _modulated_products(block: Block, heads: int, dim: int, hidden: int) -> list[int]:
+    """Of a DiT block, for an image token: the modulation comes first, once a sample, and text's products take turns."""
+    if block.modulation < 6 * dim * dim:  # one stream
+        return [0, heads, heads, heads, dim, hidden, dim]
+    return [0, 0, 0, 0, 0, heads, heads, heads, 0, dim, 0, 0, hidden, dim]
 
 
 def recomputed_token_bytes(block: Block, dim: int, setup: Setup) -> float:
@@ -111,6 +120,8 @@ def _everything(block: Block, dim: int, setup: Setup) -> float:
         kept += _experts(block.ffn, dim, inputs, modules, returned=not setup.te)
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
+    if block.modulation:  # what the gates are multiplied with
+        kept += 2.0 * dim * halves
     if setup.stack == "compile":
         kept += _compiled_extras(block, dim, halves)
     return kept

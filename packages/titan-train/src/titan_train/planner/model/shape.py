@@ -105,7 +105,7 @@ class Block:
     ssm: StateSpaceShape | None = None
     norms: int = 2
     modulation: int = 0
-    """Extra parameters of a DiT block's modulation."""
+    """Parameters of a DiT block that a token does not meet: its modulation, and the weights of the other stream."""
 
     def mixer_parameters(self, dim: int) -> int:
         """Parameters of attention or state space."""

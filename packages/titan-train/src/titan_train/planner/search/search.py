@@ -124,7 +124,8 @@ class Searcher:
 
     def _cp_methods(self, setup: Setup) -> list[Setup]:
         heads = [b.attention for b in self.request.shape.blocks if b.attention is not None]
-        methods = ["ring", "allgather"]
+        # a ring balances the work of causal attention; without that the trainer gathers or exchanges
+        methods = ["ring", "allgather"] if all(a.causal for a in heads) else ["allgather"]
         if all(a.heads // setup.tp % setup.cp == 0 and a.kv_heads // setup.tp % setup.cp == 0 for a in heads):
             methods.append("ulysses")
         return [replace(setup, cp_method=method) for method in methods]  # type: ignore[arg-type]
