@@ -63,7 +63,7 @@ def test_a_step_reads_values_off_the_device_once_at_its_end():
             result = step([batch, batch], (False, True))
     finally:
         torch.Tensor.tolist = plain
-    assert lists == [(5,)]  # loss, norm, labels and two requests
+    assert lists == [(6,)]  # loss, norm, this rank's part of the loss, labels and two requests
     assert reads.found == []
     assert result.num_labels == 64
     assert result.requests == (False, True)

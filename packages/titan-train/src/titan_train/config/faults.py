@@ -8,6 +8,9 @@
     sigterm rank=0 step=20              SIGTERM, as a preempted machine gets it
     raise rank=0 step=20                an exception in the training loop
     nan step=25                         the loss of this step is not a number, on every rank
+    bit-flip rank=1 step=25             one bit of one activation is wrong, once
+    stuck-bit rank=1 step=25            the same in every forward of this step
+    bad-data rank=1 step=25             every label of this rank's batch is token 0
     corrupt-checkpoint step=30          flip one bit in the newest finished checkpoint
     disk-full step=30                   the first save at or after this step cannot be written
     lose rank=3 step=20 seconds=60      SIGKILL, and its place stays out of use for so long (see launch.elastic)
@@ -67,6 +70,9 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sigterm": (("step",), ("rank",)),
     "raise": (("rank", "step"), ()),
     "nan": (("step",), ()),
+    "bit-flip": (("rank", "step"), ()),
+    "stuck-bit": (("rank", "step"), ()),
+    "bad-data": (("rank", "step"), ()),
     "corrupt-checkpoint": (("step",), ("rank",)),
     "disk-full": (("step",), ("rank",)),
     "lose": (("rank", "step"), ("seconds",)),

@@ -82,6 +82,10 @@ class TrainConfig:
     nonfinite_limit: int = 10
     """Fail after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped."""
 
+    rerun_above: float = 0.0
+    """Compute a step again, here and with its data on another rank, whose loss is not finite or above this many times the mean
+    of the last 16, such as 2.0, to tell hardware from data; 0 disables."""
+
     gc_every: int = 50
     """Run Python's garbage collector every this many steps, on all ranks at the same step; 0 leaves it to Python."""
 
@@ -98,6 +102,10 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")
         if self.max_grad_norm < 0:
             raise ValueError(f"train.max_grad_norm={self.max_grad_norm} must be >= 0; 0 measures without clipping.")
+        if self.rerun_above and self.rerun_above <= 1:
+            raise ValueError(
+                f"train.rerun_above={self.rerun_above} must be above 1, a loss that jumps, such as 2.0; 0 disables."
+            )
         if not 0 <= self.z_loss < 1:
             raise ValueError(f"train.z_loss={self.z_loss} must be at least 0 and below 1; 0 disables, 1e-4 is usual.")
         if self.microbatch and self.global_batch % self.microbatch:

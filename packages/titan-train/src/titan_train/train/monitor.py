@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -18,6 +18,10 @@ class StepMonitor:
 
     def before_data(self, step: int) -> None:
         """Called before the batch of ``step`` is loaded."""
+
+    def data_loaded(self, step: int, batches: list[Any]) -> list[Any]:
+        """Called with the microbatches of ``step``; returns those to train on."""
+        return batches
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Called before a step, after its batch is loaded and before any collective."""

@@ -24,6 +24,8 @@ class ReduceScope:
     pipeline_group: dist.ProcessGroup | None
     """The ranks that hold the other stages of the same model, and this one; None without a pipeline."""
     world_size: int
+    data_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same parts of the model and read other batches, and this one; None if there is no other."""
 
     @classmethod
     def of(cls, mesh: Mesh | None, *, sequence_parallel: bool) -> "ReduceScope":
@@ -33,7 +35,8 @@ class ReduceScope:
         first = mesh.rank_in("tp") == 0 and mesh.rank_in("pp") == 0
         tokens = mesh.group("tokens" if sequence_parallel else "loss")
         pipeline = mesh.group("pp") if mesh.layout.spec.pp > 1 else None
-        return cls(first and mesh.rank_in("cp") == 0, first, tokens, pipeline, mesh.layout.num_ranks)
+        data = mesh.group("dp") if mesh.size("dp") > 1 else None
+        return cls(first and mesh.rank_in("cp") == 0, first, tokens, pipeline, mesh.layout.num_ranks, data)
 
     def sum(self, value: Tensor) -> Tensor:
         """Add ``value`` over all ranks, in place; the same bits on each."""

@@ -16,13 +16,30 @@ from dataclasses import dataclass
 import titan_fp8
 import titan_fsdp as fsdp
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from titan_train.models.common.moe.balance import LayerRouting, routing_statistics, share_routing, update_expert_bias
+from titan_train.models.common.moe.balance import (
+    LayerRouting,
+    forget_routing,
+    routing_statistics,
+    share_routing,
+    update_expert_bias,
+)
 from titan_train.observe.timing import StepTimer
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
+from titan_train.train.rerun import (
+    Execution,
+    RandomState,
+    RerunVerdict,
+    Suspicion,
+    gather,
+    judge,
+    judge_elsewhere,
+    neighbours_batches,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,8 @@ class StepResult:
     """For each request passed in, whether any rank made it."""
     routing: dict[str, float]
     """How evenly the mixtures of experts were used, from `routing_statistics`; empty for a dense model."""
+    rerun: RerunVerdict | None = None
+    """What executing a suspect step again showed; None if it was not."""
 
 
 class OptimizerStep:
@@ -56,6 +75,7 @@ class OptimizerStep:
         scope: ReduceScope,
         device: torch.device,
         timer: StepTimer,
+        rerun_above: float = 0.0,
     ) -> None:
         """Prepare to step.
 
@@ -67,8 +87,10 @@ class OptimizerStep:
             scope: Which sums this rank takes part in.
             device: Where the batches are.
             timer: Takes the time of forward, backward and optimizer.
+            rerun_above: Execute a step again whose loss is not finite, or above so many times the last ones' mean; 0 never.
         """
         self._timer = timer
+        self._suspicion = Suspicion(rerun_above) if rerun_above else None
         self._model = model
         self._optimizer = optimizer
         self._max_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
@@ -91,6 +113,29 @@ class OptimizerStep:
                 counts[0] += self._model.task.count(batch)
         counts = self._scope.sum(counts)
 
+        state = RandomState(self._device) if self._suspicion is not None else None
+        run, counted = self._execute(batches, counts)
+        num_labels, *agreed = (int(count) for count in counted)
+        verdict: RerunVerdict | None = None
+        reason = self._suspicion.of(run.loss, run.grad_norm) if self._suspicion is not None else ""
+        if reason and state is not None:
+            verdict, run = self._rerun(batches, counts, run, reason, state)
+        loss_value, norm_value = run.loss, run.grad_norm
+        skipped = not (_finite(loss_value) and _finite(norm_value))
+        skipped |= verdict is not None and verdict.verdict == "persistent hardware"
+        routing: dict[str, LayerRouting] = {}
+        for part in self._model.parts:
+            routing |= update_expert_bias(part, self._scope.tokens_group, skip=skipped)
+        routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
+        with self._timer.phase("optimizer"):
+            if not skipped:
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        flags = tuple(flag > 0 for flag in agreed)
+        return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing), verdict)
+
+    def _execute(self, batches: Sequence[TaskBatch], counts: Tensor) -> tuple[Execution, list[float]]:
+        """Forward, backward and the clipped gradient; and ``counts``, read with the losses."""
         with self._constant_weights:
             total = self._forward_backward(batches, counts[0].clamp(min=1))
         gradients = self._model.gradients
@@ -102,22 +147,37 @@ class OptimizerStep:
             sums = self._scope.sum(sums)
             grad_norm = sums[1].sqrt()
             gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
-
         # the one host sync: until here the host only queued work (a pipeline's executor needs its denominator earlier)
-        read = torch.cat([torch.stack([sums[0], grad_norm]).double(), counts.double()]).tolist()
-        loss_value, norm_value = read[:2]
-        num_labels, *agreed = (int(count) for count in read[2:])
-        skipped = not (_finite(loss_value) and _finite(norm_value))
-        routing: dict[str, LayerRouting] = {}
+        read = torch.cat([torch.stack([sums[0], grad_norm, total]).double(), counts.double()]).tolist()
+        return Execution(*read[:3]), read[3:]
+
+    def _rerun(
+        self, batches: Sequence[TaskBatch], counts: Tensor, first: Execution, reason: str, state: RandomState
+    ) -> tuple[RerunVerdict, Execution]:
+        """Execute a suspect step again here, then on other ranks; its gradients are then the last execution's."""
+        again = self._again(batches, counts, state)
+        parts, parts_again = gather(first.own, self._device), gather(again.own, self._device)
+        whole = (first.loss, again.loss)
+        verdict = judge(parts, parts_again, (first.grad_norm, again.grad_norm), reason, whole)
+        if verdict is not None:
+            return verdict, again
+        group = self._scope.data_group
+        if group is None:
+            return RerunVerdict("reproduced", tuple(range(len(parts))), reason, whole), again
+        lent = neighbours_batches(batches, group, self._device)
+        ranks = dist.get_process_group_ranks(group)
+        source = [int(rank) for rank in gather(float(ranks[(group.rank() - 1) % group.size()]), self._device)]
+        there = self._again(lent, counts, state)
+        elsewhere = gather(there.own, self._device)
+        norms = (again.grad_norm, there.grad_norm)
+        return judge_elsewhere(parts_again, elsewhere, source, norms, reason, (*whole, there.loss)), there
+
+    def _again(self, batches: Sequence[TaskBatch], counts: Tensor, state: RandomState) -> Execution:
+        self._optimizer.zero_grad(set_to_none=True)
         for part in self._model.parts:
-            routing |= update_expert_bias(part, self._scope.tokens_group, skip=skipped)
-        routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
-        with self._timer.phase("optimizer"):
-            if not skipped:
-                self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        flags = tuple(flag > 0 for flag in agreed)
-        return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing))
+            forget_routing(part)
+        state.restore()
+        return self._execute(batches, counts)[0]
 
     def _forward_backward(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> Tensor:
         """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar.

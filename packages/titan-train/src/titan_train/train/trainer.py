@@ -162,6 +162,7 @@ class Trainer:
             scope=self._scope,
             device=self.device,
             timer=self._measure.timer,
+            rerun_above=config.train.rerun_above,
         )
         self._checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
@@ -280,6 +281,7 @@ class Trainer:
         with Stopwatch() as waiting, self._measure.timer.phase("data"):
             self._monitor.before_data(self.step + 1)
             microbatches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
+            microbatches = self._monitor.data_loaded(self.step + 1, microbatches)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._monitor.before_step(self.step + 1, self.model.parts)
         result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
@@ -303,6 +305,9 @@ class Trainer:
         return result
 
     def _guard_nonfinite(self, result: StepResult) -> None:
+        if result.rerun is not None:
+            self._event("rerun", **result.rerun.fields())
+            self._message(result.rerun.text)
         if not result.skipped:
             self._nonfinite_in_a_row = 0
             return

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -47,6 +47,10 @@ class RankMonitor(StepMonitor):
     def before_data(self, step: int) -> None:
         """Called before the batch of ``step`` is loaded."""
         self._injector.before_data(step)
+
+    def data_loaded(self, step: int, batches: list[Any]) -> list[Any]:
+        """Called with the microbatches of ``step``; a fault may spoil them."""
+        return self._injector.data_loaded(step, batches)
 
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Called before the step, after the batch is loaded and before any collective."""

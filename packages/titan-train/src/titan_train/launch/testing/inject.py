@@ -5,15 +5,18 @@ reader can see when it struck.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from titan_train.config.faults import Fault, struck_file
 from titan_train.run_folder import checkpoint_folders
@@ -29,6 +32,7 @@ class Injector:
     def __init__(self, faults: tuple[Fault, ...], rank: int, run_dir: Path) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._run_dir = run_dir
+        self._hooks: list[RemovableHandle] = []
         self.delays: dict[str, float] | None = None
         """Seconds that each collective takes longer, by mesh axis; whoever makes the collectives reads it."""
 
@@ -40,6 +44,8 @@ class Injector:
             parts: The wrapped model, or this rank's stages of it.
             step_s: What a step takes this rank, waiting left out.
         """
+        while self._hooks:
+            self._hooks.pop().remove()
         for fault in self._faults:
             if fault.kind == "slow":
                 if fault.covers(step):
@@ -47,7 +53,7 @@ class Injector:
             elif fault.kind == "slow-link":
                 if self.delays is not None:
                     self.delays[fault.axis] = fault.seconds if fault.covers(step) else 0.0
-            elif fault.kind == "slow-data":
+            elif fault.kind in ("slow-data", "bad-data"):
                 continue
             elif fault.kind != "disk-full" and fault.step == step and self._first_time(fault):
                 self._strike(fault, parts)
@@ -57,6 +63,11 @@ class Injector:
         for fault in self._faults:
             if fault.kind == "slow-data" and fault.covers(step):
                 time.sleep(fault.seconds)
+
+    def data_loaded(self, step: int, batches: list[Any]) -> list[Any]:
+        """The microbatches of ``step``, with wrong labels if bad data is due."""
+        due = [f for f in self._faults if f.kind == "bad-data" and f.step == step and self._first_time(f)]
+        return [_spoilt(batch) for batch in batches] if due else batches
 
     @contextlib.contextmanager
     def during_save(self, step: int) -> Generator[None]:
@@ -98,6 +109,8 @@ class Injector:
             raise InjectedFault(f"asked for by --faults {str(fault)!r}")
         elif fault.kind == "nan":
             _spoil_one_forward(parts[-1])
+        elif fault.kind in ("bit-flip", "stuck-bit"):
+            self._hooks.append(_flip_a_bit(parts[0], once=fault.kind == "bit-flip"))
         else:
             assert fault.kind == "corrupt-checkpoint"
             corrupt_newest_checkpoint(self._run_dir)
@@ -124,6 +137,31 @@ def _spoil_one_forward(model: nn.Module) -> None:
         return output * float("nan") if isinstance(output, torch.Tensor) else output
 
     handle = model.register_forward_hook(spoil)
+
+
+def _flip_a_bit(model: nn.Module, *, once: bool) -> RemovableHandle:
+    """Flip the highest bit of the exponent of one activation."""
+
+    def flip(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        if once:
+            handle.remove()
+        integer, bit = (torch.int32, 30) if output.dtype == torch.float32 else (torch.int16, 14)
+        right = output.detach().flatten()[:1].clone()
+        wrong = (right.view(integer) ^ (1 << bit)).view(output.dtype)
+        change = torch.zeros_like(output).flatten()
+        change[:1] = wrong - right
+        return output + change.view_as(output)  # added, so that autograd's graph stays
+
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)][1]
+    handle = linear.register_forward_hook(flip)
+    return handle
+
+
+def _spoilt(batch: Any) -> Any:
+    """The batch with token 0 for every label; a batch without labels stays."""
+    if not hasattr(batch, "labels"):
+        return batch
+    return dataclasses.replace(batch, labels=batch.labels.clamp(max=0))  # what is ignored is negative
 
 
 def _children() -> list[int]:

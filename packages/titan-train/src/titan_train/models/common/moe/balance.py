@@ -78,6 +78,14 @@ def set_sequence_group(model: nn.Module, group: dist.ProcessGroup | None) -> Non
 
 
 @torch.no_grad()
+def forget_routing(model: nn.Module) -> None:
+    """Start counting the load anew: the step is executed again."""
+    for _, layer in moe_layers(model):
+        layer.load.zero_()
+        layer.losses.zero_()
+
+
+@torch.no_grad()
 def update_expert_bias(
     model: nn.Module, group: dist.ProcessGroup | None, *, skip: bool = False
 ) -> dict[str, LayerRouting]:

@@ -1,0 +1,222 @@
+"""Compute a suspect step again, to tell hardware from data.
+
+Problem: a loss that is not finite, or jumps, comes from the data, from the numerics, or from a processor that computed
+wrongly, once or always. The remedies differ, and the loss alone does not tell.
+
+Idea (Megatron-LM's rerun state machine): the same step again, on the same ranks, then with each rank's data moved to its
+neighbour in data parallelism.
+
+    another result on the same rank              transient hardware: it computed wrongly once
+    the same there, another on the neighbour     persistent hardware
+    the same everywhere                          data or numerics
+
+Each rank compares its own part of the loss, so that the rank is named. Results are the same if they agree to rounding: a
+GPU's sums may be in another order, a step is only suspect for far more than that.
+
+Cost: none until a step is suspect, besides a copy of the random state; then one or two more forwards and backwards.
+
+Limits: the parts of tensor, context and pipeline parallelism compute one loss together, so a rank is named with those it
+shares a batch with. Statistics of delayed float8 scaling see the step as often as it is computed.
+"""
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_train.task import TaskBatch
+
+Verdict = Literal["transient hardware", "persistent hardware", "data or numerics", "reproduced"]
+_WINDOW, _WARM_UP = 16, 4  # losses that a jump is measured against, and the fewest of them
+# One rank's part of the loss is a sum of at most some 1e6 float32 losses in a fixed order, or on a GPU in any: rounding is
+# 6e-8 a term and adds up like its square root at the most that was seen. The gradient's norm adds shards in another order,
+# and bfloat16 gradients, whose rounding is 4e-3 a term, over many parameters.
+_SAME_LOSS, _SAME_NORM = 6e-5, 1e-2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RerunVerdict:
+    """What executing a step again showed."""
+
+    verdict: Verdict
+    """``reproduced``: the same again, and there is no other rank to try the data on."""
+    ranks: tuple[int, ...]
+    """The ranks whose result changed, or whose data it is."""
+    reason: str
+    """Why the step was suspect."""
+    losses: tuple[float, ...]
+    """The whole loss, first and each time again."""
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        told = {
+            "transient hardware": f"transient hardware fault on {who}: the same data gave another result",
+            "persistent hardware": f"persistent hardware fault on {who}: its data gives another result elsewhere",
+            "data or numerics": f"data or numerics: the batch of {who} gives the same everywhere",
+            "reproduced": "the same again; with one data-parallel rank, data and hardware cannot be told apart",
+        }
+        return f"the step was computed again ({self.reason}): {told[self.verdict]}"
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON values, for the event ``rerun``."""
+        return {
+            "verdict": self.verdict,
+            "ranks": list(self.ranks),
+            "reason": self.reason,
+            "losses": [loss if math.isfinite(loss) else str(loss) for loss in self.losses],
+            "text": self.text,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Execution:
+    """One execution of a step's forwards and backwards."""
+
+    loss: float
+    grad_norm: float
+    own: float
+    """This rank's part of the loss."""
+
+
+class Suspicion:
+    """Which losses are suspect: not finite, or far above those before."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def of(self, loss: float, grad_norm: float) -> str:
+        """Why a step is suspect; empty if it is not. A step that is not counts for the next ones."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return "loss or gradient not finite"
+        usual = sum(self._losses) / len(self._losses) if len(self._losses) >= _WARM_UP else math.inf
+        self._losses.append(loss)
+        return f"loss {loss:.4g} after {usual:.4g}" if loss > self._factor * usual else ""
+
+
+class RandomState:
+    """The random number generators of this rank, as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Go back to it."""
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+def gather(value: float, device: torch.device) -> list[float]:
+    """A number of every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    every = mine.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(every, mine)
+    return every.tolist()
+
+
+def neighbours_batches(batches: Sequence[TaskBatch], group: dist.ProcessGroup, device: torch.device) -> list[TaskBatch]:
+    """The batches of the rank before in data parallelism, on this rank's device. Collective over ``group``."""
+    sent: list[Any] = [_moved(batch, torch.device("cpu")) for batch in batches]
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, sent, group=group)
+    return [_moved(batch, device) for batch in every[(group.rank() - 1) % group.size()]]
+
+
+def judge(
+    first: Sequence[float], again: Sequence[float], norms: tuple[float, float], reason: str, whole: tuple[float, float]
+) -> RerunVerdict | None:
+    """Compare two executions on the same ranks.
+
+    Args:
+        first: Each rank's part of the loss, first.
+        again: The same, again.
+        norms: The gradient's norm, first and again.
+        reason: Why the step was suspect.
+        whole: The whole loss, first and again.
+
+    Returns:
+        The verdict if they differ; None if another rank must try.
+    """
+    changed = tuple(rank for rank, (a, b) in enumerate(zip(first, again, strict=True)) if not same(a, b))
+    if changed or not same(*norms, _SAME_NORM):
+        return RerunVerdict("transient hardware", changed or tuple(range(len(first))), reason, whole)
+    return None
+
+
+def judge_elsewhere(
+    here: Sequence[float],
+    elsewhere: Sequence[float],
+    source: Sequence[int],
+    norms: tuple[float, float],
+    reason: str,
+    whole: tuple[float, ...],
+) -> RerunVerdict:
+    """Compare a step with the same data on other ranks.
+
+    Args:
+        here: Each rank's part of the loss, from its own data.
+        elsewhere: Each rank's part, from the data of ``source``.
+        source: For each rank, the rank whose data it computed.
+        norms: The gradient's norm, both times.
+        reason: Why the step was suspect.
+        whole: The whole loss of each execution.
+    """
+    differ = [(rank, owner) for rank, owner in enumerate(source) if not same(here[owner], elsewhere[rank])]
+    if differ:
+        # a wrong rank spoils its own data's result and that of the data it was lent, a right one at most one of the two
+        spoilt = [rank for pair in differ for rank in pair]
+        worst = max(spoilt.count(rank) for rank in spoilt)
+        most = [rank for rank in dict.fromkeys(spoilt) if spoilt.count(rank) == worst]
+        values = {rank: max(_badness(here[rank]), _badness(elsewhere[rank])) for rank in most}
+        # of two ranks each has computed both data: the wrong one's results are far out both times
+        both = {rank: min(_badness(here[rank]), _badness(elsewhere[rank])) for rank in most}
+        top = max(both.values())
+        return RerunVerdict(
+            "persistent hardware", tuple(sorted(rank for rank in values if both[rank] == top)), reason, whole
+        )
+    if not same(*norms, _SAME_NORM):
+        return RerunVerdict("persistent hardware", tuple(range(len(here))), reason, whole)
+    most_bad = max(map(_badness, here))
+    return RerunVerdict(
+        "data or numerics", tuple(rank for rank, x in enumerate(here) if _badness(x) >= 0.99 * most_bad), reason, whole
+    )
+
+
+def same(a: float, b: float, tolerance: float = _SAME_LOSS) -> bool:
+    """Whether two results agree to rounding; what is not finite agrees with what is not finite."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _badness(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if not dataclasses.is_dataclass(batch):
+        return batch
+    values = {spec.name: getattr(batch, spec.name) for spec in dataclasses.fields(batch)}
+    return dataclasses.replace(cast("Any", batch), **{name: _to(value, device) for name, value in values.items()})
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(inner, device) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(inner, device) for inner in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return value

@@ -1,0 +1,131 @@
+"""A suspect step is computed again: what the verdict is for each fault, and that it changes nothing else."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from titan_testing import run_ranks
+from titan_train.config import parse_config
+from titan_train.config.faults import parse_faults
+from titan_train.inputs import prepare_inputs
+from titan_train.launch.testing.inject import Injector
+from titan_train.train import Trainer
+from titan_train.train.monitor import StepMonitor
+from titan_train.train.rerun import Suspicion, judge, judge_elsewhere
+
+
+def configure(folder, name, **sections):
+    tree = {
+        "run": {"dir": str(folder / "runs"), "name": name},
+        "model": {"name": "llama3_debug", "seq_len": 32},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+            "cache_dir": str(folder / "cache"),
+            "validation_fraction": 0.0,
+        },
+        "train": {"steps": 20, "global_batch": 8, "rerun_above": 1.15},
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 0},
+        "metrics": {"progress": "off", "split_every": 0},
+        "launch": {"device": "cpu", "timeout_s": 60.0},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return parse_config(tree)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rerun")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    prepare_inputs(configure(folder, "none"), quiet=True)
+    return folder
+
+
+class Injecting(StepMonitor):
+    """Carries out a plan of faults, as a rank with a launcher does."""
+
+    def __init__(self, plan, rank, run_dir):
+        self.injector = Injector(parse_faults(plan), rank, run_dir)
+
+    def before_step(self, step, parts):
+        self.injector.before_step(step, parts, 0.0)
+
+    def data_loaded(self, step, batches):
+        return self.injector.data_loaded(step, batches)
+
+
+def train(folder, name, plan, sections):
+    import torch.distributed as dist
+
+    config = configure(folder, name, **sections)
+    with Trainer(config, monitor=Injecting(plan, dist.get_rank(), folder / "runs" / name)) as trainer:
+        trainer.fit()
+        return trainer.losses
+
+
+def verdicts(folder, name):
+    lines = map(json.loads, (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["verdict"], line["ranks"]) for line in lines if line.get("event") == "rerun"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "verdict"),
+    [
+        ("bit-flip rank=1 step=9", "transient hardware"),
+        ("stuck-bit rank=1 step=9", "persistent hardware"),
+        ("bad-data rank=1 step=18", "data or numerics"),
+    ],
+)
+def test_a_fault_is_told_apart_and_its_rank_named(folder, plan, verdict):
+    name = plan.split()[0]
+    losses = run_ranks(train, 2, folder, name, plan, {})[0]
+    assert verdicts(folder, name) == [(int(plan.rpartition("=")[2]), verdict, [1])]
+    assert math.isfinite(losses[-1])
+    assert losses[-1] < losses[0]
+
+
+def test_a_step_that_was_wrong_once_is_made_as_if_nothing_had_happened(folder):
+    without = run_ranks(
+        train, 2, folder, "without", "", {"train": {"steps": 20, "global_batch": 8, "rerun_above": 0.0}}
+    )[0]
+    flipped = run_ranks(train, 2, folder, "flipped", "bit-flip rank=1 step=9", {})[0]
+    assert flipped == without  # bitwise: the second execution's gradients are those of the first, had it been right
+    assert verdicts(folder, "without") == []
+
+
+def test_one_rank_alone_says_that_it_cannot_tell(folder):
+    run_ranks(train, 1, folder, "alone", "bad-data rank=0 step=9", {})
+    assert verdicts(folder, "alone") == [(9, "reproduced", [0])]
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_one_replica_together_are_named_together(folder):
+    # two data-parallel replicas of two tensor-parallel ranks: the bit is in one of them, the loss is both's
+    run_ranks(train, 4, folder, "tp", "stuck-bit rank=3 step=9", {"parallel": {"tp": 2}})
+    ((_, verdict, ranks),) = verdicts(folder, "tp")
+    assert verdict == "persistent hardware"
+    assert ranks == [2, 3]
+
+
+def test_losses_are_suspect_when_they_jump_or_are_not_finite():
+    suspicion = Suspicion(2.0)
+    assert [suspicion.of(loss, 1.0) for loss in (9.0, 5.0, 4.0, 3.0)] == [""] * 4
+    assert "not finite" in suspicion.of(math.nan, 1.0)
+    assert "not finite" in suspicion.of(3.0, math.inf)
+    assert suspicion.of(10.0, 1.0) == ""  # twice the mean of 5.25 is more
+    assert suspicion.of(20.0, 1.0) == "loss 20 after 6.2"
+
+
+def test_verdicts_of_three_ranks_name_the_one_that_computes_wrongly():
+    fine, norms = [1.0, 2.0, 3.0], (1.0, 1.0)
+    assert judge(fine, [1.0, 2.0, 3.0 * (1 + 1e-6)], norms, "", (6.0, 6.0)) is None
+    assert judge(fine, [1.0, 2.5, 3.0], norms, "", (6.0, 6.5)).ranks == (1,)
+    # rank 2 computes its own data and that of rank 1 too high
+    verdict = judge_elsewhere([1.0, 2.0, 9.0], [3.0, 1.0, 8.0], [2, 0, 1], norms, "", (6.0,))
+    assert (verdict.verdict, verdict.ranks) == ("persistent hardware", (2,))
+    verdict = judge_elsewhere([1.0, math.nan, 3.0], [3.0, 1.0, math.nan], [2, 0, 1], norms, "", (6.0,))
+    assert (verdict.verdict, verdict.ranks) == ("data or numerics", (1,))
