@@ -54,7 +54,7 @@ class Float8Config:
     """Scaling recipe; blockwise is recommended on Hopper."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of modules that stay in higher precision; empty excludes the head and routers."""
+    """Patterns of modules that stay in higher precision; empty excludes the head and routers; of FLUX ends and modulation."""
 
     min_speedup: float = 1.0
     """Convert only layers whose expected GPU speed-up is at least this; 0 converts every supported layer."""

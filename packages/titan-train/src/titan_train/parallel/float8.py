@@ -180,7 +180,7 @@ def convert_to_float8(
     report = titan_fp8.convert_to_float8(
         model,
         config.recipe,
-        skip=config.skip or None,
+        skip=config.skip or getattr(model, "float8_skip", None),
         strict_filters=False,  # a stage need not hold what a pattern protects
         min_speedup=config.min_speedup,
         tokens=tokens,

@@ -47,6 +47,8 @@ class Flux(nn.Module):
     """Predict the velocity ``noise - image`` of packed latents between an image (time 0) and noise (time 1)."""
 
     pipeline_layers = ("double_blocks", "single_blocks")
+    float8_skip = ("image_in", "text_in", "time_in", "pooled_in", "guidance_in", "*modulation", "final")
+    """The ends, where errors reach the velocity at once, and modulation, which has one row per sample: nothing to gain."""
 
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
