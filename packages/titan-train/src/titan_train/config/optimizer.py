@@ -35,6 +35,10 @@ class OptimizerConfig:
     weight_decays: dict[str, float] = field(default_factory=dict)
     """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""
 
+    frozen_steps: dict[str, int] = field(default_factory=dict)
+    """Steps at the start of the run in which parameters are not trained, by pattern, such as
+    {"^(?!vision.projector)" = 200}, which trains the projector first and then all; patterns as in lr_scales."""
+
     fused: Literal["auto", "never"] = "auto"
     """auto takes the fused kernel on CUDA and CPU (sgd: unless weights are sharded); never takes torch's default."""
 
@@ -49,7 +53,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.eps={self.eps} must be positive; the default is 1e-08.")
         if not self.weight_decay >= 0:
             raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be >= 0; 0 turns it off.")
-        for table in ("lr_scales", "weight_decays"):
+        for table in ("lr_scales", "weight_decays", "frozen_steps"):
             for pattern, value in getattr(self, table).items():
                 try:
                     re.compile(pattern)

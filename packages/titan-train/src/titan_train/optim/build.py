@@ -41,6 +41,7 @@ def build_optimizer(
             "params": list(zip(group.fqns, group.parameters, strict=True)),
             "lr": config.lr * group.lr_scale,
             "weight_decay": group.weight_decay,
+            **({"frozen_steps": group.frozen_steps} if config.frozen_steps else {}),
         }
         for group in groups
     ]

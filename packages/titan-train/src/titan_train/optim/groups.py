@@ -1,6 +1,6 @@
 """Which parameters get which learning rate and weight decay: pure rules on names, tested without an optimizer.
 
-Two ordered tables of patterns, one for learning-rate scales and one for weight decay; in each, the first pattern found
+Ordered tables of patterns, for learning-rate scales, weight decay and steps without training; in each, the first pattern found
 in a parameter's name counts. A parameter that no decay pattern names gets the default: matrices decay, embeddings
 too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing.
 """
@@ -24,6 +24,8 @@ class ParameterGroup:
     """Multiplies the learning rate."""
     weight_decay: float
     """Weight decay of these parameters."""
+    frozen_steps: int
+    """Steps at the start in which they are not trained."""
     fqns: tuple[str, ...]
     """Clean names, in the model's order."""
     parameters: tuple[nn.Parameter, ...]
@@ -50,18 +52,19 @@ def plan_groups(
     parts = [unwrap(part) for part in ([model] if isinstance(model, nn.Module) else model)]
     named = [(clean_fqn(fqn), p) for part in parts for fqn, p in part.named_parameters() if p.requires_grad]
     fqns = list(dict.fromkeys([*(fqn for fqn, _ in named), *names]))
-    for table in ("lr_scales", "weight_decays"):
+    for table in ("lr_scales", "weight_decays", "frozen_steps"):
         _require_matches(f"optimizer.{table}", getattr(config, table), fqns)
 
     vectors = {key for part in parts for key in _undecayed(part)}
-    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[float, float, int, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
         scale = first_match(config.lr_scales, fqn, 1.0)
         decay = first_match(config.weight_decays, fqn, 0.0 if id(parameter) in vectors else config.weight_decay)
-        groups.setdefault((scale, decay, is_dtensor(parameter)), []).append((fqn, parameter))
+        frozen = int(first_match(config.frozen_steps, fqn, 0))
+        groups.setdefault((scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
-        ParameterGroup(scale, decay, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
-        for (scale, decay, _), members in groups.items()
+        ParameterGroup(scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
+        for (scale, decay, frozen, _), members in groups.items()
     ]
 
 

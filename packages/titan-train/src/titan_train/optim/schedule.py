@@ -61,6 +61,7 @@ class Scheduler:
         """Set the rates of step 0; see `build_scheduler`."""
         self._optimizer = optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._frozen_steps = [int(group.pop("frozen_steps", 0)) for group in optimizer.param_groups]
         self._schedule = _resolve(config, total_steps)
         self._step = 0
         self._apply()
@@ -85,8 +86,23 @@ class Scheduler:
 
     def _apply(self) -> None:
         factor = lr_factor(self._step, **self._schedule)
-        for group, peak in zip(self._optimizer.param_groups, self._peak_lrs, strict=True):
-            group["lr"] = peak * factor
+        for group, peak, frozen in zip(self._optimizer.param_groups, self._peak_lrs, self._frozen_steps, strict=True):
+            group["lr"] = 0.0 if self._step < frozen else peak * factor
+            if any(self._frozen_steps):  # for `drop_frozen_gradients`
+                group["frozen"] = self._step < frozen
+
+
+def drop_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set the gradients to zero whose parameters ``optimizer.frozen_steps`` does not train yet.
+
+    With a learning rate of zero neither the update nor weight decay changes such a parameter, and its running means stay zero.
+    The gradient's norm is that of what is trained.
+    """
+    for group in optimizer.param_groups:
+        if group.get("frozen", False):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> Scheduler:

@@ -27,6 +27,7 @@ from titan_train.models.common.moe.balance import (
     update_expert_bias,
 )
 from titan_train.observe.timing import StepTimer
+from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
@@ -141,6 +142,7 @@ class OptimizerStep:
         gradients = self._model.gradients
         with self._timer.phase("optimizer"):
             gradients.finish()
+            drop_frozen_gradients(self._optimizer)
             sums = torch.stack([total, gradients.square_norm().to(self._device)])
             if not self._scope.counts_loss:
                 sums[0] = 0.0

@@ -1,0 +1,70 @@
+"""Parameters that are not trained at the start of a run, then are: bit by bit unchanged until then."""
+
+import pytest
+import torch
+from titan_train.config import OptimizerConfig, ScheduleConfig
+from titan_train.optim.build import build_optimizer
+from titan_train.optim.schedule import build_scheduler, drop_frozen_gradients
+from torch import nn
+
+
+class Seeing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projector = nn.Linear(3, 3)
+        self.layers = nn.Linear(3, 3)
+
+
+def made(frozen):
+    torch.manual_seed(0)
+    model = Seeing()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, frozen_steps=frozen))
+    return model, optimizer, build_scheduler(optimizer, ScheduleConfig(name="constant", warmup_steps=0), 10)
+
+
+def train(model, optimizer, scheduler, steps):
+    states = []
+    for _ in range(steps):
+        model.layers(model.projector(torch.ones(2, 3))).square().sum().backward()
+        drop_frozen_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        states.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    return states
+
+
+def test_the_projector_is_trained_first_and_then_all():
+    model, optimizer, scheduler = made({r"^(?!projector\.)": 2})
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first, second, third = train(model, optimizer, scheduler, 3)
+    for name in before:
+        held = name.startswith("layers")
+        assert torch.equal(first[name], before[name]) == held
+        assert torch.equal(second[name], before[name]) == held
+        assert not torch.equal(third[name], second[name])
+
+
+def test_a_resume_knows_how_long_parameters_stay_frozen():
+    whole = train(*made({"layers": 2}), 4)
+    model, optimizer, scheduler = made({"layers": 2})
+    train(model, optimizer, scheduler, 1)
+    again, restored, schedule = made({"layers": 2})
+    again.load_state_dict(model.state_dict())
+    restored.load_state_dict(optimizer.state_dict())
+    schedule.load_state_dict(scheduler.state_dict())
+    rest = train(again, restored, schedule, 3)
+    for found, expected in zip(rest, whole[1:], strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_without_frozen_steps_the_groups_are_as_they_were():
+    _, optimizer, _ = made({})
+    assert not {"frozen", "frozen_steps"} & optimizer.param_groups[0].keys()
+
+
+def test_a_pattern_for_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer\.frozen_steps has the pattern 'projektor'"):
+        made({"projektor": 3})
+    with pytest.raises(ValueError, match=r"optimizer\.frozen_steps\.layers=-1"):
+        made({"layers": -1})
