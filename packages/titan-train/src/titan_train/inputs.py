@@ -110,12 +110,12 @@ def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, Chat
     Raises:
         ValueError: They are neither in the folder nor where the configuration says, or the run is of no text.
     """
-    if (task := task_name(config)) != "text":
+    folder = run_dir / TOKENIZER_FOLDER
+    if (task := task_name(config)) != "text" and not folder.is_dir():
         raise ValueError(
             f"{run_dir} trained {config.model.name} on {task!r}, not on text: there is no tokenizer and nothing to continue. "
             f"What it samples is in {run_dir / 'samples'}."
         )
-    folder = run_dir / TOKENIZER_FOLDER
     if not folder.is_dir():
         tokenizer = build_tokenizer(config.tokenizer, config.data)
         return tokenizer, build_chat_template(config.tokenizer, tokenizer)

@@ -16,6 +16,7 @@ from titan_train.generation.tensor import cut_for_generation
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
+from titan_train.task import load_task, task_name
 from titan_train.tokenizers import ChatTemplate, IncrementalDecoder, Tokenizer
 from titan_train.trust import admit_run_code
 
@@ -100,7 +101,9 @@ def load_run(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
     built_on = device if group is None else "meta"
-    model = build_model(config.model, vocab_size=tokenizer.vocab_size, device=built_on).requires_grad_(False)
+    # other tasks have tokens beside those of text
+    vocab_size = tokenizer.vocab_size if task_name(config) == "text" else load_task(config).vocab_size(config)
+    model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)
     shards: dict[str, LocalShard] = {}
     if group is not None:
         parallel = config.parallel

@@ -30,6 +30,14 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--prompt", required=True, action="append", help="text to continue; several run as one batch")
     parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="shown before the prompt, to a vision-language model; several are shown in order",
+    )
+    parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message to answer, see tokenizer.chat_template"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="WORD", help="end the text before this word")
@@ -124,13 +132,35 @@ def _device() -> str:
 
 
 def _continue(arguments: argparse.Namespace, run: "LoadedRun", sampling: "Sampling", *, shown: bool) -> None:
-    from titan_train.generation import encode_chat, encode_prompt, stream_text
+    from titan_train.generation import encode_chat, encode_prompt
 
     texts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
+    if arguments.image:
+        if arguments.chat or arguments.compile:
+            raise ValueError("--image goes with neither --chat nor --compile. Leave these out.")
+        from titan_train.tasks.vision.show import images_shown
+
+        with images_shown(run, arguments.image, texts) as prompts:
+            _write(arguments, run, sampling, texts, prompts, shown=shown)
+        return
     if arguments.chat:
         prompts = [encode_chat(run, [{"role": "user", "content": text}]) for text in texts]
     else:
         prompts = [encode_prompt(run, text) for text in texts]
+    _write(arguments, run, sampling, texts, prompts, shown=shown)
+
+
+def _write(
+    arguments: argparse.Namespace,
+    run: "LoadedRun",
+    sampling: "Sampling",
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    *,
+    shown: bool,
+) -> None:
+    from titan_train.generation import stream_text
+
     pieces = stream_text(
         run,
         prompts,
@@ -164,7 +194,12 @@ def _exported(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "an exported folder takes the most likely token: pass --temperature 0, or name a run's folder."
         )
-    for option, given in {"--chat": arguments.chat, "--stop": arguments.stop, "--compile": arguments.compile}.items():
+    for option, given in {
+        "--chat": arguments.chat,
+        "--image": arguments.image,
+        "--stop": arguments.stop,
+        "--compile": arguments.compile,
+    }.items():
         if given:
             raise ValueError(
                 f"{option} is for a run's folder, and {arguments.run_dir} is an exported one. Leave it out."

@@ -1,6 +1,6 @@
 """Rendered shapes with questions, in closed form: the data of tests and of the example. Nothing is downloaded.
 
-An image shows one to six equal shapes, each in a cell of its own and moved by up to a pixel. Even numbers ask how many there
+An image shows one to five equal shapes, each in a cell of its own and moved by up to a pixel. Even numbers ask how many there
 are, odd numbers what they are. Neither question says anything about its answer.
 """
 
@@ -23,8 +23,8 @@ COLOURS = {
 SHAPES = ("disc", "square", "triangle", "cross")
 HOW_MANY, WHAT = "How many?", "What is it?"
 
-_MOST = 6
-_BACKGROUND = 40
+_MOST = 5
+_BACKGROUND = 128
 
 
 class ShapeQuestions:
@@ -44,7 +44,7 @@ class ShapeQuestions:
         self._count, self._first, self._args = count, first, args
         side = CELLS * CELL // args.patch
         self._grid: Grid = (side, side)
-        self.fingerprint = hashlib.sha256(repr(("shapes 1", count, first, side)).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(repr(("shapes 2", count, first, side)).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._count
