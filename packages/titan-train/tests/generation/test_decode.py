@@ -48,6 +48,14 @@ def test_cached_logits_equal_full_recompute(name: str) -> None:
     assert float((torch.cat(parts, dim=1) - want).abs().max()) <= 1e-5
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=5.0, top_k=3, repetition_penalty=1.2)])
+def test_rows_beyond_the_tokenizer_are_never_chosen(sampling: Sampling) -> None:
+    model = make("llama3_debug")
+    assert max(max(row) for row in generate(model, PROMPTS, max_new_tokens=32, sampling=sampling)) > 61
+    chosen = generate(model, PROMPTS, max_new_tokens=32, sampling=sampling, vocab_size=61)
+    assert all(token < 61 for row in chosen for token in row)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_64_tokens_of_ragged_prompts_equal_full_recompute(name: str) -> None:
     model = make(name)

@@ -26,6 +26,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_debug", {"num_layers": 4}),
     "qwen3-moe": ("qwen3_moe_debug", {"num_layers": 4}),
     "deepseek": ("deepseek_debug", {"num_layers": 4}),
+    "qwen3-tied": ("qwen3_debug", {"num_layers": 4, "tied_embeddings": True}),
+    "qwen3-moe-tied": ("qwen3_moe_debug", {"num_layers": 4, "tied_embeddings": True}),
+    "deepseek-tied": ("deepseek_debug", {"num_layers": 4, "tied_embeddings": True}),
 }
 LARGE = {"large": ("llama3_debug", {"num_layers": 1, "dim": 64, "vocab_size": 262_144})}
 PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
@@ -40,7 +43,11 @@ CASES = [
     *(
         pytest.param(name, ranks, layout, marks=pytest.mark.slow)
         for name in MODELS
-        for ranks, layout in ((1, {}), (2, {}), (2, PP), (2, TP), (4, PP | TP))
+        for ranks, layout in ((1, {}), (2, {}), (2, PP), (2, TP), (4, {}), (4, {**PP, "parallel": {"tp": 2, "pp": 2}}))
+    ),
+    *(
+        pytest.param(name, 2, {"parallel": {"ep": 2}}, marks=pytest.mark.slow)
+        for name in ("qwen3-moe-tied", "deepseek", "deepseek-tied")
     ),
 ]
 

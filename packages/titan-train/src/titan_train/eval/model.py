@@ -80,7 +80,9 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
         return model(tokens).float()
 
     def greedy(prompt: Sequence[int], count: int) -> list[int]:
-        return generate(model, [prompt], max_new_tokens=count, stop_ids=[tokenizer.eos_id])[0]
+        return generate(
+            model, [prompt], max_new_tokens=count, stop_ids=[tokenizer.eos_id], vocab_size=tokenizer.vocab_size
+        )[0]
 
     return EvalModel(
         name=f"{name}, step {run.step}",

@@ -16,6 +16,7 @@ from titan_train.export.float8 import is_float8
 from titan_train.export.gguf.folder import gguf_library
 from titan_train.export.hf_folder import DTYPES, ExportDtype
 from titan_train.generation import LoadedRun
+from titan_train.generation.run import one_rank
 from titan_train.models.family import Family
 from titan_train.models.hf.lora import merge_adapters, merged_step
 from titan_train.models.registry import family_of
@@ -77,7 +78,7 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".merged-") as folder:
         adapted = load(device="cpu").model
         merged = merge_adapters(adapted)
-        step = merged_step(merged, Path(folder))
+        step = merged_step(merged, Path(folder), one_rank())
         run = replace(run, model=merged.to("meta"))
         yield job(run=run, family=_family(run), step=step, adapted=adapted)
 

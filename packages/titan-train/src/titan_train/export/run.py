@@ -3,6 +3,7 @@
 Everything is written under a temporary name, and appears when it is complete and every check has passed.
 """
 
+import logging
 import secrets
 import shutil
 import tempfile
@@ -33,6 +34,7 @@ from titan_train.trust import remember_machine_code
 
 Target = Literal["hf", "gguf", "onnx", "aoti", "dcp"]
 _ONLY = {"float8": "hf", "q8_0": "gguf"}
+_logger = logging.getLogger(__name__)
 _ROUNDING = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "q8_0": 2**-8}
 """What llama.cpp rounds the activations of its products to: the dtype of the matrix, or 8 bits in blocks."""
 
@@ -61,9 +63,9 @@ def export_run(
         max_shard_bytes: Start another file before one passes this size (hf).
         gate: Load every artefact and compare it with the run's model, one after the other in memory. Without, hf, gguf and
             dcp take memory for one tensor instead of the model.
-        group: Ranks that all call this with the same arguments and see the same file system (gloo; hf alone). Each writes
-            its own files; the run's model is cut over them and the folder read layer by layer, so that none holds the
-            model.
+        group: Ranks that all call this with the same arguments and see the same file system (gloo). For hf, each writes its
+            own files; the run's model is cut over them and the folder read layer by layer, so that none holds the model.
+            The first rank alone writes other targets, adapters, and models that cannot be cut over so many ranks.
         trust_code: As in `load_run`.
         code: As in `load_run`.
 
@@ -86,9 +88,53 @@ def export_run(
             run_dir, out, to=to, step=step, dtype=dtype, max_shard_bytes=max_shard_bytes, gate=gate, group=group
         )
     load = cast(Load, partial(load_run, run_dir, step=step, trust_code=trust_code, code=code))
-    with export_job(run_dir, load, dtype=dtype, max_shard_bytes=max_shard_bytes, scratch=out.absolute().parent) as job:
-        _check_model(job, to, group, gate=gate)
-        return _export(job, out, list(to), group, gate=gate)
+    checks: dict[str, list[Check]] = {}
+
+    def export(ranks: dist.ProcessGroup | None) -> None:
+        parent = out.absolute().parent
+        with export_job(run_dir, load, dtype=dtype, max_shard_bytes=max_shard_bytes, scratch=parent) as job:
+            _check_model(job, to)
+            checks.update(_export(job, out, list(to), ranks, gate=gate))
+
+    reason = None if group is None else _why_one_rank(load, group, to, dtype, gate=gate)
+    if group is None or reason is None:
+        export(group)
+    else:
+        if group.rank() == 0:
+            _logger.warning("%s. The first of %d ranks exports it alone and holds the model", reason, group.size())
+        _on_first(ByteComm(group), partial(export, None), f"exporting to {out}")
+    return checks
+
+
+def _why_one_rank(load: Load, group: dist.ProcessGroup, to: Sequence[str], dtype: str, *, gate: bool) -> str | None:
+    """Why ranks cannot share an export; None if they can. Collective."""
+    if "hf" not in to:
+        return "only --to hf is written by several ranks"
+    if load(device="meta").config.model.lora_rank:
+        return "adapters are merged by one process"
+    if not gate:
+        return None
+    if dtype == "float8":
+        return "--dtype float8 is compared by one process, as blocks of 128 x 128 do not fit the ranks' parts"
+    try:
+        load(device="meta", group=group)
+    except ValueError as err:
+        return str(err).rstrip(".")
+    return None
+
+
+def _on_first(comm: ByteComm | None, work: Callable[[], None], doing: str) -> None:
+    """Do it on the first rank; what it raises there, every rank raises."""
+    error: Exception | None = None
+    try:
+        if comm is None or comm.rank == 0:
+            work()
+    except Exception as err:
+        if comm is None:
+            raise
+        error = err
+    if comm is not None:
+        comm.agree(error, doing)
 
 
 def _export(
@@ -99,19 +145,7 @@ def _export(
     token = secrets.token_hex(4).encode()
     staged = out.parent / f".{out.name}.part-{(comm.broadcast(token) if comm else token).decode()}"
     checks: dict[str, list[Check]] = {}
-
-    def on_first(work: Callable[[], None]) -> None:
-        """Do it on the first rank; what it raises there, every rank raises."""
-        error: Exception | None = None
-        try:
-            if first:
-                work()
-        except Exception as err:
-            if comm is None:
-                raise
-            error = err
-        if comm is not None:
-            comm.agree(error, f"exporting to {out}")
+    on_first = partial(_on_first, comm, doing=f"exporting to {out}")
 
     def appear() -> None:
         if out.exists():
@@ -129,8 +163,12 @@ def _export(
             reference = compute_reference(job.model(group), run.tokenizer.vocab_size, seq_len=run.config.model.seq_len)
         for target in to:
             folder = staged / target
-            _write(target, folder, job, group)
-            on_first(partial(_finish, target, folder, job, reference, checks, streamed=group is not None))
+            shared = target == "hf" and group is not None
+            if shared:
+                _write_hf(folder, job, group)
+            else:
+                on_first(partial(_write, target, folder, job))
+            on_first(partial(_finish, target, folder, job, reference, checks, streamed=shared))
         on_first(appear)
     finally:
         if first:
@@ -162,10 +200,8 @@ def _check_targets(to: Sequence[str], dtype: str) -> None:
         raise ValueError(f"--dtype {dtype} is for --to {only} alone. Export the other targets in a second command.")
 
 
-def _check_model(job: Job, to: Sequence[str], group: dist.ProcessGroup | None, *, gate: bool) -> None:
+def _check_model(job: Job, to: Sequence[str]) -> None:
     """Refuse what a target cannot hold before anything is written."""
-    if group is not None:
-        _check_ranks(job, to, gate=gate, ranks=group.size())
     if job.dtype == "float8":
         float8_names(job.run.model, job.family)
     if "gguf" in to:
@@ -173,29 +209,21 @@ def _check_model(job: Job, to: Sequence[str], group: dist.ProcessGroup | None, *
         check_gguf(hf_config(job.run, job.family, job.stored))
 
 
-def _check_ranks(job: Job, to: Sequence[str], *, gate: bool, ranks: int) -> None:
-    reason = None
-    if list(to) != ["hf"]:
-        reason = f"--to {','.join(to)}: only --to hf is written by several ranks"
-    elif job.adapted is not None:
-        reason = "the model has adapters, which one process merges"
-    elif gate and job.dtype == "float8":
-        reason = "--dtype float8 is compared by one process: blocks of 128 x 128 do not fit the ranks' parts; --no-gate would do"
-    if reason is not None:
-        raise ValueError(f"{reason}, and these are {ranks} ranks. Export without torchrun.")
+def _write_hf(folder: Path, job: Job, group: dist.ProcessGroup | None = None) -> None:
+    write_hf(folder, job.run, job.family, job.step, dtype=job.stored, max_shard_bytes=job.max_shard_bytes, group=group)
 
 
-def _write(target: Target, folder: Path, job: Job, group: dist.ProcessGroup | None) -> None:
+def _write(target: Target, folder: Path, job: Job) -> None:
     run = job.run
     if target == "hf":
-        write_hf(folder, run, job.family, job.step, dtype=job.stored, max_shard_bytes=job.max_shard_bytes, group=group)
+        _write_hf(folder, job)
         if job.adapted is not None:
             save_adapter(job.adapted, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
         return
     if target == "gguf":
         source = folder.with_name(f".{folder.name}.hf")
         try:
-            write_hf(source, run, job.family, job.step, dtype=job.stored, max_shard_bytes=job.max_shard_bytes)
+            _write_hf(source, job)
             write_gguf(folder, source, run.tokenizer, name=job.name, dtype=cast("GgufType", job.dtype))
         finally:
             shutil.rmtree(source, ignore_errors=True)

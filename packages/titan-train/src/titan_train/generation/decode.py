@@ -30,6 +30,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     use_cache: bool | None = None,
     compiled: bool = False,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; arguments and errors as in `stream`.
 
@@ -46,6 +47,7 @@ def generate(
         seeds=seeds,
         use_cache=use_cache,
         compiled=compiled,
+        vocab_size=vocab_size,
     ):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -63,6 +65,7 @@ def stream(
     seeds: Sequence[int] | None = None,
     use_cache: bool | None = None,
     compiled: bool = False,
+    vocab_size: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, yielding as tokens are chosen.
 
@@ -78,6 +81,7 @@ def stream(
         seeds: One for each row, which fixes the row's draws whatever else is in the batch; default 0, 1, 2, ...
         use_cache: None uses the key-value cache where the model supports it; False never does.
         compiled: Compile the step of one token, with CUDA graphs on a GPU: worth it for many tokens. Needs the cache.
+        vocab_size: Choose among this many first tokens: the tokenizer's, where the model has more rows. None: all.
 
     Yields:
         For each step, the new token of each row, or None for a row that has ended.
@@ -91,7 +95,9 @@ def stream(
     _check(model, prompts, max_new_tokens, seeds, use_cache)
     if compiled and not use_cache:
         raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
-    return _stream(model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache, compiled)
+    return _stream(
+        model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache, compiled, vocab_size
+    )
 
 
 def _stream(
@@ -103,6 +109,7 @@ def _stream(
     seeds: Sequence[int],
     use_cache: bool,
     compiled: bool,
+    vocab_size: int | None,
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -125,7 +132,7 @@ def _stream(
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
                 # sequences grow: compiled blocks would recompile
                 with torch.compiler.set_stance("default" if compiled and step else "force_eager"):
-                    logits = next_logits(model, tokens, lengths, step)
+                    logits = next_logits(model, tokens, lengths, step)[:, :vocab_size]
                 seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
                 chosen = choose_tokens(logits, seen, sampling, generators)
                 tokens.scatter_(1, lengths[:, None], chosen[:, None])

@@ -56,7 +56,7 @@ class LoadedRun:
         decoder = IncrementalDecoder(self.tokenizer)
         for (token,) in stream(
             self.model, [ids], max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[self.tokenizer.eos_id],
-            seeds=[seed],
+            seeds=[seed], vocab_size=self.tokenizer.vocab_size,
         ):  # fmt: skip
             if token is not None:
                 yield decoder.push(token)
@@ -83,7 +83,7 @@ def load_run(
         step: Which checkpoint; None takes the newest valid one.
         device: Where the weights go; None takes a GPU if there is one. "meta" reads no weights.
         group: Ranks that share every weight matrix (tensor parallelism), for models larger than one device. All of them
-            call this and generate with the same arguments. None: this process holds the model.
+            call this and generate with the same arguments. None: this process holds the model, and waits for no other.
         trust_code: Run the model code that the folder names, though this account has not run it with that very code. Read
             the code first: a run's folder can name any.
         code: Folders to import that code from, beside what is installed.
@@ -112,7 +112,7 @@ def load_run(
         )
     if torch.device(device).type == "meta":
         return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
-    with Checkpointer(run_dir / "checkpoints") as checkpointer:
+    with Checkpointer(run_dir / "checkpoints", group=group or one_rank()) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
         found = checkpointer.restore(state, "latest" if step is None else step)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
@@ -147,6 +147,15 @@ def load_model(
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
         found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
     return config, model, found
+
+
+def one_rank() -> dist.ProcessGroup | None:
+    """A group of this rank alone, so that nothing waits for others; None without torch.distributed. Not collective."""
+    if not dist.is_initialized():
+        return None
+    made = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _saved_step(run_dir: Path, step: int | None) -> int:

@@ -32,7 +32,7 @@ def cut_for_generation(
     Args:
         model: The whole model on the meta device.
         group: The ranks.
-        device: Where this rank's part goes; its values are undefined.
+        device: Where this rank's part goes; its values are undefined. "meta" allocates nothing.
         plan: Styles of a user's own module, ``parallel.tp_plan``.
         replicate_kv: As ``parallel.replicate_kv``.
 
@@ -45,8 +45,9 @@ def cut_for_generation(
     table = merge_tables(model, table_for(model), plan)
     heads = [name for name, _ in model.named_modules() if name and style_of(name, table) == "head"]
     cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False, replicate_kv=replicate_kv)
-    # not to_empty: a tied weight would get memory under each name, and a rotary table no values
-    materialize(model, device, init=lambda fqn, tensor, generator: None, skip=lambda fqn: True)
+    if torch.device(device).type != "meta":
+        # not to_empty: a tied weight would get memory under each name, and a rotary table no values
+        materialize(model, device, init=lambda fqn, tensor, generator: None, skip=lambda fqn: True)
     for name in heads:
         cut = cuts.get(f"{name}.weight")
         if cut is not None and cut.pieces > 1:

@@ -90,7 +90,7 @@ def stream_text(
     """
     steps = stream(
         run.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[run.tokenizer.eos_id],
-        seeds=seeds, compiled=compiled,
+        seeds=seeds, compiled=compiled, vocab_size=run.tokenizer.vocab_size,
     )  # fmt: skip
     return _pieces(run, steps, [StopWords(stop) for _ in prompts], max_new_tokens)
 

@@ -105,7 +105,10 @@ class TextInputs(Inputs):
         longest = min(self.seq_len, getattr(unwrap(model), "max_seq_len", self.seq_len))
         added = min(self.sample_tokens, longest - 1)
         prompts = [prompt[: longest - added] for prompt in self.prompts]
-        rows = generate(model, prompts, max_new_tokens=added, sampling=sampling, stop_ids=[self.tokenizer.eos_id])
+        rows = generate(
+            model, prompts, max_new_tokens=added, sampling=sampling, stop_ids=[self.tokenizer.eos_id],
+            vocab_size=self.tokenizer.vocab_size,
+        )  # fmt: skip
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return None
         texts = [

@@ -6,7 +6,7 @@ into `--out`. Every artefact is loaded with the library that its users have (ext
 compared with the run's model; it is written only if they agree.
 
 For models that one process cannot hold, `torchrun --nproc-per-node 4 -m titan_train export ... --to hf` writes from four
-processes: each writes its own files, and none holds the model.
+processes: each writes its own files, and none holds the model. The first process alone writes the other targets.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from titan_train.nearest import did_you_mean
 
@@ -85,11 +86,14 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     return merged
 
 
-def merged_step(merged: nn.Module, root: Path) -> Path:
-    """Write what `merge_adapters` gives as a checkpoint in ``root``, and return the checkpoint's folder."""
+def merged_step(merged: nn.Module, root: Path, group: ProcessGroup | None = None) -> Path:
+    """Write what `merge_adapters` gives as a checkpoint in ``root``, and return the checkpoint's folder.
+
+    ``group`` is of this rank alone, where torch.distributed is in use.
+    """
     from titan_ckpt import Checkpointer, TrainState
 
-    with Checkpointer(root) as checkpointer:
+    with Checkpointer(root, group=group) as checkpointer:
         checkpointer.save(0, TrainState(model=merged, rng=False))
     return root / "step-00000000"
 
