@@ -1,13 +1,17 @@
 """The search: legal, deterministic, right about what fits, and clear about what does not."""
 
+import dataclasses
 import itertools
 from dataclasses import replace
 
 import pytest
+from titan_pipeline import build_schedule, simulate, verify
 from titan_train.config import load_config
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
-from titan_train.planner.memory.peak import memory_peak
+from titan_train.planner.cost.constants import prior
+from titan_train.planner.cost.step import SPLIT_SCHEDULES
+from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import search
 from titan_train.planner.search.space import PlanRequest
@@ -33,6 +37,12 @@ AUTHORS = {
         "dp_shard": 8, "tp": 8, "pp": 8, "stages_per_rank": 2, "schedule": "interleaved_1f1b", "microbatch": 4,
         "recompute": "full", "precision": "tensorwise", "async_tp": True,
     },
+    # Megatron-Bridge's and Automodel's, with the trainer's own software
+    ("deepseek_v3", 1024, 4096, 8192): {
+        "dp_shard": 64, "tp": 2, "pp": 8, "ep": 64, "stages_per_rank": 4, "schedule": "interleaved_1f1b",
+        "recompute": "selective", "precision": "tensorwise", "imbalance": 1.1,
+    },
+    ("qwen3_30b_a3b", 8, 4096, 512): {"dp_shard": 8, "ep": 8, "microbatch": 8, "recompute": "full", "imbalance": 1.1},
 }  # fmt: skip
 
 
@@ -43,11 +53,32 @@ def test_a_plan_beats_or_equals_the_layout_that_the_tables_authors_chose(asked: 
     theirs = Setup(seq_len=seq_len, global_batch=batch, **chosen)
     assert theirs.world_size == gpus
     machine = ranking.request.machine
-    constants = constants_for(machine, theirs, routed=False)
+    constants = constants_for(machine, theirs, routed=ranking.request.shape.moe)
     reference = estimate(ranking.request.shape, machine, theirs, constants)
     assert max(e.tokens_per_s for e in ranking.best) >= reference.tokens_per_s
     assert ranking.best[0].tokens_per_s >= 0.98 * reference.tokens_per_s
     assert all(e.memory.allocated <= ranking.request.limit_bytes for e in ranking.best)
+
+
+@pytest.mark.parametrize(("schedule", "v"), [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_h2", 1), ("zbv", 2), ("dualpipe_v", 2),
+])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 16)])
+def test_bubble_and_microbatches_in_flight_are_those_of_the_simulator(
+    schedule: str, v: int, ranks: int, microbatches: int
+) -> None:
+    built = build_schedule(schedule, ranks, microbatches, num_chunks=v if v > 1 else None)
+    setup = Setup(
+        seq_len=4096, global_batch=microbatches, pp=ranks, schedule=schedule, stages_per_rank=v, equal_stages=True
+    )
+    # a model whose layers divide, without a head: all stages are equal
+    shape = dataclasses.replace(find_shape("llama3_8b"), vocab=0)
+    terms = estimate(shape, load_machine("h100"), setup, prior("compile")).time.terms
+    busy = sum(terms[name] for name in ("products", "attention", "pointwise"))
+    split = 0.03 * busy if schedule in SPLIT_SCHEDULES else 0.0
+    waiting = simulate(built).makespan_bubble
+    assert (terms["bubble"] - split) / busy == pytest.approx(waiting / (1 - waiting), rel=1e-9)
+    assert in_flight(setup, first=True) == pytest.approx(max(verify(built).peak))
 
 
 @pytest.mark.parametrize(

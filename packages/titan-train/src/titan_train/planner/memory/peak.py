@@ -67,8 +67,10 @@ def in_flight(setup: Setup, *, first: bool) -> float:
         return 1.0
     if setup.schedule == "gpipe":
         return float(m)
-    if setup.schedule in ("zb_h2", "dualpipe_v"):
-        return float(min(m, 2 * p - 1 if setup.schedule == "zb_h2" else p + 1))
+    if setup.schedule == "zb_h2":
+        return float(min(m, 2 * p - 1))
+    if setup.schedule == "dualpipe_v":
+        return min(float(m), p + 0.5)
     if setup.schedule in ("zbv", "zb_h1"):
         return float(min(m, p))
     if v > 1:

@@ -94,6 +94,9 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
         if m < pp:
             continue
         yield {"microbatch": micro, "schedule": "1f1b", "stages_per_rank": 1}
+        yield {"microbatch": micro, "schedule": "zb_h1", "stages_per_rank": 1}
+        if 2 * pp <= request.shape.num_layers:
+            yield {"microbatch": micro, "schedule": "zbv", "stages_per_rank": 2}
         for v in _STAGES:
             if m % pp == 0 and pp * v <= request.shape.num_layers:
                 yield {"microbatch": micro, "schedule": "interleaved_1f1b", "stages_per_rank": v}
