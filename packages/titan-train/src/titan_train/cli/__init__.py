@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "perplexity and bits per byte of a model, and tasks of lm-evaluation-harness",
     "export": "write a run's model for Hugging Face, llama.cpp, ONNX, AOTInductor or DCP, compared with the run",
     "report": "write a run's one-page HTML report",
+    "watch": "watch a run while it goes on, in the terminal or in a browser",
     "trace": "where the time of a run's steps went, by rank and mesh axis; all ranks on one clock",
     "compare": "compare runs on one page: curves, numbers, settings that differ",
     "list": "show the shipped configurations and models",
@@ -30,7 +31,7 @@ COMMANDS = {
 """Every command, with a line on each."""
 _FOLDERS = {
     "inputs": ("prepare", "tokenizer", "data", "download"),
-    "trained": ("generate", "export", "report", "compare", "serve", "eval", "trace"),
+    "trained": ("generate", "export", "report", "compare", "serve", "eval", "trace", "watch"),
 }
 """Where a command's module is; the others are in this folder."""
 _NOT_ON_WINDOWS = ("run", "prepare", "tokenizer", "data", "dry-run")

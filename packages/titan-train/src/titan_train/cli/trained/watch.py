@@ -1,0 +1,108 @@
+"""Watch a run from its folder: in the terminal, or with --web as its report in a browser, live.
+
+Where the output is no terminal, each new step, validation and event is a line. It ends when the run does. --web serves on
+this machine only (127.0.0.1) and needs the extra `serve`.
+"""
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_train.cli.shell.parser import CommandParser, integer
+
+_SHOWN = 4000  # lines of metrics.jsonl that the panel is drawn from
+
+
+def main(parser: CommandParser, words: Sequence[str]) -> int:
+    """Run the command."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's folder, such as runs/quickstart")
+    parser.add_argument("--web", action="store_true", help="serve the report live on 127.0.0.1 instead")
+    parser.add_argument(
+        "--port", type=integer(0, 65535), default=8001, help="with --web; 0 takes a free one; default 8001"
+    )
+    parser.add_argument("--once", action="store_true", help="show the present state and end")
+    arguments = parser.parse_args(words)
+
+    from titan_train.run_folder import read_config
+
+    config = read_config(arguments.run_dir)  # says so if this is not a run's folder
+    if arguments.web:
+        return _serve(arguments.run_dir, arguments.port)
+    try:
+        return _watch(arguments.run_dir, config.train.steps, once=arguments.once)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
+    from titan_train.observe import read_history, read_run_info
+    from titan_train.observe.progress import resolve_mode
+    from titan_train.observe.watching import Follower, find_goodput, goodput_line, panel
+
+    follower = Follower(run_dir)
+    lines: list[dict[str, Any]] = []
+    drawn = resolve_mode("auto", sys.stdout) == "bar"
+
+    def state() -> tuple[str, Any]:
+        attempts = read_run_info(run_dir).get("attempts", [])
+        goodput = find_goodput(read_history(run_dir), attempts) if attempts else None
+        return str(attempts[-1].get("status", "unknown")) if attempts else "unknown", goodput
+
+    if not drawn:
+        while True:
+            status, goodput = state()
+            for line in follower.new_lines():
+                print(_text(line, total_steps), flush=True)
+            if once or status != "running":
+                print(f"run {status}" + (f"; {goodput_line(goodput)}" if goodput is not None else ""))
+                return 0
+            time.sleep(1.0)
+
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            status, goodput = state()
+            lines = [*lines, *follower.new_lines()][-_SHOWN:]
+            width = min(console.width, 110)
+            live.update(panel(run_dir.resolve().name, status, total_steps, lines, goodput, width), refresh=True)
+            if once or status != "running":
+                return 0
+            time.sleep(1.0)
+
+
+def _text(line: dict[str, Any], total_steps: int) -> str:
+    from titan_train.observe.watching import event_line
+
+    if line.get("kind") == "event":
+        return event_line(line)
+    shown = ("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_mem_gib", "step_time_s")
+    pairs = [f"{name}={line[name]:.5g}" for name in shown if isinstance(line.get(name), (int, float))]
+    kind = "validation " if line.get("kind") == "validation" else ""
+    return f"{kind}step={line.get('step')}/{total_steps} {' '.join(pairs)}"
+
+
+def _serve(run_dir: Path, port: int) -> int:
+    try:
+        uvicorn: Any = importlib.import_module("uvicorn")
+        importlib.import_module("starlette")
+    except ImportError as err:
+        raise ValueError(f"--web needs {err.name}, which is not installed. Install titan-train[serve].") from err
+
+    import socket
+
+    from titan_train.report.live import build_live_app
+
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        name = run_dir.resolve().name
+        print(f"{name}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+        settings = uvicorn.Config(build_live_app(run_dir), log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(settings).run(sockets=[listening])
+    return 0
