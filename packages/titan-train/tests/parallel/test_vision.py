@@ -1,5 +1,7 @@
 """A vision-language model under every layout: the losses and gradients of one process."""
 
+import json
+
 import composition
 import pytest
 from titan_testing import run_ranks
@@ -96,6 +98,20 @@ def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tm
     assert all(gradient.any() for gradient in expected.values())
     for parameter, gradient in expected.items():
         assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter
+
+
+def test_a_rank_without_an_image_does_not_hold_up_the_others(tmp_path):
+    """Lines with and without images, a row each: some microbatches have none."""
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (64, 48), (200, 30, 30)).save(tmp_path / "a.png")
+    seen = {"image": "a.png", "prompt": "colour?" * 3, "answer": "red"}
+    lines = [seen if number % 3 == 0 else {"prompt": "one, two, three, " * 2, "answer": "four"} for number in range(24)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    vision = {"source": "jsonl", "paths": [str(tmp_path / "data.jsonl")], "held_out": 4, "max_image_tokens": 16}
+    sections = joined(TINY, {"vision": vision, "train": {"microbatch": 1, "global_batch": 4}})
+    alone = run_ranks(run, 1, tmp_path, "one", sections, timeout_s=170)[0]
+    for found in run_ranks(run, 2, tmp_path, "two", sections, timeout_s=170):
+        assert max(abs(a - b) for a, b in zip(found[0], alone[0], strict=True)) <= 2e-5  # as above
 
 
 def resume(folder, sections, until):

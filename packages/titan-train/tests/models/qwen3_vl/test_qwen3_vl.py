@@ -11,6 +11,7 @@ from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS, Qwen3VLArgs
 from titan_train.models.qwen3_vl.hf import QWEN3_VL_HF, args_from_hf, config_of
 from titan_train.models.qwen3_vl.model import Qwen3VL
 from titan_train.models.qwen3_vl.vision import image_tokens, patch_places
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 TINY = Qwen3VLArgs(
     dim=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=24, ffn_dim=80, vocab_size=97, rope_theta=1e4,
@@ -160,6 +161,21 @@ def test_an_image_does_not_see_its_neighbour():
     changed[:24] += 1.0
     again = model.vision(changed, given["patches"], given["image_bounds"])
     assert all(torch.equal(a[6:], b[6:]) for a, b in zip(again, together, strict=True))
+
+
+def test_the_forward_reads_nothing_back_from_the_device(monkeypatch):
+    """Fake tensors have no values: reading one, which would stall a GPU, raises."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    given, _ = batch(GRIDS)
+    with FakeTensorMode(), torch.device("cuda"):
+        model = Qwen3VL(TINY)
+        fake = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.items()}
+        logits = model(
+            **fake,
+            positions=torch.empty(2, 20, 3, dtype=torch.int64),
+            cu_seqlens=torch.empty(2, 4, dtype=torch.int32),
+        )
+    assert logits.shape == (2, 20, TINY.vocab_size)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 1])
