@@ -4,7 +4,7 @@ import re
 import pytest
 from titan_train.config import Config, ParallelConfig, TrainConfig
 from titan_train.plan.batch import plan_batch
-from titan_train.plan.layout import build_layout, resolve_mode
+from titan_train.plan.layout import build_layout, explain_mode, resolve_mode
 
 
 def config(batch=32, micro=0, **parallel):
@@ -29,6 +29,25 @@ def test_the_mode_follows_the_degrees(ranks, parallel, mode, replicate, shard):
     layout = build_layout(c, ranks)
     assert (layout.spec.dp_replicate, layout.spec.dp_shard) == (replicate, shard)
     assert resolve_mode(c.parallel, layout) == mode
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "parallel", "line"),
+    [
+        (1, "fp32", {}, "is 'none': no wrapper"),
+        (1, "bf16", {}, "'fsdp': for mixed precision (bf16 compute, float32 master weights); on one rank it makes no collective"),
+        (1, "bf16", {"offload": "cpu"}, "float32 master weights) and offload to 'cpu'; on one rank"),
+        (4, "bf16", {}, "is 'fsdp': parameters, gradients and optimizer state are sharded over 4 ranks"),
+        (4, "fp32", {"dp_replicate": 2}, "is 'hsdp': 2 copies, each sharded over 2 ranks"),
+        (4, "fp32", {"dp_replicate": 4}, "is 'ddp': 4 ranks hold whole copies and add their gradients"),
+        (4, "fp32", {"tp": 4, "ep": 2}, "is 'fsdp': for experts that several ranks hold"),
+        (4, "fp32", {"mode": "ddp"}, "parallel.mode='ddp' as configured"),
+    ],
+)  # fmt: skip
+def test_the_log_says_what_the_mode_is_for(ranks, dtype, parallel, line):
+    c = config(**parallel)
+    layout = build_layout(c, ranks)
+    assert line in explain_mode(c.parallel, layout, resolve_mode(c.parallel, layout, dtype=dtype), dtype=dtype)
 
 
 def test_experts_that_several_ranks_of_tensor_parallelism_hold_have_their_gradients_added():

@@ -29,6 +29,7 @@ _EXTRAS = {
     "gguf": "export --to gguf",
     "serve": "titan-train serve",
     "eval": "tasks of lm-evaluation-harness",
+    "kernels": "liger-kernel's elementwise kernels (CUDA)",
     "llamacpp": "comparing a GGUF export in llama.cpp",
 }
 

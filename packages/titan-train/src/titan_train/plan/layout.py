@@ -99,6 +99,36 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
     return mode
 
 
+def explain_mode(parallel: ParallelConfig, layout: Layout, mode: Mode, *, dtype: str) -> str:
+    """One line for the log: what ``parallel.mode`` became, and what it is needed for.
+
+    Args:
+        parallel: The configuration.
+        layout: The degrees.
+        mode: From `resolve_mode`.
+        dtype: ``train.dtype``.
+    """
+    if parallel.mode != "auto":
+        return f"parallel.mode={parallel.mode!r} as configured"
+    spec = layout.spec
+    ranks = spec.dp_replicate * spec.dp_shard * spec.cp
+    if mode == "none":
+        why = "no wrapper: parameters are float32 and no other rank adds to their gradients"
+    elif ranks > 1:
+        why = {
+            "ddp": f"{spec.dp_replicate} ranks hold whole copies and add their gradients",
+            "hsdp": f"{spec.dp_replicate} copies, each sharded over {ranks // spec.dp_replicate} ranks",
+            "fsdp": f"parameters, gradients and optimizer state are sharded over {ranks} ranks",
+        }[mode]
+    else:
+        needs = ["mixed precision (bf16 compute, float32 master weights)"] if dtype == "bf16" else []
+        needs += [f"offload to {parallel.offload!r}"] if parallel.offload != "none" else []
+        why = f"for {' and '.join(needs) or 'experts that several ranks hold'}"
+        if layout.num_ranks == 1:
+            why += "; on one rank it makes no collective"
+    return f"parallel.mode='auto' is {mode!r}: {why}"
+
+
 def _hsdp_hint(world_size: int) -> str:
     inner = [d for d in range(2, world_size) if world_size % d == 0]
     if not inner:

@@ -41,6 +41,7 @@ from titan_train.observe import (
 from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.parallel.apply import build_parallel_model, describe_layout
+from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
@@ -186,6 +187,7 @@ class Trainer:
         self._split: dict[str, float] = {}  # waits for the next step that is logged
         if self.rank == 0:
             self._open_run_folder(describe_layout(layout, self.model, schedule))
+            self._message(explain_mode(config.parallel, layout, mode, dtype=config.train.dtype))
         self._throughput = Throughput(
             flops_per_token=self.model.flops_per_token,
             peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
