@@ -127,6 +127,19 @@ def test_predicted_speedup_grows_with_size_and_orders_the_recipes() -> None:
     assert titan_fp8.predict_speedup(*shape, blockwise, slow) < 1.0
 
 
+def test_small_layers_take_the_hosts_time_in_eager_mode() -> None:
+    blockwise = titan_fp8.RECIPES["blockwise"]
+    host = titan_fp8.H200.host_linear_us / (titan_fp8.H200.host_float8_us + 3 * titan_fp8.H200.host_launch_us)
+    # three products of 2 * 512 * 1024 * 1024 take 4 us in bfloat16: the host is all that counts
+    assert titan_fp8.predict_speedup(512, 1024, 1024, blockwise) == pytest.approx(host)
+    large = (16384, 4096, 14336)
+    assert titan_fp8.predict_speedup(*large, blockwise) == titan_fp8.predict_speedup(*large, blockwise, eager=False)
+    with torch.device("meta"):
+        model = nn.ModuleDict({"layer": nn.Linear(2048, 2048)})
+    assert not titan_fp8.convert_to_float8(model, tokens=4096).converted
+    assert names(titan_fp8.convert_to_float8(model, tokens=4096, eager=False)) == ["layer"]
+
+
 def test_a_model_on_meta_is_converted_before_it_has_memory() -> None:
     with torch.device("meta"):
         model = Model()

@@ -171,8 +171,8 @@ def _problem(candidate: Candidate, device: torch.device, case: str) -> str | Non
             return f"needs float8 conversions (compute capability 8.9), the device has {_dotted(capability)}"
         if candidate.target.startswith(f"{_TRITON}.grouped_mm") and "mx32" in case:
             return "has no 1x32 scales; products of MX operands are emulated"
-        if candidate.target.endswith(":cast_grouped") and case != "block1x128":
-            return "has a kernel for 1x128 blocks only"
+        if candidate.target.endswith(":cast_grouped") and case == "mx32":
+            return "has no 1x32 scales"
         return None
     if candidate.name == "cuda":
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:

@@ -77,12 +77,12 @@ KERNELS = {
     "row_column_amax": (
         tensor.row_column_amax_kernel,
         {"x": X, "row_amax_bits": BITS, "column_amax_bits": BITS, "M": INT, "K": INT, "stride_x": INT, "tiles_k": INT},
-        {"MASKED": False, "HARDWARE": True}, 8,
+        {"MASKED": False, "HARDWARE": True}, 16,
     ),
     **{
         f"cast_with_amax-{name}": (
             tensor.cast_with_amax_kernel, {"x": X, "amax": SCALE, "amax_t": SCALE, **DUAL, **SIZES, "tiles_k": INT},
-            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 8,
+            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 16 if name == "row" else 8,
         )
         for name in ("tensor", "row")
     },
@@ -94,6 +94,21 @@ KERNELS = {
         grouped_cast.cast_grouped_kernel,
         {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, {"GROUPS": 16, **E4M3}, 8,
     ),
+    "grouped_amax": (
+        grouped_cast.grouped_amax_kernel,
+        {"x": X, "offs": BITS, "offs_padded": BITS, "row_bits": BITS, "column_bits": BITS, "M": INT, "K": INT, "E": INT,
+         "stride_x": INT, "stride_q": INT, "tiles_k": INT},
+        {"GROUPS": 16, "HARDWARE": True}, 16,
+    ),
+    **{
+        f"cast_grouped-{name}": (
+            grouped_cast.cast_grouped_with_amax_kernel,
+            {"x": X, "offs": BITS, "offs_padded": BITS, "row_amax": SCALE, "column_amax": SCALE, **DUAL, **SIZES, "E": INT,
+             "tiles_k": INT},
+            {"GROUPS": 16, "VECTOR": name == "row", **E4M3}, 16,
+        )
+        for name in ("tensor", "row")
+    },
     "rmsnorm": (
         elementwise.rmsnorm_kernel,
         {"x": X, "weight": X, "y": X, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},

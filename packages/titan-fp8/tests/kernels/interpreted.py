@@ -194,6 +194,11 @@ def grouped():
         got = grouped_cast.cast_grouped(x, offs, E4M3, True, "block1x128")
         expected = reference.cast_grouped(x, offs, E4M3, True, "block1x128")
         results[f"cast_grouped-{label}"] = mismatches(got, expected)
+        for scaling in ("tensor", "row"):
+            for dtype, pow2 in ((E4M3, True), (E5M2, False)):
+                got = grouped_cast.cast_grouped(x, offs, dtype, pow2, scaling)
+                expected = reference.cast_grouped(x, offs, dtype, pow2, scaling)
+                results[f"cast_grouped-{scaling}-{label}-{NAMES[dtype]}"] = mismatches(got, expected)
     return results
 
 

@@ -28,11 +28,13 @@ CASTS = [
     "cast_with_amax-row",
     "cast_row",
     "cast_grouped",
+    "cast_grouped-tensor",
+    "cast_grouped-row",
     "rmsnorm_cast",
     "swiglu_cast",
     "swiglu_backward_cast",
 ]
-READS = ["amax", "row_column_amax", "rms_rstd"]
+READS = ["amax", "row_column_amax", "grouped_amax", "rms_rstd"]
 OCCUPIED = ["cast_weight", "cast_weight-rows", "cast_weights", "cast_mx_dual", "transpose_codes"]
 ELEMENTWISE = ["rmsnorm", "rmsnorm_backward", "swiglu", "swiglu_backward"]
 PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_wgrad"]
@@ -110,7 +112,10 @@ def test_cast_reads_and_writes_128_bits_at_a_time(hopper, name):
 
 @pytest.mark.parametrize("name", READS)
 def test_reduction_reads_128_bits_at_a_time(hopper, name):
-    assert set(_matching(hopper[name]["opcodes"], "LDG")) == {"LDG.E.128"}
+    loads = _matching(hopper[name]["opcodes"], "LDG")
+    assert loads["LDG.E.128"] >= 4
+    # what the grouped one loads besides are the groups' ends
+    assert name == "grouped_amax" or set(loads) == {"LDG.E.128"}
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -138,8 +143,7 @@ def test_product_promotes_partial_sums_to_float32(hopper, name):
 def test_every_kernel_also_compiles_for_blackwell():
     kernels = _run("aot.py", "100")
     assert sorted(kernels) == sorted(KERNELS)
-    # Triton 3.9 keeps six registers of this reduction on the stack there; nothing of the loops does.
-    assert {name for name, kernel in kernels.items() if _spills(kernel)} <= {"row_column_amax"}
+    assert not [name for name, kernel in kernels.items() if _spills(kernel)]
     table = json.loads(Path(__file__).with_name("resources_sm100a.json").read_text())
     if version("triton") == table["triton"]:
         for name, limits in table["kernels"].items():

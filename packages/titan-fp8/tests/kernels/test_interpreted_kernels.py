@@ -36,7 +36,11 @@ CASTS = [
     *(f"{op}-empty" for op in ("cast_tensor_dual", "cast_row_dual", "cast_row")),
     "cast_row-long",
     *(f"transpose_codes-{shape}-{multiple}" for shape in ("128x256", "140x147") for multiple in (16, 128)),
-    *(f"cast_grouped-{groups}" for groups in ("unaligned", "skewed", "none", "full")),
+    *(
+        f"cast_grouped{how}"
+        for groups in ("unaligned", "skewed", "none", "full")
+        for how in (f"-{groups}", *(f"-{s}-{groups}-{d}" for s in ("tensor", "row") for d in ("e4m3", "e5m2")))
+    ),
 ]
 # Relative to the largest value. Sums in another order and another exponential move a float32 by a few units in the last
 # place (2^-23 of a term); a code can then move by one step of float8 in the rare value that was on a rounding boundary.

@@ -33,6 +33,7 @@ def convert_to_float8(
     min_speedup: float = 1.0,
     tokens: int = 16384,
     hardware: Hardware = H200,
+    eager: bool = True,
     strict_filters: bool = True,
     fsdp_all_gather: bool | Literal["auto"] = "auto",
 ) -> ConversionReport:
@@ -48,6 +49,7 @@ def convert_to_float8(
             0 converts any size.
         tokens: Rows one device computes at once, for that prediction.
         hardware: The device, for that prediction.
+        eager: The layers will not be compiled, so that small ones take the host's time; for that prediction.
         strict_filters: Refuse a given skip pattern that matches no linear layer.
         fsdp_all_gather: Whether `apply_float8_all_gather` later takes these layers: ``"auto"`` where the recipe can.
 
@@ -74,7 +76,7 @@ def convert_to_float8(
     skipped: dict[str, str] = {}
     converted: list[ConvertedLayer] = []
     for fqn, layer in layers.items():
-        speedup = predict_speedup(tokens, layer.in_features, layer.out_features, chosen, hardware)
+        speedup = predict_speedup(tokens, layer.in_features, layer.out_features, chosen, hardware, eager=eager)
         if (pattern := matching_pattern(fqn, patterns)) is not None:
             skipped[fqn] = f"named by skip pattern {pattern!r}"
         elif (reason := _unfit(layer, uses[id(layer.weight)])) is not None:

@@ -4,6 +4,9 @@ Products grow with ``M·K·N``, casts with ``M·K + K·N + M·N``: a layer below
 bfloat16, however good the kernels are. The model here is that and no more: three products at the machine's measured
 rate, each cast at the bytes its fused kernel moves, and a fixed cost for every launch.
 
+In eager mode the host launches one kernel after the other. Where that takes longer than the kernels run, the layer takes the
+host's time: a float8 layer has more to launch, so small layers lose there too. A compiled layer's launches are the graph's.
+
 It predicts a ratio good enough to leave out layers that would lose; it does not replace a benchmark.
 """
 
@@ -25,12 +28,19 @@ class Hardware:
     bandwidth_tb_s: float
     """A large copy, bytes read plus bytes written, TB/s."""
     launch_us: float = 4.0
-    """What one more kernel costs in eager mode, microseconds."""
+    """What one more kernel costs the device, microseconds."""
+    host_linear_us: float = 53.0
+    """Host time of ``nn.Linear``'s forward and backward in eager mode, its products' launches included, microseconds."""
+    host_float8_us: float = 128.0
+    """The same of a float8 layer whose weight's cast is kept, without launching casts."""
+    host_launch_us: float = 16.0
+    """Host time of launching a cast's kernel."""
 
 
 H200 = Hardware("H200", bf16_tflops=790.0, fp8_tflops=1450.0, bandwidth_tb_s=4.3 * 0.92)
 """bfloat16 and bandwidth measured on one H200 (92 % of a copy's rate for casts); float8 is the rate published for
-DeepGEMM's and cuBLASLt's dense products on Hopper, in the middle of its range."""
+DeepGEMM's and cuBLASLt's dense products on Hopper, in the middle of its range; host times measured on one CPU core with the
+kernels replaced by allocations (``benchmarks/host_time.py``, ``benchmarks/launch_time.py``)."""
 
 # Bytes moved for one bfloat16 element of (x, w, g) by the fused casts, and casts' kernel launches for the three.
 _CAST_BYTES: dict[str, tuple[tuple[float, float, float], int]] = {
@@ -42,7 +52,7 @@ _CAST_BYTES: dict[str, tuple[tuple[float, float, float], int]] = {
 }
 
 
-def predict_speedup(m: int, k: int, n: int, recipe: Recipe, hardware: Hardware = H200) -> float:
+def predict_speedup(m: int, k: int, n: int, recipe: Recipe, hardware: Hardware = H200, *, eager: bool = True) -> float:
     """How many times faster than bfloat16 a linear layer's forward and backward is expected to be.
 
     Args:
@@ -50,7 +60,8 @@ def predict_speedup(m: int, k: int, n: int, recipe: Recipe, hardware: Hardware =
         k: Input features.
         n: Output features.
         recipe: What is cast, and which products are float8.
-        hardware: The device.
+        hardware: The device, and the host's times.
+        eager: The host launches each kernel; False for layers in a compiled or captured graph.
 
     Returns:
         Time in bfloat16 over time in float8; below 1 float8 loses. 0 for an empty layer.
@@ -67,7 +78,9 @@ def predict_speedup(m: int, k: int, n: int, recipe: Recipe, hardware: Hardware =
     fp8_s += casts * hardware.launch_us * 1e-6
     # Products of few rows are bound by reading their operands, which float8 halves; a floor for both sides.
     traffic_s = (m * k + n * k + m * n) * 3 * 2.0 / (hardware.bandwidth_tb_s * 1e12)
-    return max(bf16_s, traffic_s) / max(fp8_s, traffic_s / 2)
+    host_bf16_s = hardware.host_linear_us * 1e-6 if eager else 0.0
+    host_fp8_s = (hardware.host_float8_us + casts * hardware.host_launch_us) * 1e-6 if eager else 0.0
+    return max(bf16_s, traffic_s, host_bf16_s) / max(fp8_s, traffic_s / 2, host_fp8_s)
 
 
 def _kind(recipe: Recipe) -> str:

@@ -236,6 +236,7 @@ class _Application:
                 config.float8,
                 tokens=config.model.seq_len // self.spec.cp * (config.train.microbatch or 1),
                 fuse_norms=self.spec.tp == 1 and self.spec.pp == 1,
+                eager=not config.compile.enabled,
             )
 
     def _tensor(self, part: nn.Module) -> None:

@@ -160,7 +160,7 @@ DEFERRING_RULES: Mapping[type[nn.Module], Callable[..., Any]] = {
 
 
 def convert_to_float8(
-    model: nn.Module, config: Float8Config, *, tokens: int, fuse_norms: bool = True
+    model: nn.Module, config: Float8Config, *, tokens: int, fuse_norms: bool = True, eager: bool = True
 ) -> titan_fp8.ConversionReport:
     """Make the linears and experts of ``model`` compute in float8; in place, on any device, before anything is cut.
 
@@ -170,6 +170,7 @@ def convert_to_float8(
         tokens: That one rank computes at once, for the prediction of speed.
         fuse_norms: Normalize and cast in one pass. Not where something stands between a norm and its linears: tensor
             parallelism's gather, a schedule that takes the norm's weight gradient apart.
+        eager: The blocks will not be compiled; for the prediction of speed.
 
     Returns:
         What was converted, what was not, and why.
@@ -184,6 +185,7 @@ def convert_to_float8(
         strict_filters=False,  # a stage need not hold what a pattern protects
         min_speedup=config.min_speedup,
         tokens=tokens,
+        eager=eager,
         fsdp_all_gather=_GATHER[config.all_gather],
     )
     for name, module in list(model.named_modules()):
