@@ -1,6 +1,7 @@
 """The Python code of every README, guide and concept page runs, in one fresh process, as a reader would paste it."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -57,7 +58,7 @@ def test_the_reference_has_every_public_name_once_after_an_example(package):
     assert page.index("```python") < page.index("```{eval-rst}")
     modules = [package.replace("-", "_"), *(["titan_pipeline.runtime"] if package == "titan-pipeline" else [])]
     for module in map(importlib.import_module, modules):
-        named = re.findall(rf"^\.\. auto\w+:: {module.__name__}\.(\w+)$", page, re.M)
+        named = re.findall(rf"^\.\. (?:auto\w+|py:data):: {module.__name__}\.(\w+)$", page, re.M)
         assert sorted(named) == sorted(module.__all__)
 
 
@@ -83,3 +84,19 @@ def test_commands_on_shipped_configurations_have_settings_that_exist(readme):
         while command == "check" and "--parallel" in words:  # an option of check, with its value
             del words[words.index("--parallel") : words.index("--parallel") + 2]
         load_config(config, words)
+
+
+def test_the_notebook_trains_plots_and_samples(tmp_path):
+    notebook = json.loads((ROOT / "examples/13_notebook/train_and_plot.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)  # committed without results
+    script = tmp_path / "notebook.py"
+    check = "assert (trainer.run_dir / 'curves.png').read_bytes().startswith(b'\\x89PNG')"
+    script.write_text("\n".join(["".join(cell["source"]) for cell in cells] + [check]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:__main__", script], cwd=tmp_path, capture_output=True, text=True, timeout=170,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "MPLCONFIGDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 40: ['\"]def ", done.stdout, re.M)
+    assert done.stdout.rstrip().endswith("report.html")
