@@ -112,7 +112,7 @@ def test_what_cannot_fit_is_refused_with_the_term_and_the_smallest_change() -> N
     ranking = search(asked)
     assert not ranking.best
     text = refuse_search(asked, ranking.closest)
-    assert "Optimizer take" in text
+    assert "Largest use: optimizer" in text
     assert "Smallest number of devices that fits: 128." in text
 
 
@@ -120,9 +120,22 @@ def test_one_setup_that_does_not_fit_names_a_change_that_fits() -> None:
     shape, machine = find_shape("llama3_8b"), load_machine("h100")
     setup = Setup(seq_len=32_768, global_batch=8, dp_shard=8)
     text = refuse_setup(shape, setup, memory_peak(shape, setup), machine.memory_bytes)
-    assert "Activations take" in text
+    assert "Largest use: activations" in text
     assert "Smallest change that fits: " in text
     assert memory_peak(shape, replace(setup, recompute="full")).allocated < machine.memory_bytes
+
+
+def test_a_long_sequence_is_refused_with_the_cut_that_fits() -> None:
+    shape, limit = find_shape("llama3_70b"), 72.0 * 2**30
+    setup = Setup(seq_len=131_072, global_batch=64, dp_shard=64, recompute="full", loss="chunked")
+    peak = memory_peak(shape, setup)
+    text = refuse_setup(shape, setup, peak, limit)
+    assert "Largest use: activations" in text
+    assert "Smallest change that fits on these devices: cp=8, dp_shard=8" in text
+    named = replace(setup, cp=8, dp_shard=8)
+    assert (
+        memory_peak(shape, named).allocated <= limit < memory_peak(shape, replace(setup, cp=4, dp_shard=16)).allocated
+    )
 
 
 def test_the_configuration_that_is_written_is_the_setup_that_was_found(tmp_path) -> None:

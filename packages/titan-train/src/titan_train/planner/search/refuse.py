@@ -40,21 +40,44 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         )
 
 
+def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """The same devices with fewer data-parallel ranks: the sequence or the heads are cut instead, the least cut first."""
+    attention = [b.attention for b in shape.blocks if b.attention is not None]
+    full = replace(setup, recompute="full", recompute_modules=(), microbatch=1)
+    for factor in (2, 4, 8, 16, 32):
+        if setup.dp_shard % factor:
+            return
+        cp, tp = setup.cp * factor, setup.tp * factor
+        if setup.seq_len % (2 * cp * setup.tp) == 0:
+            words = f"cp={cp}, dp_shard={setup.dp_shard // factor}, full recomputation, microbatch 1"
+            yield words, replace(full, cp=cp, dp_shard=setup.dp_shard // factor)
+        if all(a.heads % tp == 0 and (a.latent or a.kv_heads % tp == 0) for a in attention):
+            words = f"tp={tp}, dp_shard={setup.dp_shard // factor}, full recomputation, microbatch 1"
+            yield words, replace(full, tp=tp, dp_shard=setup.dp_shard // factor)
+
+
 def refuse_setup(shape: ModelShape, setup: Setup, peak: MemoryPeak, limit_bytes: float) -> str:
     """The sentence for one setup that does not fit."""
     name, size = breaking_term(peak)
     text = (
         f"does not fit: {peak.allocated_gib:.1f} GiB at {peak.instant}, and {limit_bytes / _GIB:.1f} GiB are usable. "
-        f"{name.capitalize()} take {size / _GIB:.1f} GiB."
+        f"Largest use: {name}, {size / _GIB:.1f} GiB."
     )
     for words, changed in changes(setup):
         smaller = memory_peak(shape, changed)
         if smaller.allocated <= limit_bytes:
             return f"{text} Smallest change that fits: {words} ({smaller.allocated_gib:.1f} GiB)."
+    for words, changed in exchanges(shape, setup):
+        smaller = memory_peak(shape, changed)
+        if smaller.allocated <= limit_bytes:
+            return f"{text} Smallest change that fits on these devices: {words} ({smaller.allocated_gib:.1f} GiB)."
     devices = fewest_shards(shape, setup, limit_bytes)
     if devices:
         return f"{text} No single change is enough; with {devices} devices (more shards) it fits."
-    return f"{text} Neither recomputation nor more shards are enough: use tensor, context or pipeline parallelism."
+    return (
+        f"{text} No recomputation, shards or cut of sequence and heads over these devices is enough: use a shorter sequence, "
+        "or a machine with more memory."
+    )
 
 
 def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | None:
@@ -83,7 +106,7 @@ def refuse_search(request: PlanRequest, closest: StepEstimate | None) -> str:
     text = (
         f"{given} does not fit: the layout that needs the least memory ({closest.setup.describe()}) needs "
         f"{closest.memory.allocated_gib:.1f} GiB, and {request.limit_bytes / _GIB:.1f} GiB are usable. "
-        f"{name.capitalize()} take {size / _GIB:.1f} GiB."
+        f"Largest use: {name}, {size / _GIB:.1f} GiB."
     )
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(
