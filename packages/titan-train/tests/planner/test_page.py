@@ -43,6 +43,9 @@ def setups() -> list[tuple[str, str, Setup]]:
             precision="tensorwise" if cp > 1 else "bf16", async_tp=True, imbalance=1.1 if moe else 1.0,
         )  # fmt: skip
         out.append((model, "h100" if pp > 1 else "b200", setup))
+        if pp > 1:  # with one stage per rank, and with two
+            split = dataclasses.replace(setup, schedule="zbv" if v > 1 else "zb_h1")
+            out.append((model, "h100", split))
     return out
 
 

@@ -192,7 +192,8 @@ function stepTime(k, costs) {
     const one = sum(all) / layers;
     const load = heaviest(layers, head / one, p) * one;
     const even = compute / p;
-    terms.bubble = m * (load - even) + Math.max(0, p * even - load) / v;
+    const split = s.schedule === "zb_h1" || s.schedule === "zbv";
+    terms.bubble = m * (load - even) + (split ? 1 / 3 : 1) * Math.max(0, p * even - load) / v + (split ? 0.03 * m * even : 0);
     const link = span(machine, c, p, (p * dp * s.cp * s.tp) / p);
     const hop = ((2 * k.tokens * shape.dim) / s.tp / (link.rate / Math.max(1, link.per))) + link.latency;
     terms.pp = (v > 1 ? 0.25 : 0.5) * hop * 2 * (m * v + (p - 1));
@@ -235,7 +236,8 @@ function rankPeak(k, first, m) {
   const recompute = s.recompute + (s.ep > 1 ? " ep" : "");
   const v = s.stages_per_rank;
   let flight = 1;
-  if (s.pp > 1) flight = v > 1 ? Math.min(m, first ? s.pp + (s.pp - 1) / v : 1 + (s.pp - 1) / v) : first ? Math.min(m, s.pp) : 1;
+  if (s.pp > 1 && (s.schedule === "zb_h1" || s.schedule === "zbv")) flight = Math.min(m, s.pp);
+  else if (s.pp > 1) flight = v > 1 ? Math.min(m, first ? s.pp + (s.pp - 1) / v : 1 + (s.pp - 1) / v) : first ? Math.min(m, s.pp) : 1;
   parts.activations = (((shape.kept[recompute] / s.pp) * tokens) / s.tp) * flight;
   if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
   if (s.pp > 1) parts["receive buffers"] = (v * 4 * m * tokens * shape.dim) / s.tp;

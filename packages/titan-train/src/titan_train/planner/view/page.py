@@ -41,7 +41,8 @@ def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", mac
 
 def _preset(setup: Setup) -> dict[str, Any]:
     names = ("seq_len", "global_batch", "microbatch", "recompute", "precision", "stages_per_rank", *setup.degrees())
-    return {name: getattr(setup, name) for name in names} | {"gpus": setup.world_size}
+    known = {"gpus": setup.world_size, "schedule": setup.schedule if setup.schedule in ("zb_h1", "zbv") else "1f1b"}
+    return {name: getattr(setup, name) for name in names} | known
 
 
 def shape_data(shape: ModelShape) -> dict[str, Any]:
