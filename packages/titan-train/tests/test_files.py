@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from titan_train.files import parse_json, parse_toml, write_atomic
+from titan_train.files import open_file, parse_json, parse_toml, read_bytes, read_text, write_atomic
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -32,3 +32,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 def test_a_text_that_is_nested_too_deeply_is_damaged_like_any_other(parse, text):
     with pytest.raises(ValueError, match=r"\w"):
         parse(text)
+
+
+def test_only_what_ends_by_itself_is_opened(tmp_path):
+    (tmp_path / "empty").touch()
+    assert read_bytes(tmp_path / "empty") == b""
+    (tmp_path / "text").write_bytes("a\r\nb\rç".encode())
+    assert read_text(tmp_path / "text") == (tmp_path / "text").read_text(encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/proc/self/status"):
+        with pytest.raises(OSError, match="a pipe, a device or a file of the kernel"):
+            open_file(path)
+    with pytest.raises(IsADirectoryError):
+        open_file(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_file(tmp_path / "missing")

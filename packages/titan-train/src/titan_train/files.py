@@ -4,9 +4,59 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def open_file(path: Path | str) -> IO[bytes]:
+    """Open a file for reading, as `Path.open` with ``"rb"`` does, but nothing that a reader may wait for for ever.
+
+    A pipe, a socket or a device is refused, and so is a file that the kernel makes up, such as `/proc/kmsg`: its size is 0
+    and reading may wait.
+
+    Raises:
+        OSError: It cannot be opened, or it is no regular file.
+    """
+    flags = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))  # not all exist everywhere
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _holds_something(descriptor)):
+            raise OSError(
+                errno.EINVAL, "a pipe, a device or a file of the kernel; copy its content to a regular file", str(path)
+            )
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """The content of a regular file; see `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path | str, *, errors: str = "strict") -> str:
+    """The content of a regular file in UTF-8, newlines as they are read in text mode; see `open_file`."""
+    text = read_bytes(path).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _holds_something(descriptor: int) -> bool:
+    """Whether a file of size 0 has content all the same, now or later."""
+    try:
+        found = os.read(descriptor, 1)
+    except BlockingIOError:
+        return True
+    if not found or os.fstat(descriptor).st_size:  # empty, or written to this moment
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return False
+    return True
 
 
 def parse_json(text: str | bytes) -> Any:

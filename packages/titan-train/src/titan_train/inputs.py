@@ -25,7 +25,7 @@ from titan_train.data import (
     prepare,
     show_progress,
 )
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 from titan_train.observe.records import ValidationRecord
 from titan_train.task import task_name
 from titan_train.tokenizers import ChatTemplate, Tokenizer, load_tokenizer
@@ -121,7 +121,7 @@ def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, Chat
         return tokenizer, build_chat_template(config.tokenizer, tokenizer)
     tokenizer = load_tokenizer(folder)
     template = folder / TEMPLATE_NAME
-    source = template.read_text(encoding="utf-8") if template.is_file() else ""
+    source = read_text(template) if template.is_file() else ""
     return tokenizer, ChatTemplate.of(tokenizer, source)
 
 

@@ -1,14 +1,14 @@
 """Inputs that cannot work, over every command: what is typed, and the files that it names.
 
 A case is ``(words, files)``. ``RUN`` in a word is the folder of a finished run, a copy for each case; files are written
-into the working directory first, and a name below ``RUN/`` changes the run.
+into the working directory first, and a name below ``RUN/`` changes the run. Content None makes a pipe that nobody writes to.
 """
 
 import base64
 import gzip
 from collections.abc import Iterator
 
-Case = tuple[list[str], dict[str, str | bytes]]
+Case = tuple[list[str], dict[str, str | bytes | None]]
 TEXT = {"text.txt": "some text\n" * 500}
 BYTES = '[tokenizer]\nkind = "bytes"\n'
 DATA = '[data]\ncache_dir = "cache"\n'
@@ -20,7 +20,7 @@ def all_cases() -> dict[str, Case]:
     """Every case, by a name that says where it comes from."""
     groups = (
         words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs, shown_data,
-        downloads, evaluations, serving, exported_folders, comparisons, other_commands, found_by_trying,
+        downloads, evaluations, serving, exported_folders, comparisons, other_commands, found_by_trying, special_files, odd_names,
     )  # fmt: skip
     return {f"{group.__name__} {i}": case for group in groups for i, case in enumerate(group())}
 
@@ -450,3 +450,81 @@ def found_by_trying() -> Iterator[Case]:
     yield ["generate", "RUN", "--prompt", "a", "--stop", ""], {}
     yield ["check", "debug", "--train.freeze", '["["]'], {}
     yield ["report", "RUN"], {"RUN/config.toml": 'train = 3\nmodel = [1]\nparallel = "x"'}
+
+
+def special_files() -> Iterator[Case]:
+    """Pipes, devices and files of the kernel, which a reader could wait for for ever."""
+    endless = ("p", "/dev/zero", "/proc/kmsg", "/dev/stdin", "/dev/tty")
+    for name in endless:
+        for kind in ("text", "jsonl", "parquet", "megatron", "tokens", "chat"):
+            source = f'[[data.sources]]\nname = "a"\nkind = "{kind}"\npaths = ["{name}"]\n'
+            yield ["prepare", "c.toml"], {"p": None, "c.toml": BYTES + DATA + source}
+        for kind in ("tiktoken", "sentencepiece", "hf"):
+            toml = f'[tokenizer]\nkind = "{kind}"\npath = "{name}"\n{DATA}{SOURCE}'
+            yield ["prepare", "c.toml"], {**TEXT, "p": None, "c.toml": toml}
+        yield ["check", name], {"p": None}
+        yield ["check", "c.toml"], {"p": None, "c.toml": f'extends = "{name}"'}
+        yield ["check", "debug", "--pipeline.schedule", name, "--parallel.pp", "2", "--launch.nproc", "2"], {"p": None}
+        yield ["check", "debug", "--model.init", f"hf:{name}"], {"p": None}
+        yield ["check", "debug", "--model.name", f"hf:{name}"], {"p": None}
+        yield ["estimate", "llama3_8b", "--gpus", "8", "--hardware", f"./{name}" if name == "p" else name], {"p": None}
+        yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", name], {"p": None}
+        yield ["eval", "RUN", "--text", name], {"p": None}
+        yield ["tokenizer", "train", "--out", "o", name], {"p": None}
+        yield ["report", name], {"p": None}
+        yield ["generate", name, "--prompt", "a"], {"p": None}
+    for command in (["generate", "--prompt", "a"], ["export", "--out", "out"], ["eval", "--text", "text.txt"]):
+        yield [command[0], "RUN", *command[1:]], {**TEXT, "RUN/config.toml": None}
+    yield ["generate", "RUN", "--prompt", "a"], {"RUN/checkpoints/*/MANIFEST.json": None}
+    yield ["download", "hf:org/name", "--out", "o"], {"o/download.json": None}
+    for file in ("tokenizer.json", "config.json"):
+        toml = f'[tokenizer]\nkind = "hf"\npath = "t"\n{DATA}{SOURCE}'
+        yield ["prepare", "c.toml"], {**TEXT, f"t/{file}": None, "c.toml": toml}
+        yield ["check", "debug", "--model.init", "hf:t"], {f"t/{file}": None}
+    for file in ("model.onnx", "model.gguf", "config.json", "export.json"):
+        yield ["generate", "E", "--prompt", "a", "--temperature", "0"], {f"E/{file}": None}
+    shards = {"m.idx": None, "m.bin": b""}
+    source = '[[data.sources]]\nname = "a"\nkind = "megatron"\npaths = ["m"]\n'
+    yield ["prepare", "c.toml"], {**shards, "c.toml": BYTES + DATA + source}
+    source = '[[data.sources]]\nname = "a"\nkind = "tokens"\npaths = ["d"]\n'
+    yield ["prepare", "c.toml"], {"d/manifest.json": None, "c.toml": BYTES + DATA + source}
+
+
+def odd_names() -> Iterator[Case]:
+    """Words that are no names: options as values, other alphabets' digits, control characters, paths in a circle."""
+    for value in (
+        "--",
+        "-",
+        "--help=1",
+        "=",
+        "==",
+        "\u0661\u0662",
+        "1\u00a02",
+        "\x1b[31m",
+        "\u202e",
+        "a\tb",
+        "0x10",
+        "1e3j",
+        "1_000_",
+    ):
+        yield ["check", "debug", "--train.steps", value], {}
+        yield ["plan", "llama3_8b", "--gpus", value, "--global-batch", "64"], {}
+        yield ["generate", "RUN", "--prompt", "a", "--max-new-tokens", value], {}
+    for words in (
+        ["--train.steps="],
+        ["--=1"],
+        ["--.=1"],
+        ["--train.=1"],
+        ["--.steps", "1"],
+        ["--train..steps", "1"],
+        ["---train.steps", "1"],
+    ):
+        yield ["check", "debug", *words], {}
+    for text in (
+        '[data]\nsources = [{kind = "text", paths = [1]}]',
+        "[model]\nname = true",
+        "[run]\nname = 1.5",
+        '"" = 1',
+        '"a.b" = {}',
+    ):
+        yield ["check", "c.toml"], {"c.toml": text}

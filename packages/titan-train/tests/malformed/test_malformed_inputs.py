@@ -60,6 +60,10 @@ def write(folder, name, content):
         (only,) = (folder / before).iterdir()
         path = only / after
     path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        return
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
@@ -149,7 +150,7 @@ class CommitRecord:
         """The record of a step; made from the manifest if no record belongs to it. Raises as `Manifest.open`."""
         named = parse_step_name(folder.name)
         with contextlib.suppress(*ABSENT, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            value: dict[str, Any] = json.loads((folder / COMMIT_NAME).read_bytes())
+            value: dict[str, Any] = json.loads(_read(folder, COMMIT_NAME))
             found = value.pop("digest")
             if found == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
                 metrics = {name: _decode_number(number) for name, number in value["metrics"].items()}
@@ -175,8 +176,11 @@ def _decode_number(found: float | dict[str, str]) -> float:
 
 def _read(folder: StorePath, name: str) -> bytes:
     """A whole file of a step. A missing file is damage; a storage that does not answer is not."""
+    file = folder / name
+    if isinstance(file, Path) and file.exists() and not file.is_file():  # a reader would wait for a pipe for ever
+        raise DamageError(str(folder), [Damage(name, "is no regular file")])
     try:
-        return (folder / name).read_bytes()
+        return file.read_bytes()
     except ABSENT as err:
         raise DamageError(str(folder), [Damage(name, "is missing")]) from err
     except OSError as err:

@@ -23,6 +23,7 @@ from titan_train.config.errors import ConfigError, describe_unknown_key, describ
 from titan_train.config.published import with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, read_words
+from titan_train.files import read_text
 from titan_train.nearest import nearest_name
 
 
@@ -118,7 +119,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError(str(path), [f"extends goes in a circle: {chain}. Remove one `extends`."])
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_text(path))
     except ValueError as err:
         raise ConfigError(str(path), [f"not TOML: {err}."]) from None
     base = tree.pop("extends", None)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.files import read_text
 from titan_train.models.family import Family
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.registry import families, find_model, list_models
@@ -109,7 +110,7 @@ def _as_started(
     run = _table(tree, "run") or {}
     run_dir = Path(str(run.get("dir", "runs"))) / str(run.get("name", "run"))
     try:
-        started = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+        started = tomllib.loads(read_text(run_dir / "config.toml"))
         before, ids = dict(started["model"]), dict(started["tokenizer"])
     except (OSError, ValueError, KeyError, TypeError):
         return tree, ""

@@ -149,7 +149,7 @@ def _resolve(parts: Sequence[str], schema: type) -> tuple[Path, Any]:
             rest = ".".join(parts[i:])
             plain = re.fullmatch(r"[\w-]+", rest) is not None  # a pattern of module names stays as it is
             return (*path, rest.replace("-", "_") if plain else rest), typing.get_args(hint)[1] if rest else None
-        elif entry is not None and part.isdecimal():
+        elif entry is not None and part.isascii() and part.isdecimal():
             hint = entry
             path.append(int(part))
         else:
@@ -215,6 +215,8 @@ def _scalar(word: str, hint: Any) -> Any:
 
 
 def _number(word: str) -> int | float | None:
+    if not word.isascii():  # Python also reads the digits of other scripts
+        return None
     if _INT.fullmatch(word):
         # so many digits that Python refuses to read them are no number of a setting either
         return int(word) if len(word) <= 400 else float("inf")

@@ -32,6 +32,7 @@ from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.held_out import held_out_fraction
 from titan_train.data.sources.texts import training_texts
 from titan_train.data.stream.token_stream import TokenStream
+from titan_train.files import read_bytes, read_text
 from titan_train.tokenizers import (
     ByteTokenizer,
     ChatTemplate,
@@ -90,7 +91,7 @@ def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTe
             f"tokenizer.chat_template={given!r} is neither a file nor one of {', '.join(BUILT_IN)}. Name a Jinja file."
         )
     try:
-        return ChatTemplate.of(tokenizer, path.read_text(encoding="utf-8"))
+        return ChatTemplate.of(tokenizer, read_text(path))
     except ValueError as err:
         raise ValueError(f"{path}: {err}") from err
 
@@ -231,7 +232,7 @@ def _load(config: TokenizerConfig) -> Tokenizer:
     path = Path(config.path).expanduser()
     if config.kind == "tiktoken" and path.is_file():
         return TiktokenTokenizer(
-            path.read_bytes(),
+            read_bytes(path),
             pattern=config.pattern,
             special_tokens=config.special_tokens,
             bos_token=config.bos_token,

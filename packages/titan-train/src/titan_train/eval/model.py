@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_train.export.load import load_exported, target_of, using
 from titan_train.export.tokenizer_json import folder_ids, folder_text
+from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
 
 
@@ -105,7 +106,7 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
             raise ValueError(
                 f"{folder} has no tokenizer.json that can be read: install titan-train[hf], or evaluate the run."
             )
-        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(read_text(config_file))
         exported = load_exported(folder, trust_code=trust_code)
         eos = _token_id(folder, config["eos_token"])
         bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
@@ -136,5 +137,5 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
 
 def _token_id(folder: Path, name: str | dict[str, Any]) -> int:
     text = name["content"] if isinstance(name, dict) else name
-    written = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    written = json.loads(read_text(folder / "tokenizer.json"))
     return next(entry["id"] for entry in written["added_tokens"] if entry["content"] == text)

@@ -15,6 +15,7 @@ from pathlib import Path
 from titan_train.eval.model import EvalModel
 from titan_train.eval.ranks import Ranks
 from titan_train.eval.scoring import score
+from titan_train.files import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     texts: list[str] = []
     for file in files:
         try:
-            content = file.read_text(encoding="utf-8")
+            content = read_text(file)
             if file.suffix != ".jsonl":
                 texts.append(content)
                 continue

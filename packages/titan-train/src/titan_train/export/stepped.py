@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_train.export.step_model import CacheShape
 from titan_train.export.tokenizer_json import folder_ids
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 
 DESCRIPTION = "export.json"
 
@@ -24,7 +24,7 @@ class SteppedModel(ABC):
 
     def __init__(self, folder: Path) -> None:
         """Read what the folder says of its step function."""
-        self.description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        self.description: dict[str, Any] = json.loads(read_text(folder / DESCRIPTION))
         self.shape = CacheShape(**self.description["cache"])
         self._ids = folder_ids(folder)
 

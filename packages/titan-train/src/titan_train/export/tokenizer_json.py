@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import read_text
 from titan_train.tokenizers import ByteTokenizer, HfTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
@@ -57,7 +58,7 @@ def folder_text(folder: Path, ids: Sequence[int]) -> str:
     """Text of ids up to the end-of-text token, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder."""
     tokenizers: Any = importlib.import_module("tokenizers")
     read: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_text(folder / "tokenizer_config.json"))
     eos = read.token_to_id(config["eos_token"]) if "eos_token" in config else None
     kept = list(ids)
     return read.decode(kept[: kept.index(eos)] if eos in kept else kept)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_train.files import write_atomic
+from titan_train.files import open_file, read_text, write_atomic
 from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
 
 RECORD_NAME = "download.json"
@@ -147,7 +147,7 @@ def _check_folder(out: Path, name: str) -> None:
 def _repository_of(record: Path) -> str | None:
     """What a folder says it holds; None if its record is damaged: every file is then compared again."""
     try:
-        return str(json.loads(record.read_text(encoding="utf-8"))["repository"])
+        return str(json.loads(read_text(record))["repository"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -201,7 +201,7 @@ def _if_whole(path: Path, file: RepoFile) -> RepoFile | None:
     """The file with its sha256 if its content is the one that the hub states."""
     sha256 = hashlib.sha256()
     git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with path.open("rb") as content:
+    with open_file(path) as content:
         while chunk := content.read(_CHUNK_BYTES):
             sha256.update(chunk)
             git.update(chunk)

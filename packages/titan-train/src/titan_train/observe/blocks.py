@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import parse_json
+from titan_train.files import open_file, parse_json
 
 FILE_NAME = "metrics.blocks.jsonl"
 STEPS = 64
@@ -147,7 +147,7 @@ def read_blocks(run_dir: Path, metrics: Path) -> Iterator[tuple[StepBlock, int]]
     names = {spec.name for spec in fields(StepBlock)}
     position = 0
     try:
-        with (run_dir / FILE_NAME).open("rb") as file:
+        with open_file(run_dir / FILE_NAME) as file:
             for raw in file:
                 values = parse_json(raw)
                 if not raw.endswith(b"\n") or values.keys() != names or values["format"] != _FORMAT:
@@ -163,7 +163,7 @@ def read_blocks(run_dir: Path, metrics: Path) -> Iterator[tuple[StepBlock, int]]
 def _is_of(block: StepBlock, metrics: Path) -> bool:
     """Whether a line of the block's last step ends where the block says that it ends."""
     try:
-        with metrics.open("rb") as file:
+        with open_file(metrics) as file:
             file.seek(max(0, block.end - 2**16))
             last = file.read(block.end - file.tell()).splitlines(keepends=True)[-1]
             return last.endswith(b"\n") and parse_json(last)["step"] == block.at and metrics.stat().st_size >= block.end

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import parse_json
+from titan_train.files import open_file, parse_json
 from titan_train.observe import blocks
 from titan_train.observe.records import StepRecord, ValidationRecord
 
@@ -222,7 +222,7 @@ def lines_of(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None
     """Each line of a file from byte ``start``: as an object (None if it is torn), as bytes, and where it ends."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         for raw in file:
             start += len(raw)
@@ -256,7 +256,7 @@ def encode_line(line: dict[str, object]) -> bytes:
 
 def _late_lines(path: Path, start: int, step: int) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Events and validations up to ``step`` that were logged after later steps, as that of an asynchronous save is."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         for raw in file:
             if raw.startswith(b'{"kind":"step"') or not raw.endswith(b"\n"):

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_train.files import parse_json, write_atomic
+from titan_train.files import parse_json, read_text, write_atomic
 
 FILE_NAME = "run.json"
 Status = Literal["finished", "stopped", "failed"]
@@ -124,7 +124,7 @@ def add_run_info(run_dir: str | Path, **fields: object) -> None:
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     """The content of ``run_dir/run.json``; empty if it is missing or not readable."""
     try:
-        content: object = parse_json((Path(run_dir) / FILE_NAME).read_text(encoding="utf-8"))
+        content: object = parse_json(read_text(Path(run_dir) / FILE_NAME))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}  # pyright: ignore[reportUnknownVariableType]

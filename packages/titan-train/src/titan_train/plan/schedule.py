@@ -7,6 +7,7 @@ from titan_mesh import Layout
 from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, verify
 
 from titan_train.config import Config, PipelineConfig
+from titan_train.files import read_text
 from titan_train.nearest import did_you_mean
 from titan_train.plan.batch import BatchPlan
 
@@ -37,7 +38,8 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
     if find_family(config.schedule) is not None:
         return _of_family(config.schedule, pp, microbatches, config.stages_per_rank or None)
     _check_exists(config.schedule)
-    schedule = Schedule.load(Path(config.schedule))
+    text = read_text(config.schedule)
+    schedule = Schedule.from_text(text) if text.lstrip().startswith("#") else Schedule.from_json(text)
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ValueError(
             f"pipeline.schedule={config.schedule!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "

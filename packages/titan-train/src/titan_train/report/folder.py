@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import parse_toml
+from titan_train.files import parse_toml, read_text
 from titan_train.observe import History, read_history, read_run_info
 
 CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
@@ -67,13 +67,13 @@ def read_folder(run_dir: str | Path) -> RunFolder:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(read_text(path))
     except (OSError, ValueError):
         return {}
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").rstrip()
+        return read_text(path, errors="replace").rstrip()
     except OSError:
         return ""

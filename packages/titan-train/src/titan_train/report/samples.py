@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import read_bytes, read_text
+
 # Of a long run: the first ones, where most changes, and the last ones.
 _MOST_TEXTS = 24
 
@@ -38,7 +40,7 @@ def newest_samples(run_dir: Path) -> SampleGrid | None:
     """The grid of the latest step in ``samples/``; None if there is none, or if it cannot be read."""
     for described, found in _described(run_dir, newest_first=True):
         try:
-            encoded = base64.b64encode(described.with_suffix(".png").read_bytes()).decode()
+            encoded = base64.b64encode(read_bytes(described.with_suffix(".png"))).decode()
             step, right, images = (int(found[name]) for name in ("step", "right", "images"))
             captions = [str(caption) for caption in found["captions"]]
         except (OSError, ValueError, KeyError, TypeError):
@@ -66,7 +68,7 @@ def sampled_texts(run_dir: Path, last_step: int) -> list[SampledText]:
 def _described(run_dir: Path, *, newest_first: bool = False) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in sorted((run_dir / "samples").glob("step_*.json"), reverse=newest_first):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path))
         except (OSError, ValueError):
             continue
         if isinstance(found, dict):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
-from titan_train.files import parse_toml, write_atomic
+from titan_train.files import parse_toml, read_bytes, read_text, write_atomic
 
 _HF = "hf:"
 _MODEL = "model"
@@ -27,7 +27,7 @@ def read_config(run_dir: Path) -> Config:
         raise ValueError(
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
-    config = parse_config(parse_toml(file.read_text(encoding="utf-8")), source=str(file))
+    config = parse_config(parse_toml(read_text(file)), source=str(file))
     return with_kept_model(config, run_dir)
 
 
@@ -42,7 +42,7 @@ def with_kept_model(config: Config, run_dir: Path) -> Config:
     if not name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
         return config
     file = Path(name.removeprefix(_HF)).expanduser() / "config.json"
-    if file.is_file() and file.read_bytes() != kept.read_bytes():
+    if file.is_file() and read_bytes(file) != read_bytes(kept):
         raise ValueError(
             f"model.name={name!r}: {file} is not what this run was started with ({kept}). Bring the file back, or choose "
             "another run.name."
@@ -57,7 +57,7 @@ def keep_model(config: Config, run_dir: Path) -> None:
         kept = run_dir / _MODEL / "config.json"
         if file.resolve() != kept.resolve():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, file.read_bytes())
+            write_atomic(kept, read_bytes(file))
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titan_train.files import parse_json, write_atomic
+from titan_train.files import parse_json, read_text, write_atomic
 
 _TOUCH_S = 10.0
 _DEAD_S = 120.0
@@ -125,7 +125,7 @@ def _one_at_a_time(folder: Path) -> Generator[None]:
 def _read(file: Path) -> _Owner | None:
     """The owner; None if the file is gone or damaged."""
     try:
-        values = parse_json(file.read_text(encoding="utf-8"))
+        values = parse_json(read_text(file))
         return _Owner(
             host=str(values["host"]),
             pid=int(values["pid"]),

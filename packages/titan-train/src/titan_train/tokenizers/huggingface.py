@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.files import read_bytes, read_text
 from titan_train.tokenizers.byte_characters import BYTE_OF_CHARACTER
 from titan_train.tokenizers.protocol import TokenArray, check_ids
 from titan_train.tokenizers.saved import save_tokenizer
@@ -108,9 +109,9 @@ class HfTokenizer:
             )
         config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
         template = folder / TEMPLATE_NAME
-        text = template.read_text(encoding="utf-8") if template.is_file() else None
+        text = read_text(template) if template.is_file() else None
         try:
-            made = cls(file.read_bytes(), config, bos_token=bos_token, eos_token=eos_token, chat_template=text)
+            made = cls(read_bytes(file), config, bos_token=bos_token, eos_token=eos_token, chat_template=text)
         except ValueError as err:
             raise ValueError(f"{file}: {err}") from err
         made.check_model(folder)
@@ -224,7 +225,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: If it does not.
     """
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_text(path))
     except (ValueError, RecursionError) as err:
         raise ValueError(f"{path} is not valid JSON ({err}). Copy the file again.") from err
     if not isinstance(content, dict):

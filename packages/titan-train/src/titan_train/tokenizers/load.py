@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from titan_train.files import read_bytes
 from titan_train.tokenizers.byte import ByteTokenizer
 from titan_train.tokenizers.huggingface import TOKENIZER_JSON, HfTokenizer
 from titan_train.tokenizers.protocol import Tokenizer
@@ -32,7 +33,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path} holds no tokenizer: expected {SAVED_NAME}, {MODEL_NAME} or {TOKENIZER_JSON} in a folder, or a model file. "
             "Train one with `titan-train tokenizer train`."
         )
-    content = model.read_bytes()
+    content = read_bytes(model)
     try:
         parse_ranks(content)
     except ValueError:
@@ -72,4 +73,4 @@ def _model(folder: Path) -> bytes:
     path = folder / MODEL_NAME
     if not path.is_file():
         raise ValueError(f"{folder} has {SAVED_NAME} but no {MODEL_NAME}. Copy the whole folder.")
-    return path.read_bytes()
+    return read_bytes(path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 
 SAVED_NAME = "titan_tokenizer.json"
 MODEL_NAME = "tokenizer.model"
@@ -32,7 +32,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     """
     path = folder / SAVED_NAME
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(read_text(path))
     except ValueError as err:
         raise ValueError(f"{path} is not valid JSON ({err}). Save the tokenizer again.") from err
     if not isinstance(description, dict) or not isinstance(description.get("kind"), str):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import parse_json, write_atomic
+from titan_train.files import open_file, parse_json, read_bytes, read_text, write_atomic
 from titan_train.trust.factory import find_code, names_code, use_code
 
 
@@ -128,7 +128,7 @@ def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
 
 def _recall(run_dir: Path) -> CodeRecord | None:
     try:
-        values: Any = parse_json(_file(run_dir).read_text(encoding="utf-8"))
+        values: Any = parse_json(read_text(_file(run_dir)))
         if values["run"] != str(run_dir.resolve()):
             return None
         return CodeRecord(str(values["model"]), tuple(map(str, cast("list[Any]", values["paths"]))), values["sha256"])
@@ -143,7 +143,7 @@ def _file(run_dir: Path) -> Path:
 
 
 def _hash_of(file: Path) -> str:
-    with file.open("rb") as content:
+    with open_file(file) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
@@ -158,5 +158,5 @@ def _source_hash(model_name: str, paths: Sequence[str]) -> str:
         root, files = place.parent, [place]
     found = hashlib.sha256()
     for file in files:
-        found.update(f"{file.relative_to(root)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        found.update(f"{file.relative_to(root)}\0{hashlib.sha256(read_bytes(file)).hexdigest()}\n".encode())
     return found.hexdigest()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.files import write_atomic
+from titan_train.files import open_file, read_bytes, write_atomic
 
 BLOCK_BYTES = 4 * 2**20
 
@@ -207,14 +207,14 @@ class TokenShard:
             ValueError: If they differ.
         """
         path = self.path.with_suffix(".idx")
-        body = path.read_bytes()[_HEADER.size :]
+        body = read_bytes(path)[_HEADER.size :]
         if zlib.crc32(body[:-4]) != struct.unpack("<I", body[-4:])[0]:
             raise ValueError(f"{path} does not match its checksum. {_REBUILD}")
 
     @staticmethod
     def _check_header(path: Path, magic: bytes, info: ShardInfo, tokenizer_fingerprint: str) -> int:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 head = file.read(_HEADER.size)
         except FileNotFoundError as err:
             raise ValueError(f"{path} is missing, though the manifest names it. {_REBUILD}") from err

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from titan_train.data.shards.format import ShardInfo
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> DataManifest:
             "Run `titan-train prepare` (it continues where it stopped)."
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}, but this release reads format {_FORMAT}")
         noted = content["fingerprint"]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config.inputs.data import Verify
+from titan_train.files import read_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -56,7 +57,7 @@ class MegatronTokens:
                 raise ValueError(
                     f"{path} is missing: a Megatron data set is a .bin and an .idx file with the same name."
                 )
-        content = index.read_bytes()
+        content = read_bytes(index)
         dtype, ends, documents = _read_index(index, content)
         size, self.num_tokens = self.path.stat().st_size, int(ends[-1])
         expected = self.num_tokens * dtype.itemsize

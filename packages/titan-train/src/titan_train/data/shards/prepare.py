@@ -33,6 +33,7 @@ from titan_train.data.sources.encoding import encode_in_order
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.held_out import held_out_fraction, is_held_out
 from titan_train.data.sources.malformed import BadDocument, BadDocuments
+from titan_train.files import read_bytes
 from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
@@ -234,7 +235,7 @@ class _Preparation:
             self._bad.resume(0, {}, 0)
             return
         try:
-            noted = _ADAPTER.validate_json(path.read_bytes())
+            noted = _ADAPTER.validate_json(read_bytes(path))
         except ValidationError:  # written by a machine that lost power, perhaps
             _logger.warning("%s is damaged: preparing %s from the beginning", path, self._source.name)
             self._bad.resume(0, {}, 0)

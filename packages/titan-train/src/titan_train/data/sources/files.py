@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import zstandard
 
+from titan_train.files import open_file
+
 # What a damaged archive loses before the damage is at most what one of these decompresses to.
 _CHUNK_BYTES = 64 * 1024
 
@@ -55,7 +57,7 @@ class FileReader:
         Raises:
             DamagedFileError: If the file is truncated or damaged, after the pieces before that.
         """
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             if self.path.suffix == ".zst":
                 yield from self._zstd_chunks(file)
             elif self.path.suffix == ".gz":
@@ -66,7 +68,7 @@ class FileReader:
 
     def hash_rest(self) -> None:
         """Read the file as it is, for its hash and size: what read its content used another reader."""
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             for _ in self._raw_chunks(file):
                 pass
 

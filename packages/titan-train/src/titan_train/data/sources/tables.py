@@ -15,6 +15,7 @@ from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
+from titan_train.files import read_text
 
 _BATCH_ROWS = 1024
 _EXCERPT_CHARS = 200
@@ -61,7 +62,7 @@ def saved_dataset_files(folder: Path) -> list[CorpusFile] | None:
     if not state.is_file():
         return None
     try:
-        names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(read_text(state))["_data_files"]]
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(f"{state} lists no data files ({err!r}). Save the data set again.") from err
     files: list[CorpusFile] = []

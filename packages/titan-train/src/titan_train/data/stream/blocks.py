@@ -22,7 +22,7 @@ from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.malformed import BadDocuments
 from titan_train.data.stream.cursor import StreamCursor, cursor_from_json
 from titan_train.data.stream.reader import StreamReader
-from titan_train.files import write_atomic
+from titan_train.files import read_bytes, write_atomic
 from titan_train.tokenizers import Tokenizer
 
 _RECORDS = "blocks.json"
@@ -208,7 +208,7 @@ class StreamBlocks:
 
     def _records(self) -> list[dict[str, Any]]:
         path = self._folder / _RECORDS
-        return json.loads(path.read_bytes()) if path.is_file() else []
+        return json.loads(read_bytes(path)) if path.is_file() else []
 
     def _note(self, record: dict[str, Any]) -> None:
         others = [other for other in self._records() if other["block"] != record["block"]]

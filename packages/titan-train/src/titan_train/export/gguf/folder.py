@@ -25,6 +25,7 @@ from titan_ckpt.interop.views import View, whole_box
 from torch import Tensor
 
 from titan_train.export.gguf.tokenizer import write_tokenizer
+from titan_train.files import read_text
 from titan_train.tokenizers import Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
@@ -55,7 +56,7 @@ def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str
         ValueError: The gguf library is missing, or llama.cpp has no architecture or tokenizer that computes the same.
     """
     gguf = gguf_library()
-    config = json.loads((hf_folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(read_text(hf_folder / "config.json"))
     check_gguf(config)
     architecture = _ARCHITECTURES[config["model_type"]]
     folder.mkdir(parents=True)

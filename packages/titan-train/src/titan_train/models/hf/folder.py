@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import refuse_link_out
+from titan_train.files import read_text, refuse_link_out
 from titan_train.nearest import did_you_mean
 
 PREFIX = "hf:"
@@ -32,7 +32,7 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
         raise ValueError(f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.")
     refuse_link_out(file)
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_text(file))
     except ValueError as err:
         raise ValueError(f"{key}={name!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
     if not isinstance(content, dict):

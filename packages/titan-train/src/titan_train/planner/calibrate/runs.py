@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli_w
 
+from titan_train.files import read_text
 from titan_train.observe import read_run_info
 from titan_train.observe.jsonl import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
@@ -134,7 +135,7 @@ def load_constants(path: str | Path) -> Constants:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no constants file {str(path)!r}: write one with titan-train calibrate.")
-    table = tomllib.loads(file.read_text())
+    table = tomllib.loads(read_text(file))
     unknown = set(table) - {f.name for f in dataclasses.fields(Constants)}
     if unknown:
         raise ValueError(f"{path} has unknown constants {', '.join(sorted(unknown))}.")
