@@ -7,10 +7,10 @@ import os
 import stat
 import tomllib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 
-def open_file(path: Path | str) -> IO[bytes]:
+def open_file(path: Path | str) -> BinaryIO:
     """Open a file for reading, as `Path.open` with ``"rb"`` does, but nothing that a reader may wait for for ever.
 
     A pipe, a socket or a device is refused, and so is a file that the kernel makes up, such as `/proc/kmsg`: its size is 0
