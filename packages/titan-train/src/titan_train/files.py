@@ -6,11 +6,12 @@ import json
 import os
 import stat
 import tomllib
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
-def open_file(path: Path | str) -> BinaryIO:
+def open_file(path: Path | str) -> BufferedReader:
     """Open a file for reading, as `Path.open` with ``"rb"`` does, but nothing that a reader may wait for for ever.
 
     A pipe, a socket or a device is refused, and so is a file that the kernel makes up, such as `/proc/kmsg`: its size is 0
