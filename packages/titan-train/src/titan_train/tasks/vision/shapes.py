@@ -1,7 +1,7 @@
 """Rendered shapes with questions, in closed form: the data of tests and of the example. Nothing is downloaded.
 
-An image shows one to five equal shapes, each in a cell of its own and moved by up to a pixel. Even numbers ask how many there
-are, odd numbers what they are. Neither question says anything about its answer.
+An image shows one to five equal shapes, each outlined, in a cell of its own and moved by up to a pixel. Even numbers ask how
+many there are, odd numbers what they are. Neither question says anything about its answer.
 """
 
 import hashlib
@@ -20,11 +20,12 @@ COLOURS = {
     "red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240),
     "yellow": (235, 225, 50), "white": (240, 240, 240), "purple": (180, 60, 220),
 }  # fmt: skip
-SHAPES = ("disc", "square", "triangle", "cross")
+SHAPES = ("disc", "bar", "triangle", "cross")
 HOW_MANY, WHAT = "How many?", "What is it?"
 
 _MOST = 5
 _BACKGROUND = 128
+_RADIUS = 6.5
 
 
 class ShapeQuestions:
@@ -44,7 +45,7 @@ class ShapeQuestions:
         self._count, self._first, self._args = count, first, args
         side = CELLS * CELL // args.patch
         self._grid: Grid = (side, side)
-        self.fingerprint = hashlib.sha256(repr(("shapes 2", count, first, side)).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(repr(("shapes 3", count, first, side)).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._count
@@ -79,8 +80,10 @@ def draw(number: int) -> Pixels:
         row, column = divmod(int(cell), CELLS)
         shift = rng.integers(-1, 2, size=2)
         y, x = np.mgrid[0:CELL, 0:CELL] + 0.5
-        inside = _inside(shape, (y - CELL / 2 - shift[0]) / 6.0, (x - CELL / 2 - shift[1]) / 6.0)
-        image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL][inside] = COLOURS[colour]
+        y, x = (y - CELL / 2 - shift[0]) / _RADIUS, (x - CELL / 2 - shift[1]) / _RADIUS
+        here = image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
+        here[_inside(shape, y, x)] = 0  # the outline, the same in every colour
+        here[_inside(shape, y, x, margin=0.25)] = COLOURS[colour]
     return image
 
 
@@ -90,12 +93,15 @@ def _scene(number: int) -> tuple[int, str, str, np.random.Generator]:
     return int(count), list(COLOURS)[colour], SHAPES[shape], rng
 
 
-def _inside(shape: str, y: FloatArray, x: FloatArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which pixels a shape of radius 1 covers."""
-    box = np.maximum(np.abs(y), np.abs(x))
+def _inside(
+    shape: str, y: FloatArray, x: FloatArray, *, margin: float = 0.0
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which pixels a shape of radius 1 covers, less a margin."""
+    tall, wide = np.abs(y), np.abs(x)
+    box = np.maximum(tall, wide) <= 1.0 - margin
     return {
-        "disc": np.hypot(y, x) <= 1.0,
-        "square": box <= 0.9,
-        "triangle": (np.abs(y) <= 0.9) & (np.abs(x) <= 0.55 * (y + 0.95)),
-        "cross": (box <= 1.0) & (np.minimum(np.abs(y), np.abs(x)) <= 0.3),
+        "disc": np.hypot(y, x) <= 1.0 - margin,
+        "bar": box & (tall <= 0.55 - margin),
+        "triangle": (y <= 0.9 - margin) & (wide <= 0.6 * (y + 1.0) - margin),
+        "cross": box & (np.minimum(tall, wide) <= 0.5 - margin),
     }[shape]
