@@ -103,6 +103,25 @@ def ranks_of(process):
     return sorted(pid for server in servers for pid in children.get(server, []))
 
 
+def test_the_end_shows_the_first_a_middle_and_the_last_sample(folder, capsys):
+    from titan_train.cli.run import _print_samples
+
+    samples = folder / "samples"
+    samples.mkdir()
+    for step in range(2, 13, 2):
+        found = {"step": step, "texts": [{"prompt": "def", "text": f"def f{step}():\n    return \x1b[2J"}]}
+        (samples / f"step_{step:08}.json").write_text(json.dumps(found))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_train.cli.run.newest_checkpoint", lambda _: 12)
+        _print_samples(folder)
+        out = capsys.readouterr().out
+        assert [line.split()[2] for line in out.splitlines() if "after step" in line] == ["2", "8", "12"]
+        assert "\x1b" not in out
+        shutil.rmtree(samples)
+        _print_samples(folder)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_run_leaves_checkpoint_report_and_metrics_and_says_what_to_do_next(folder):
     done = run(folder, "run", "tiny.toml")
     assert done.returncode == 0, done.stderr
@@ -110,6 +129,7 @@ def test_a_run_leaves_checkpoint_report_and_metrics_and_says_what_to_do_next(fol
     for name in ("config.toml", "run.json", "layout.txt", "metrics.jsonl", "report.html"):
         assert (run_dir / name).is_file(), name
     assert "titan-train generate runs/tiny --prompt" in done.stdout
+    assert f"report   {(run_dir / 'report.html').as_uri()}" in done.stdout
     assert len([line for line in done.stdout.splitlines() if re.match(r"step=\d+", line)]) == 12
 
     again = run(folder, "run", "tiny.toml")

@@ -244,7 +244,8 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_be
         page = build_report(run_dir)
         if code == 0:
             print(summarize(run_dir))
-        print(f"report   {page}", file=sys.stdout if code == 0 else sys.stderr)
+            _print_samples(run_dir)
+        print(f"report   {page.resolve().as_uri()}", file=sys.stdout if code == 0 else sys.stderr)
     if code == 0 and step and not (run_dir / "config.toml").exists():
         print(
             f"error: {run_dir / 'config.toml'} was deleted or moved away while the run went on, and maybe other files too. "
@@ -275,3 +276,18 @@ def _print_next(config: Config, run_dir: Path) -> None:
         print(f"samples  {samples[-1]}")
     elif task_name(config) == "text":
         print(f'generate titan-train generate {run_dir} --prompt "def main("')
+
+
+def _print_samples(run_dir: Path) -> None:
+    """What the model wrote after its first validation, one in the middle, and the last: how it became better."""
+    from titan_train.observe.bar import printable
+    from titan_train.report.samples import sampled_texts
+
+    found = sampled_texts(run_dir, newest_checkpoint(run_dir) or 0)
+    for i in sorted({0, len(found) // 2, len(found) - 1} if found else ()):
+        sample = found[i]
+        prompt, text = sample.texts[0]
+        first, *rest = printable(prompt + text).rstrip().splitlines()[:4] or [""]
+        print(f"  after step {sample.step:<6} {first}")
+        for line in rest:
+            print(f"  {'':<17} {line}")

@@ -162,13 +162,13 @@ def sample_lines(step: int, text: str, width: int) -> "Text":
 
     found = Text(no_wrap=True, overflow="crop")
     found.append(f"\nafter step {step} the model writes:"[: width + 1], style="bright_black")
-    for line in _printable(text).splitlines()[:_SAMPLE_LINES]:
+    for line in printable(text).splitlines()[:_SAMPLE_LINES]:
         found.append("\n  ")
         found.append(_shortened(line, width - 3), style="italic")
     return found
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Text without control characters but the line feed: a model may write an escape sequence."""
     return "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
 
