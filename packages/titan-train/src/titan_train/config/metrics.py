@@ -18,6 +18,10 @@ class MetricsConfig:
     """Record every this many steps where the time of a step goes, by phase and mesh axis, and what holds the run up; 0
     disables."""
 
+    activations_every: int = 0
+    """Record every this many steps the size of each block's activations, and of float8 layers the largest magnitude and the
+    share that underflows, on rank 0; 0 disables. Slows these steps."""
+
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """auto redraws a block on a terminal and prints a key=value line every five seconds elsewhere; lines prints every step."""
 
@@ -40,8 +44,9 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         if self.log_every < 1:
             raise ValueError(f"metrics.log_every={self.log_every} must be at least 1; the nearest valid choice is 1.")
-        if self.split_every < 0:
-            raise ValueError(f"metrics.split_every={self.split_every} must be >= 0; 0 disables.")
+        for name in ("split_every", "activations_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"metrics.{name}={getattr(self, name)} must be >= 0; 0 disables.")
         if self.progress not in ("auto", "bar", "lines", "off"):
             raise ValueError(f"metrics.progress={self.progress!r} must be one of auto, bar, lines, off.")
         if self.wandb and not self.wandb_project:

@@ -27,6 +27,7 @@ QUANTITIES = (
     "data_wait_s", "step_time_s", "load_max", "load_min",
 )  # fmt: skip
 _FORMAT = 1
+_REGULAR = ("step_split", "groups", "activations")
 
 
 @dataclass(slots=True)
@@ -87,8 +88,8 @@ class BlockBuilder:
         block = self._block
         block.end, block.at = end, int(line["step"])
         block.most = max(block.most, block.at)
-        if line.get("event") == "step_split":  # one a block: there are many, and each stands for the steps around it
-            self._split = raw.strip()
+        if line.get("event") in _REGULAR:  # one a block: there are many, and each stands for the steps around it
+            self._regular[line["event"]] = raw.strip()
             return None
         if line["kind"] != "step":
             self._others.append(raw.strip())
@@ -121,13 +122,13 @@ class BlockBuilder:
         block.high = [max(values, default=None) for values in self._values]
         values = {name: getattr(block, name) for name in block.__slots__ if name != "others"}
         head = json.dumps(values, separators=(",", ":"))[:-1].encode()
-        return head + b',"others":[' + b",".join([*self._others, *filter(None, [self._split])]) + b"]}\n"
+        return head + b',"others":[' + b",".join([*self._others, *self._regular.values()]) + b"]}\n"
 
     def _reset(self) -> None:
         self._block = StepBlock()
         self._values: list[list[float]] = [[] for _ in QUANTITIES]
         self._others: list[bytes] = []
-        self._split = b""
+        self._regular: dict[str, bytes] = {}
 
 
 def quantities(line: dict[str, Any]) -> list[float]:

@@ -7,6 +7,7 @@ one collective, once in an optimizer step.
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
 from titan_train.parallel.param_shard import ParamShard
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,25 @@ class Gradients:
             part = norm * norm / holders
             total = part if total is None else total + part
         return torch.zeros(()) if total is None else total
+
+    def norms_by_layer(self, device: torch.device) -> dict[str, float]:
+        """The 2-norm of the gradient of each numbered layer, and of ``other`` parameters. Collective over all ranks.
+
+        Waits for the device; a layer is a number in a parameter's name, as in ``layers.7.attention.wq.weight``.
+        """
+        numbers = {name: int(match[1]) if (match := _LAYER.search(name)) else -1 for name in self._named}
+        count = torch.tensor([max(numbers.values(), default=-1) + 1], device=device)
+        if self.world_size > 1:
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        squares = torch.zeros(int(count) + 1, device=device)  # the last is of the others
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                square = _local_gradient(parameter).float().square().sum().to(device)
+                squares[numbers[name]] += square / self._holders(name, parameter)
+        if self.world_size > 1:
+            dist.all_reduce(squares)
+        *layers, other = squares.sqrt().tolist()
+        return {f"layers.{i}": norm for i, norm in enumerate(layers)} | {"other": other}
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor``, in place."""

@@ -71,6 +71,10 @@ class StepMeasure:
             finally:
                 self.timer.stop()
 
+    def due(self, step: int) -> bool:
+        """Whether a window ends with ``step``."""
+        return bool(self._every) and (step % self._every == 0 or step == self._last)
+
     def step_made(self, step: int) -> tuple[StepSplit, list[Cause]] | None:
         """At the end of a window gather the ranks' rows. Collective then. `timer.steps` has counted the step.
 
@@ -81,8 +85,7 @@ class StepMeasure:
             On rank 0, at the end of each window but the first, which holds the first step, and that may compile: the
             window, and the causes to name for the first time.
         """
-        due = self._every and (step % self._every == 0 or step == self._last)
-        if not due or self.paused or not self.timer.steps:
+        if not self.due(step) or self.paused or not self.timer.steps:
             return None
         rows = self._gather(self.place.row(self.timer.take(), self.work))
         self._windows += 1

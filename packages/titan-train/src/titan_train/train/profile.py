@@ -103,6 +103,7 @@ class StepProfile:
         }
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as out:
             json.dump(in_our_words(trace, about), out)
+        self._measure.timer.take()  # writing is no part of a step
         return file
 
 

@@ -91,6 +91,10 @@ class OptimizerStep:
             rerun_above: Execute a step again whose loss is not finite, or above so many times the last ones' mean; 0 never.
         """
         self._timer = timer
+        self.wants_layer_norms = False
+        """Whether the next step finds `layer_norms`; alike on every rank."""
+        self.layer_norms: dict[str, float] = {}
+        """Norm of the gradient before clipping, by layer."""
         self._suspicion = Suspicion(rerun_above) if rerun_above else None
         self._model = model
         self._optimizer = optimizer
@@ -143,6 +147,7 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             gradients.finish()
             drop_frozen_gradients(self._optimizer)
+            self.layer_norms = gradients.norms_by_layer(self._device) if self.wants_layer_norms else {}
             sums = torch.stack([total, gradients.square_norm().to(self._device)])
             if not self._scope.counts_loss:
                 sums[0] = 0.0

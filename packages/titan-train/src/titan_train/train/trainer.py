@@ -45,6 +45,7 @@ from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
+from titan_train.train.inspect_step import recorded_activations
 from titan_train.train.measure import StepMeasure
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.profile import StepProfile
@@ -286,7 +287,12 @@ class Trainer:
             microbatches = self._monitor.data_loaded(self.step + 1, microbatches)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._monitor.before_step(self.step + 1, self.model.parts)
-        result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
+        self._optimizer_step.wants_layer_norms = self._measure.due(self.step + 1)
+        every = self.config.metrics.activations_every
+        inspected = bool(every) and self.rank == 0 and (self.step + 1) % every == 0
+        with recorded_activations(self.model.parts) if inspected else contextlib.nullcontext({}) as activations:
+            result = self._optimizer_step(microbatches, (self._requests.stop, self._requests.take_save(), save_due))
+        learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.scheduler.step()
         self.step += 1
         fused = self.model.fused
@@ -300,6 +306,10 @@ class Trainer:
         self._measure.timer.steps += 1
         if self._profile is not None and (trace := self._profile.step_made(self.step)) is not None:
             self._event("profile_written", file=str(trace.relative_to(self.run_dir)))
+        if activations:
+            self._event("activations", **activations)
+        if self._optimizer_step.layer_norms:
+            self._event("groups", lr=learning_rates, grad_norm=self._optimizer_step.layer_norms)
         measured = self._measure.step_made(self.step)
         if measured is not None:
             self._note_split(*measured)

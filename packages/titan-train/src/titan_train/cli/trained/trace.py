@@ -26,13 +26,15 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     run_dir: Path = arguments.run_dir
     read_config(run_dir)  # says so if this is not a run's folder
     events = read_history(run_dir).events
-    named = [str(event.fields.get("text", "")) for event in events if event.kind == "straggler"]
+    named = [
+        f"{event.fields.get('text', '')} (named at step {event.step})" for event in events if event.kind == "straggler"
+    ]
     if any(folder_of(run_dir).glob("rank-*.json.gz")):
         out = arguments.out or folder_of(run_dir) / "all.json.gz"
         traces = read_traces(run_dir, out)
         print(f"steps {traces.first} to {traces.split.step}, {traces.place.world_size} ranks")
         print("\n".join(table(traces.split.fields())))
-        named = [cause.text for cause in traces.causes] + [text for text in named if text]
+        named = [cause.text for cause in traces.causes] + named
         print("\n".join(f"cause    {text}" for text in dict.fromkeys(named)) or "cause    none: the ranks are even")
         print(f"trace    {out} (open it in ui.perfetto.dev)")
         return 0

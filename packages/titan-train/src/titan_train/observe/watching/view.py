@@ -77,6 +77,11 @@ def goodput_line(goodput: Goodput) -> str:
 
 def event_line(line: Mapping[str, Any]) -> str:
     """An event as one line of text."""
+    if line.get("event") == "step_split":
+        median = {name: ms[1] for name, ms in line["phases_ms"].items()}
+        median |= {f"{name} exposed": axis["exposed_ms"][1] for name, axis in line["axes"].items()}
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in median.items() if ms >= 0.05)
+        return f"step {line['step']}: {line['wall_ms'][1]:.1f} ms = {parts}"
     if line.get("text"):
         return f"step {line['step']}: {line['text']}"
     rest = " ".join(f"{k}={v}" for k, v in line.items() if k not in ("kind", "event", "step", "time"))
@@ -123,7 +128,7 @@ def _split(lines: Sequence[Mapping[str, Any]], width: int) -> "list[RenderableTy
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [line for line in lines if line.get("kind") == "event" and line.get("event") != "step_split"]
+    return [line for line in lines if line.get("kind") == "event" and line.get("event") not in ("step_split", "groups")]
 
 
 def _finite(value: object) -> bool:
