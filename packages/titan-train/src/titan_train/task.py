@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from titan_train.config import Config
 from titan_train.data.loader.source import BatchSource
@@ -77,6 +77,15 @@ class ContextCut(Protocol):
         ...
 
 
+class LossParts(NamedTuple):
+    """The loss of validation by parts of the data, such as the times of diffusion."""
+
+    names: tuple[str, ...]
+    """Of the parts."""
+    sums: "Callable[[Tensor, Any], Tensor]"
+    """From a model's output and a batch's ``target`` to ``[parts, 2]``: each part's sum of the loss, and its count."""
+
+
 class TaskInputs(Protocol):
     """The open data of one run on one rank; inherit from it to take the defaults."""
 
@@ -132,6 +141,10 @@ class Task(Protocol):
     def loss(self, config: Config, vocab_size: int | None) -> "Callable[[Tensor, Any], Tensor]":
         """From a model's output and a batch's ``target`` to the sum of the loss, a scalar."""
         ...
+
+    def loss_parts(self, config: Config) -> LossParts | None:
+        """The parts of the loss that validation reports beside the mean; None for none."""
+        return None
 
     def count(self, batch: Any) -> "Tensor":
         """What the sum is divided by, of one batch: labels, or elements. An int64 scalar on the batch's device."""

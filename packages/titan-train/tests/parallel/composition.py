@@ -72,15 +72,14 @@ def run(folder, name, sections, steps=10):
             from titan_train.train.validate import validation_loss
 
             with trainer._make_loader(trainer._inputs.validation, steps=1) as loader:
-                validation.append(
-                    validation_loss(
-                        trainer.model,
-                        loader,
-                        accumulation=trainer.batch_plan.accumulation,
-                        scope=trainer._scope,
-                        device=trainer.device,
-                    )[0]
+                found = validation_loss(
+                    trainer.model,
+                    loader,
+                    accumulation=trainer.batch_plan.accumulation,
+                    scope=trainer._scope,
+                    device=trainer.device,
                 )
+                validation += [found.loss, found.parts]
         return trainer.losses, norms, validation, captured
 
 

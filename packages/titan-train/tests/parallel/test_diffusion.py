@@ -86,6 +86,8 @@ def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tm
         # three AdamW steps divide by small second moments and amplify that, as in test_matrix
         assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5
         assert abs(held_out[0] - validation[0]) <= 2e-5
+        assert len(validation[1]) == 8  # by time, on every rank
+        assert held_out[1] == pytest.approx(validation[1], abs=2e-5)
     whole = composition.assemble([r[3] for r in results])
     expected = composition.assemble([captured])
     assert whole.keys() == expected.keys()

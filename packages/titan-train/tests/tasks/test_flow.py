@@ -10,11 +10,13 @@ import torch
 from titan_train.config import parse_config
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.models.flux.rope import time_features
+from titan_train.observe.jsonl import read_metrics
 from titan_train.task import load_task
 from titan_train.tasks.diffusion import shapes
-from titan_train.tasks.diffusion.batches import Features, FlowBatches
+from titan_train.tasks.diffusion.batches import Features, FlowBatches, FlowTarget
 from titan_train.tasks.diffusion.flow import draw_noise, draw_time, drops, schedule, shift_of, shifted
 from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
+from titan_train.tasks.diffusion.task import loss_by_time
 
 CONFIG = DiffusionConfig(grid=4, text_tokens=4, text_dropout=0.3)
 
@@ -37,7 +39,7 @@ def test_a_batch_is_a_function_of_the_seed_and_the_samples_numbers():
         part = build(batches(), range(4 * rank, 4 * rank + 4))
         for a, b in zip(part.inputs, together.inputs, strict=True):
             assert torch.equal(a, b[4 * rank : 4 * rank + 4])
-        assert torch.equal(part.target, together.target[4 * rank : 4 * rank + 4])
+        assert torch.equal(part.target.velocity, together.target.velocity[4 * rank : 4 * rank + 4])
         assert torch.equal(part.keywords["time"], together.keywords["time"][4 * rank : 4 * rank + 4])
     assert not torch.equal(build(batches(seed=2), range(8)).inputs[0], together.inputs[0])
 
@@ -59,7 +61,7 @@ def test_the_noisy_latent_lies_between_image_and_noise():
         noise = draw_noise(1, sample, latent.shape)
         # one float32 product and sum of values below 8
         np.testing.assert_allclose(batch.inputs[0][row], (1 - time) * latent + time * noise, atol=4e-6)
-        np.testing.assert_array_equal(batch.target[row], noise - latent)
+        np.testing.assert_array_equal(batch.target.velocity[row], noise - latent)
         assert torch.equal(batch.keywords["time"][row], time_features(torch.tensor([time]))[0])
 
 
@@ -67,6 +69,18 @@ def test_validation_has_eight_fixed_times_and_drops_no_text():
     source = batches("validation")
     assert [source.time_of(n) for n in range(9)] == [(n % 8 + 0.5) / 8 for n in range(9)]
     assert all(source.features_of(n).text.any() and source.features_of(n).pooled.any() for n in range(200))
+
+
+def test_the_loss_by_time_adds_up_to_the_loss():
+    batch = build(batches("validation"), range(20))
+    velocity = torch.randn_like(batch.target.velocity)
+    parts = loss_by_time(velocity, batch.target)
+    errors = (velocity - batch.target.velocity).square().sum((1, 2))
+    for part in range(8):  # 20 samples, their times round robin
+        torch.testing.assert_close(parts[part, 0], errors[part::8].sum())
+        assert parts[part, 1] == len(errors[part::8]) * velocity[0].numel()
+    ends = FlowTarget(batch.target.velocity[:2], torch.tensor([0.0, 1.0]))
+    assert loss_by_time(velocity[:2], ends)[:, 1].nonzero().flatten().tolist() == [0, 7]
 
 
 def test_text_and_pooled_features_are_dropped_independently():
@@ -184,6 +198,10 @@ def test_validation_samples_into_the_runs_folder(tmp_path):
 
     with Trainer(config) as trainer:
         trainer.fit()
+    (validation,) = read_metrics(tmp_path / "r").validations
+    assert validation.parts.keys() == {"t_0.0625", "t_0.1875"}  # two samples
+    # the mean of two parts of one size, in another order of float32 sums
+    assert sum(validation.parts.values()) / 2 == pytest.approx(validation.loss, rel=1e-6)
     found = json.loads((tmp_path / "r" / "samples" / "step_00000002.json").read_text())
     assert found["images"] == 10
     assert len(set(found["captions"])) == 10

@@ -60,6 +60,8 @@ class ValidationRecord:
     """Loss per UTF-8 byte of text in bits, comparable between tokenizers; None where bytes are not known."""
     tokens: int
     """Tokens it scored, over all ranks."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """The loss by parts of the data, by name: of diffusion, by time. Empty where the task has none."""
 
 
 class Tracker(Protocol):

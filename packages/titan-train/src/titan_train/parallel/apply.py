@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.kernels import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.loss import TokenLoss
+from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
@@ -82,6 +82,8 @@ class ParallelModel:
     """What the compiler overlapped of tensor parallelism, known after the first step; None where it was not asked to."""
     fused_loss: bool = False
     """The head computes the loss, a chunk of tokens at a time."""
+    observed: ObservedLoss | None = None
+    """The same loss, where the task reports it by parts."""
 
     def loss_sum(self, batch: TaskBatch) -> Tensor:
         """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""
@@ -123,6 +125,9 @@ def build_parallel_model(
     chosen = choose_kernels(config.kernels, device)
     check_taken(apply_kernels(whole, chosen), config.kernels, config.model.name)
     loss = task.loss(config, vocab_size)
+    parts_of_loss = task.loss_parts(config)
+    observed = None if parts_of_loss is None else ObservedLoss(loss, parts_of_loss.names, parts_of_loss.sums)
+    loss = loss if observed is None else observed
     loss = kernel_loss(loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1)
     applied = _Application(task, config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
@@ -151,6 +156,7 @@ def build_parallel_model(
         flops_per_token=flops_per_token(whole, config.model.seq_len),
         fused=applied.fused,
         fused_loss=applied.fused_loss,
+        observed=observed,
     )
 
 

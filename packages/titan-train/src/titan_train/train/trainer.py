@@ -6,6 +6,7 @@ losses of twenty.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import gc
 import itertools
@@ -376,14 +377,15 @@ class Trainer:
         if self._inputs.validation is None:
             return
         with self._make_loader(self._inputs.validation, steps=self.config.validation.steps) as loader:
-            loss, tokens = validation_loss(
+            found = validation_loss(
                 self.model,
                 loader,
                 accumulation=self.batch_plan.accumulation,
                 scope=self._scope,
                 device=self.device,
             )
-        record = self._inputs.record(self.step, loss, tokens)
+        record = self._inputs.record(self.step, found.loss, found.count)
+        record = dataclasses.replace(record, parts=found.parts)
         sampled = self._sample()
         for tracker in self._trackers:
             tracker.log_validation(record)

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import titan_fp8
 import torch
@@ -11,11 +13,22 @@ from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
 
 
+class HeldOutLoss(NamedTuple):
+    """The loss on held-out data, the same on every rank."""
+
+    loss: float
+    """Mean over what the task counts; of text, nats per valid label."""
+    count: int
+    """Over all ranks."""
+    parts: dict[str, float]
+    """The means of parts of the data, such as the times of diffusion; empty where the task has none."""
+
+
 @torch.no_grad()
 def validation_loss(
     model: ParallelModel, batches: Iterable[TaskBatch], *, accumulation: int, scope: ReduceScope, device: torch.device
-) -> tuple[float, int]:
-    """Mean cross-entropy in nats per valid label over ``batches`` of all ranks, and the number of labels.
+) -> HeldOutLoss:
+    """Mean loss over ``batches`` of all ranks.
 
     Sums and counts are added over ranks, not means, so that every label has the same weight.
 
@@ -31,7 +44,8 @@ def validation_loss(
         part.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     remaining = iter(batches)
-    with titan_fp8.ConstantWeights(*model.parts):
+    observing = nullcontext() if model.observed is None else model.observed.observing(device)
+    with titan_fp8.ConstantWeights(*model.parts), observing as by_part:
         while group := list(itertools.islice(remaining, accumulation)):
             cut = group if model.context is None else [model.context.cut(batch) for batch in group]
             if model.pipeline is not None:
@@ -45,4 +59,16 @@ def validation_loss(
     for part, training in zip(model.parts, was_training, strict=True):
         part.train(training)
     total, count = sums.tolist()
-    return total / max(1.0, count), int(count)
+    return HeldOutLoss(total / max(1.0, count), int(count), _means(model, scope, by_part))
+
+
+def _means(model: ParallelModel, scope: ReduceScope, by_part: torch.Tensor | None) -> dict[str, float]:
+    """The means of the parts that occurred.
+
+    Ranks that compute the same part of the loss (tensor parallelism) add it as often to sums as to counts; other ranks than
+    the last stage's (pipelines) add nothing.
+    """
+    if model.observed is None or by_part is None:
+        return {}
+    sums = scope.sum(by_part).tolist()
+    return {name: total / count for name, (total, count) in zip(model.observed.names, sums, strict=True) if count}

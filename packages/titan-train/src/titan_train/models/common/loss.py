@@ -4,8 +4,9 @@ The mean of means is wrong as soon as two micro-batches have different numbers o
 gives a sum; the trainer divides by the number of valid labels of the whole step, over all ranks.
 """
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,3 +73,35 @@ def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0, cross_entropy
 def count_valid(labels: Tensor) -> Tensor:
     """Number of labels that are predicted, an int64 scalar on the labels' device."""
     return torch.count_nonzero(labels != IGNORE_INDEX)
+
+
+class ObservedLoss:
+    """A task's loss that can be watched: validation reports it by parts, under any layout, from the place that computes it."""
+
+    def __init__(self, loss: TokenLoss, names: Sequence[str], sums: Callable[[Tensor, Any], Tensor]) -> None:
+        """Wrap a loss.
+
+        Args:
+            loss: The loss.
+            names: Of the parts.
+            sums: From output and target to ``[parts, 2]``: each part's sum of the loss, and its count.
+        """
+        self.names = tuple(names)
+        self._loss = loss
+        self._of_parts = sums
+        self._sums: Tensor | None = None
+
+    def __call__(self, output: Tensor, target: Any) -> Tensor:
+        """The sum of the loss."""
+        if self._sums is not None:
+            self._sums += self._of_parts(output, target).to(self._sums)
+        return self._loss(output, target)
+
+    @contextmanager
+    def observing(self, device: torch.device) -> Generator[Tensor]:
+        """Add up; yields the sums ``[parts, 2]``, float64, of what this rank's loss is called with until the end."""
+        self._sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
+        try:
+            yield self._sums
+        finally:
+            self._sums = None

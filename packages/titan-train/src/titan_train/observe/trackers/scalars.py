@@ -30,7 +30,8 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 def validation_scalars(record: ValidationRecord) -> dict[str, float]:
     """Name to value; what is unknown or not finite is left out."""
-    return _scalars(record, _VALIDATION)
+    parts = {f"validation/loss/{name}": value for name, value in record.parts.items() if math.isfinite(value)}
+    return _scalars(record, _VALIDATION) | parts
 
 
 def _scalars(record: StepRecord | ValidationRecord, tags: dict[str, str]) -> dict[str, float]:

@@ -2,20 +2,23 @@
 
 import hashlib
 import json
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from titan_train.config.diffusion import DiffusionConfig
-from titan_train.data.loader.source import BatchSource, TensorBatch
+from titan_train.data.loader.source import BatchSource
 from titan_train.data.order.permutation import permute
 from titan_train.models.flux.rope import grid_positions, time_features
 from titan_train.tasks.diffusion.flow import FloatArray, draw_noise, draw_time, drops, shift_of
 
-VALIDATION_TIMES = 8
-"""Fixed times of validation: (i + 0.5) / 8, sample by sample."""
+VALIDATION_TIMES = tuple((i + 0.5) / 8 for i in range(8))
+"""Fixed times of validation, sample by sample."""
 
 
 class Features(NamedTuple):
@@ -44,6 +47,36 @@ class FeatureSet(Protocol):
     def read(self, item: int, *, seed: int, sample: int) -> Features:
         """One item; what is drawn of it (an autoencoder's sample) depends on ``seed`` and the global ``sample`` alone."""
         ...
+
+
+class FlowTarget(NamedTuple):
+    """What the loss compares velocities with."""
+
+    velocity: Tensor
+    """``[B, I, C]``."""
+    time: Tensor
+    """``[B]`` float32: validation reports the loss by time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowBatch:
+    """A microbatch for flow matching, see `titan_train.task.TaskBatch`."""
+
+    inputs: tuple[Tensor, ...]
+    """Noisy latents ``[B, I, C]`` and text features ``[B, T, text_dim]``."""
+    keywords: Mapping[str, Tensor]
+    target: FlowTarget
+    samples_consumed: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in one order."""
+        return (*self.inputs, *self.keywords.values(), *self.target)
+
+    def on_device(self, tensors: Sequence[Tensor | None]) -> "FlowBatch":
+        """The same microbatch with these copies of `tensors`."""
+        image, text, *rest = cast("list[Tensor]", list(tensors))
+        keywords = dict(zip(self.keywords, rest[:-2], strict=True))
+        return replace(self, inputs=(image, text), keywords=keywords, target=FlowTarget(*rest[-2:]))
 
 
 class FlowBatches(BatchSource):
@@ -89,7 +122,7 @@ class FlowBatches(BatchSource):
     def time_of(self, sample: int) -> float:
         """The time of a sample."""
         if not self._training:
-            return (sample % VALIDATION_TIMES + 0.5) / VALIDATION_TIMES
+            return VALIDATION_TIMES[sample % len(VALIDATION_TIMES)]
         config = self._config
         return draw_time(
             self.seed, sample, times=config.times, mean=config.logit_mean, std=config.logit_std, mu=self._mu
@@ -112,7 +145,7 @@ class FlowBatches(BatchSource):
             found = Features(found.latent, text, pooled)
         return found
 
-    def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> TensorBatch:
+    def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> FlowBatch:
         """Noisy latents ``[B, I, C]``, what the model is told about them, and their velocity as target."""
         numbers = [int(sample) for sample in samples]
         features = [self.features_of(sample) for sample in numbers]
@@ -127,12 +160,12 @@ class FlowBatches(BatchSource):
         }
         if self._guided:
             keywords["guidance"] = time_features(torch.full((len(numbers),), self._config.guidance))
-        return TensorBatch(
+        return FlowBatch(
             inputs=(
                 torch.from_numpy((1.0 - place) * latent + place * noise),
                 torch.from_numpy(np.stack([f.text for f in features])),
             ),
             keywords=keywords,
-            target=torch.from_numpy(noise - latent),
+            target=FlowTarget(torch.from_numpy(noise - latent), torch.from_numpy(times)),
             samples_consumed=samples_consumed,
         )

@@ -14,8 +14,8 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.data.loader.source import TensorBatch
 from titan_train.models.flux.blocks import FullAttention
+from titan_train.tasks.diffusion.batches import FlowBatch, FlowTarget
 
 _METHODS = ("allgather", "ulysses")
 
@@ -47,16 +47,16 @@ class JointContext:
         for name in [name for name, module in model.named_modules() if isinstance(module, FullAttention)]:
             model.set_submodule(name, JointAttention(self.plan, self.group))
 
-    def cut(self, batch: TensorBatch) -> TensorBatch:
+    def cut(self, batch: FlowBatch) -> FlowBatch:
         """The rank's text, image, places and velocities; what is known of a whole sample stays whole."""
         image, text = batch.inputs
         places = batch.keywords["positions"]
         joined = (places[:, : self.text_tokens], places[:, self.text_tokens :])
         here = torch.cat([self._part(part) for part in joined], dim=1)
-        return TensorBatch(
+        return FlowBatch(
             inputs=(self._part(image), self._part(text)),
             keywords={**batch.keywords, "positions": here},
-            target=self._part(batch.target),
+            target=FlowTarget(self._part(batch.target.velocity), batch.target.time),
             samples_consumed=batch.samples_consumed,
         )
 

@@ -14,8 +14,8 @@ from titan_train.files import write_atomic
 from titan_train.models.arguments import model_args
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.rope import TIME_FEATURES
-from titan_train.task import Task, TaskInputs
-from titan_train.tasks.diffusion.batches import FlowBatches
+from titan_train.task import LossParts, Task, TaskInputs
+from titan_train.tasks.diffusion.batches import VALIDATION_TIMES, FlowBatches, FlowTarget
 from titan_train.tasks.diffusion.context import joint_context, plan_joint
 from titan_train.tasks.diffusion.flow import shift_of
 from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
@@ -59,11 +59,17 @@ class DiffusionTask(Task):
 
     def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
         """The sum of squared errors over all elements, in float32."""
-        return lambda velocity, target: (velocity.float() - target.float()).square().sum()
+        return lambda velocity, target: (velocity.float() - target.velocity.float()).square().sum()
+
+    def loss_parts(self, config: Config) -> LossParts:
+        """By time: validation has eight."""
+        names = tuple(f"t_{time:g}" for time in VALIDATION_TIMES)
+        return LossParts(names, loss_by_time)
 
     def count(self, batch: Any) -> Tensor:
         """Elements of the latents."""
-        return torch.tensor(batch.target.numel(), device=batch.target.device)
+        velocity = batch.target.velocity
+        return torch.tensor(velocity.numel(), device=velocity.device)
 
     def example(self, config: Config, part: nn.Module, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """One microbatch of a rank, without values."""
@@ -143,6 +149,15 @@ class DiffusionInputs(TaskInputs):
         found = {"step": step, **gallery.describe(images)}
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
         return None
+
+
+def loss_by_time(velocity: Tensor, target: FlowTarget) -> Tensor:
+    """The sum of squared errors and the elements of each eighth of [0, 1], ``[8, 2]`` float32."""
+    errors = (velocity.float() - target.velocity.float()).square().flatten(1).sum(1)
+    elements = torch.full_like(errors, target.velocity[0].numel())
+    count = len(VALIDATION_TIMES)
+    part = (target.time * count).long().clamp(max=count - 1)
+    return errors.new_zeros(count, 2).index_add_(0, part, torch.stack((errors, elements), dim=1))
 
 
 def _args(config: Config) -> FluxArgs:
