@@ -384,7 +384,7 @@ class Trainer:
                 scope=self._scope,
                 device=self.device,
             )
-        record = self._inputs.record(self.step, found.loss, found.count)
+        record = self._inputs.record(self.step, found.loss, found.counted)
         record = dataclasses.replace(record, parts=found.parts)
         sampled = self._sample()
         for tracker in self._trackers:

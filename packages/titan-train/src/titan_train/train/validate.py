@@ -18,7 +18,7 @@ class HeldOutLoss(NamedTuple):
 
     loss: float
     """Mean over what the task counts; of text, nats per valid label."""
-    count: int
+    counted: int
     """Over all ranks."""
     parts: dict[str, float]
     """The means of parts of the data, such as the times of diffusion; empty where the task has none."""
