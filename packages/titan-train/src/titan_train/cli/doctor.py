@@ -25,6 +25,8 @@ _EXTRAS = {
     "hf": "models and data of Hugging Face, export --to hf, download",
     "data": "Parquet and Arrow tables as data",
     "diffusion": "weights of diffusers",
+    "vision": "models of images and text",
+    "kernels": "liger-kernel among the fused kernels",
     "onnx": "export --to onnx",
     "gguf": "export --to gguf",
     "serve": "titan-train serve",
