@@ -26,7 +26,6 @@ _EXTRAS = {
     "data": "Parquet and Arrow tables as data",
     "diffusion": "weights of diffusers",
     "vision": "models of images and text",
-    "kernels": "liger-kernel among the fused kernels",
     "onnx": "export --to onnx",
     "gguf": "export --to gguf",
     "serve": "titan-train serve",
