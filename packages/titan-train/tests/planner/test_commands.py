@@ -48,12 +48,16 @@ def test_an_unknown_machine_is_an_error_with_the_list(capsys: pytest.CaptureFixt
     assert "Did you mean 'h100'" in capsys.readouterr().err
 
 
-def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path) -> None:
+def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.toml"
     assert main(["doctor", "--bench", str(file)]) == 0
     machine = load_machine(str(file))
     assert machine.verified
     assert machine.bf16 > 1e9
+    lines = capsys.readouterr().out.split("between ranks here")[1].splitlines()
+    rows = {line[:20].strip(): line[20:].split() for line in lines[1:6]}
+    assert list(rows) == ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and recv"]
+    assert all(float(latency) > 0 and float(rate) > 0 for latency, _, rate in rows.values())
 
 
 def test_dry_run_shows_the_memory_of_each_pipeline_rank_and_the_transfers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         for operation, found in table["kernels"].items():
             times = ", ".join(f"{name} {micros:,.0f} us" for name, micros in found["microseconds"].items())
             print(f"kernels.{operation}: {found['chosen']} ({times})")
+        from titan_train.planner.hardware.links import measure_links
+
+        print(
+            f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   the same per mesh axis of a run: titan-train trace RUN"
+        )
+        for speed in measure_links():
+            print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}")
         return 0
 
     from rich.console import Console

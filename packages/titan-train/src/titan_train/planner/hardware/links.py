@@ -1,0 +1,145 @@
+"""How fast the ranks of this machine talk to each other when nothing else runs: latency and bandwidth of each collective.
+
+The same figures as a run records for each mesh axis (`titan-train trace`), so the two can be compared. Two ranks on CPU, one
+per GPU where there are several.
+"""
+
+import datetime
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SMALL, _LARGE, _CALLS = 64, 2**22, 7  # bytes per rank; calls of each
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """One collective on the idle machine."""
+
+    operation: str
+    latency_us: float
+    """Median time of a call of 64 bytes."""
+    gb_s: float
+    """What a rank sends per second in a call of 4 MiB, the fastest of a few."""
+
+
+def measure_links() -> list[LinkSpeed]:
+    """Start ranks on this machine, measure, end them.
+
+    Raises:
+        RuntimeError: The ranks could not meet within a minute or failed.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    size = gpus if gpus > 1 else 2
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        receiver, sender = context.Pipe(duplex=False)
+        ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder, sender)) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        sender.close()
+        try:
+            found: list[tuple[str, float, float]] = receiver.recv() if receiver.poll(120) else []
+        except EOFError:
+            found = []
+        for rank in ranks:
+            rank.join(10)
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+    if not found:
+        raise RuntimeError(
+            "two ranks on this machine could not talk to each other; see the error above, if there is one."
+        )
+    return [LinkSpeed(*row) for row in found]
+
+
+def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(Path(folder) / "store"), size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(
+        "nccl" if gpus else "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+    )
+    rows: list[tuple[str, float, float]] = []
+    for operation in _operations(size, device):
+        small = statistics.median(_times(operation[1], _SMALL, device))
+        sent, large = operation[2] * _LARGE, min(_times(operation[1], _LARGE, device))
+        rows.append((operation[0], 1e6 * small, sent / max(large, 1e-9) / 1e9))
+    if rank == 0:
+        sender.send(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _operations(size: int, device: Any) -> list[tuple[str, Callable[[int], Callable[[], object]], float]]:
+    """Name, what makes a call for some bytes per rank, and what a rank sends per byte of it."""
+    import torch
+    import torch.distributed as dist
+
+    def part(count: int) -> Any:
+        return torch.ones(count // 4, device=device)
+
+    def gather(count: int) -> Callable[[], object]:
+        mine, whole = part(count), part(size * count)
+        return lambda: dist.all_gather_into_tensor(whole, mine)
+
+    def scatter(count: int) -> Callable[[], object]:
+        mine, whole = part(count), part(size * count)
+        return lambda: dist.reduce_scatter_tensor(mine, whole)
+
+    def reduce(count: int) -> Callable[[], object]:
+        whole = part(count)
+        return lambda: dist.all_reduce(whole)
+
+    def exchange(count: int) -> Callable[[], object]:
+        mine, theirs = part(size * count), part(size * count)
+        return lambda: dist.all_to_all_single(theirs, mine)
+
+    def ring(count: int) -> Callable[[], object]:
+        rank, mine, theirs = dist.get_rank(), part(count), part(count)
+
+        def call() -> None:
+            ops = [dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, theirs, (rank - 1) % size)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        return call
+
+    others = size - 1
+    return [
+        ("all-reduce", reduce, 2 * others / size),
+        ("all-gather", gather, others),
+        ("reduce-scatter", scatter, others),
+        ("all-to-all", exchange, others),
+        ("send and recv", ring, 1),
+    ]
+
+
+def _times(make: Callable[[int], Callable[[], object]], count: int, device: Any) -> list[float]:
+    import torch
+
+    call = make(count)
+    found: list[float] = []
+    for _ in range(_CALLS + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return found[1:]  # the first connects
