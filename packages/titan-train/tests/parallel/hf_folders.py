@@ -34,6 +34,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
                  "n_shared_experts": 1},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # files have other names than the model
     "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0},

@@ -30,9 +30,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 PLANNED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox")
 ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
-UNPLANNED = ("olmoe", "glm4_moe", "granite", "gpt2", "bloom")
+UNPLANNED = ("olmoe", "glm4_moe", "granite", "granitemoe", "gpt2", "bloom")
 DEFAULT = {
-    "fsdp": [("gpt2", True)],
+    "fsdp": [("gpt2", True), ("granitemoe", False)],
     "pp": [("gemma3_text", True)],
     "tp pp": [("phi3", True), ("olmo2", False)],
     "ep tp": [("qwen2_moe", False)],

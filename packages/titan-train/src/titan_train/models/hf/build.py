@@ -49,6 +49,7 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     if plan is None:
         placed = "position_ids" in inspect.signature(model.forward).parameters
         forward_of = UnplannedDecoder if placed else UnplacedDecoder
+    _check_causal(name, model.config, planned=plan is not None)
     model.__class__ = class_with(type(model), forward_of)
     model.published = published
     if plan is not None:
@@ -121,10 +122,24 @@ def _check_plan(name: str, config: Any) -> None:
             f"model.name={name!r} has {', '.join(f'{k}={v}' for k, v in found.items())}: results would depend on the layout. "
             f"Set {wanted}."
         )
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "attn_logit_softcapping", None):
         raise ValueError(
-            f"model.name={name!r} has bidirectional attention or capped attention scores, which attention here has not. Use "
-            "a causal decoder."
+            f"model.name={name!r} has capped attention scores (attn_logit_softcapping), which attention here has not. Use a "
+            "model without them."
+        )
+
+
+def _check_causal(name: str, config: Any, *, planned: bool) -> None:
+    """Refuse attention to later tokens: the model would be shown what it is to predict."""
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(
+            f"model.name={name!r} has bidirectional attention: each token would see the next one, which it is to predict. Use a "
+            "causal decoder."
+        )
+    if not planned and getattr(config, "is_decoder", True) is False:
+        raise ValueError(
+            f"model.name={name!r} has is_decoder=False, so its attention may see the next token, which it is to predict. Set "
+            "model.args.is_decoder=true, or use a causal decoder."
         )
 
 

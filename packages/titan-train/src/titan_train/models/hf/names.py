@@ -1,6 +1,7 @@
 """Names of tensors in files: transformers' own, except for experts (one tensor for each) and fused linears."""
 
 import re
+from collections.abc import Mapping
 
 from titan_ckpt import KeyMap, Pair
 from torch import nn
@@ -25,12 +26,13 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     """
     apart = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts | SplitLinear)}
     pairs: dict[Pair, None] = {}
+    renamed = plan.renamed if plan is not None else _renamed_by_transformers(kind)
     for name in model.state_dict(keep_vars=True):
         if ".lora_" in name:
             continue
         owner = next((path for path in apart if name.startswith(f"{path}.")), None)
         if owner is None:
-            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), plan))] = None
+            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), renamed))] = None
             continue
         module = apart[owner]
         if isinstance(module, RoutedExperts):
@@ -52,10 +54,24 @@ def _template(name: str) -> str:
     return _LAYER.sub(".{i}.", name, count=1)
 
 
-def _renamed(name: str, plan: HFPlan | None) -> str:
-    for here, there in ({} if plan is None else plan.renamed).items():
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    for here, there in renamed.items():
         name = name.replace(here, there)
     return name
+
+
+def _renamed_by_transformers(kind: str) -> Mapping[str, str]:
+    """Part of a tensor's name in the model to that in files, where transformers renames it and does no more."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    found: dict[str, str] = {}
+    for step in get_checkpoint_conversion_mapping(kind) or []:
+        if type(step) is WeightRenaming and len(step.source_patterns) == len(step.target_patterns) == 1:
+            there, here = (pattern.replace("\\.", ".") for pattern in (*step.source_patterns, *step.target_patterns))
+            if not set(here + there) & set("\\^$*+?()[]{}|"):  # plain text
+                found[here] = there
+    return found
 
 
 def _parts(owner: str, module: SplitLinear) -> list[Pair]:
