@@ -142,7 +142,6 @@ def test_a_run_continues_on_another_layout_with_the_same_losses_and_bitwise_on_i
             "stage 0 would hold 2 of the first 3 layers",
         ),
         ({"parallel": {"tp": 8, "sequence_parallel": False}}, "num_heads=4"),
-        ({"model": {"name": "qwen3_vl_debug", "seq_len": 64, "args": {"patch": 7}}}, "not whole cells"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_any_rank_starts(sections, message, tmp_path):

@@ -14,8 +14,6 @@ from titan_train.tasks.vision.rows import Grid
 
 CELLS = 3
 """Cells along one side of an image."""
-CELL = 16
-"""Pixels along one side of a cell."""
 COLOURS = {
     "red": (230, 40, 40), "green": (40, 200, 60), "blue": (60, 80, 240),
     "yellow": (235, 225, 50), "white": (240, 240, 240), "purple": (180, 60, 220),
@@ -25,27 +23,18 @@ HOW_MANY, WHAT = "How many?", "What is it?"
 
 _MOST = 5
 _BACKGROUND = 128
-_RADIUS = 6.5
+_RADIUS = 6.5 / 16  # of a cell
 
 
 class ShapeQuestions:
     """Images by number, each with its question."""
 
     def __init__(self, count: int, args: Qwen3VLArgs, *, first: int = 0) -> None:
-        """Take ``count`` images from number ``first`` on.
-
-        Raises:
-            ValueError: The model's patches do not divide an image.
-        """
-        if CELLS * CELL % (args.patch * args.merge):
-            raise ValueError(
-                f"vision.source='shapes' renders {CELLS * CELL} pixels a side, which are not whole cells of model.args.patch="
-                f"{args.patch} times merge={args.merge} pixels. Use patch=8."
-            )
+        """Take ``count`` images from number ``first`` on; a cell of an image is a token of the model."""
         self._count, self._first, self._args = count, first, args
-        side = CELLS * CELL // args.patch
-        self._grid: Grid = (side, side)
-        self.fingerprint = hashlib.sha256(repr(("shapes 3", count, first, side)).encode()).hexdigest()
+        self._cell = args.patch * args.merge
+        self._grid: Grid = (CELLS * args.merge, CELLS * args.merge)
+        self.fingerprint = hashlib.sha256(repr(("shapes 3", count, first, self._cell)).encode()).hexdigest()
 
     def __len__(self) -> int:
         return self._count
@@ -64,24 +53,24 @@ class ShapeQuestions:
         return f"shape image {self._first + item}"
 
     def image(self, item: int) -> Pixels:
-        """``[48, 48, 3]``."""
-        return draw(self._first + item)
+        """``[side, side, 3]``."""
+        return draw(self._first + item, self._cell)
 
     def patches(self, item: int) -> list[FloatArray]:
         """Its image."""
         return [to_patches(self.image(item), self._args)]
 
 
-def draw(number: int) -> Pixels:
-    """The image of a number, ``[48, 48, 3]``."""
+def draw(number: int, cell: int = 16) -> Pixels:
+    """The image of a number, ``[3 * cell, 3 * cell, 3]``."""
     count, colour, shape, rng = _scene(number)
-    image = np.full((CELLS * CELL, CELLS * CELL, 3), _BACKGROUND, dtype=np.uint8)
-    for cell in rng.choice(CELLS**2, size=count, replace=False):
-        row, column = divmod(int(cell), CELLS)
+    image = np.full((CELLS * cell, CELLS * cell, 3), _BACKGROUND, dtype=np.uint8)
+    for place in rng.choice(CELLS**2, size=count, replace=False):
+        row, column = divmod(int(place), CELLS)
         shift = rng.integers(-1, 2, size=2)
-        y, x = np.mgrid[0:CELL, 0:CELL] + 0.5
-        y, x = (y - CELL / 2 - shift[0]) / _RADIUS, (x - CELL / 2 - shift[1]) / _RADIUS
-        here = image[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
+        y, x = np.mgrid[0:cell, 0:cell] + 0.5
+        y, x = (y - cell / 2 - shift[0]) / (_RADIUS * cell), (x - cell / 2 - shift[1]) / (_RADIUS * cell)
+        here = image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell]
         here[_inside(shape, y, x)] = 0  # the outline, the same in every colour
         here[_inside(shape, y, x, margin=0.25)] = COLOURS[colour]
     return image

@@ -60,8 +60,6 @@ class VisionTask(Task):
                 f"parallel.tp={parallel.tp} with sequence_parallel: the patches of images are not split over tensor-parallel "
                 "ranks. Set parallel.sequence_parallel=false."
             )
-        if config.vision.source == "shapes":
-            ShapeQuestions(1, args)  # refuses patches that its images do not have
         if config.tokenizer.kind == "bytes":
             used = {args.image_token, args.image_start_token, args.image_end_token} & set(range(259))
             if used:
