@@ -3,7 +3,7 @@
 import composition
 import pytest
 from titan_testing import run_ranks
-from titan_train.config import parse_config
+from titan_train.config import load_config, parse_config
 from titan_train.launch.validate import validate
 from titan_train.models.flux.model import Flux
 
@@ -135,3 +135,9 @@ def test_a_length_that_is_not_that_of_the_two_streams_is_refused(tmp_path):
         ValueError, match=r"model\.seq_len=14 must be diffusion\.text_tokens \+ diffusion\.grid\^2 = 13"
     ):
         validate(parse_config(composition.tree(tmp_path, "refused", wrong)), 1)
+
+
+@pytest.mark.parametrize("name", ["flux_dev", "flux_schnell"])
+def test_the_published_models_pass_the_checks_of_a_run_over_eight_nodes(name):
+    layout = ["--parallel.mode", "hsdp", "--parallel.dp_replicate", "8", "--parallel.dp_shard", "8"]
+    validate(load_config(name, layout), 64)
