@@ -62,6 +62,9 @@ def test_memory_is_drawn_over_the_run(make_run):
     run_dir = make_run(30)
     add_to_steps(run_dir, memory={"active_gib": 2.0, "reserved_gib": 3.0, "peak_gib": 2.5})
     assert [name for _, name in memory_timeline(run_dir).legend] == ["peak", "reserved", "active"]
+    short = make_run(1, name="short")
+    add_to_steps(short, memory={"active_gib": 2.0})
+    assert memory_timeline(short) is None  # the peak of each step says more than one point
 
 
 def test_of_a_long_file_steps_all_over_it_are_read(make_run, monkeypatch):

@@ -34,9 +34,9 @@ def time_split(run_dir: Path) -> Chart | None:
 
 
 def memory_timeline(run_dir: Path) -> Chart | None:
-    """Memory of rank 0 over the run; None where no step says more than its peak."""
+    """Memory of rank 0 over the run; None where fewer than two steps say more than their peak."""
     steps, tables = _tables(run_dir, "memory")
-    if not tables:
+    if len(tables) < 2:
         return None
     series = [
         Series(label, steps, [table.get(key, math.nan) for table in tables], _ROLES[i])
