@@ -20,7 +20,7 @@ from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
 
-CHUNK, PAIRS = 20, 6
+CHUNK, PAIRS = 20, 14
 MODELS = {
     "tiny (131,776 parameters)": ({"name": "llama3_debug", "seq_len": 64}, 8),
     "small": ({"name": "llama3_debug", "seq_len": 128, "args": {"dim": 256, "num_layers": 4}}, 8),
