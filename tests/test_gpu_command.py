@@ -37,6 +37,13 @@ def test_a_device_that_is_not_there_is_a_failure_of_the_section(tmp_path):
     assert (done.returncode, sections["attention"]["outcome"]) == (1, "failed: exit code 1")
 
 
+def test_a_folder_of_wheels_that_is_not_there_is_refused(tmp_path):
+    command = [*RUN, "--out", tmp_path, "--wheels", tmp_path / "none", "--only", "attention"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is no such folder" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_section_runs(tmp_path):

@@ -66,6 +66,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=[section.name for section in SECTIONS], help="these sections")
     arguments = parser.parse_args()
+    if arguments.wheels and not arguments.wheels.is_dir():
+        parser.error(f"--wheels {arguments.wheels}: there is no such folder. Make it with benchmarks/gpu/wheels.py.")
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu needs --tiny: the figures of a CPU would say nothing about a GPU.")
     if arguments.tiny and arguments.device == "cuda":
