@@ -20,8 +20,7 @@ LAYOUTS = {
     "float8 fsdp": (2, FLOAT8),
     "float8 tp": (2, joined(FLOAT8, {"parallel": {"tp": 2, "sequence_parallel": False}})),
     "float8 cp": (2, joined(FLOAT8, {"parallel": {"cp": 2}})),
-    "float8 pp": (2, joined(FLOAT8, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}})),
-    "float8 compiled": (1, joined(FLOAT8, COMPILED)),
+    "float8 pp": (2, joined(FLOAT8, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1"}})),
 }
 SLOW = (
     "compiled fsdp",
