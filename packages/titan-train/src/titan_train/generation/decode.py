@@ -205,8 +205,10 @@ def _last(values: Tensor, lengths: Tensor) -> Tensor:
 def _seen(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     """``[B, V]`` bool: the tokens of each row's prompt."""
     prompt = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    counts = torch.zeros(tokens.shape[0], vocab_size, dtype=torch.int32, device=tokens.device)
-    return counts.scatter_add_(1, tokens, prompt.int()) > 0
+    # a prompt may hold tokens that are never chosen: those that stand for images
+    most = max(vocab_size, int(tokens.max()) + 1)
+    counts = torch.zeros(tokens.shape[0], most, dtype=torch.int32, device=tokens.device)
+    return (counts.scatter_add_(1, tokens, prompt.int()) > 0)[:, :vocab_size]
 
 
 def _check(
