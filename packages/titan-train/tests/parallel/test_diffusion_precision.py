@@ -30,7 +30,6 @@ SLOW = (
     "float8 tp",
     "float8 cp",
     "float8 pp",
-    "float8 compiled",
 )
 # blocks of 128: with two heads of 128 channels, each of two ranks has whole blocks
 WIDE = {
