@@ -110,11 +110,13 @@ def test_the_parts_of_a_step_add_up_to_it(folder, axis, parallel):
     assert f"{axis} exposed" in seconds[12]
     groups = events(folder, f"sum-{axis}", "groups")
     assert [line["step"] for line in groups] == [4, 8, 12]
-    assert list(groups[0]["grad_norm"]) == ["layers.0", "layers.1", "other"]
+    assert list(groups[0]["gradient_norms"]) == ["layers.0", "layers.1", "other"]
     whole = {line["step"]: line["grad_norm"] for line in steps if line["kind"] == "step"}
     for line in groups:  # the squares of the parts add up; float32 sums in another order
-        assert sum(x * x for x in line["grad_norm"].values()) ** 0.5 == pytest.approx(whole[line["step"]], rel=1e-4)
-        assert all(0 < lr <= 1e-3 for lr in line["lr"])
+        assert sum(x * x for x in line["gradient_norms"].values()) ** 0.5 == pytest.approx(
+            whole[line["step"]], rel=1e-4
+        )
+        assert all(0 < lr <= 1e-3 for lr in line["learning_rates"])
     splits = events(folder, f"sum-{axis}", "step_split")
     assert [split["step"] for split in splits] == [8, 12]  # the first window holds the first step
     assert all(next(iter(split["axes"])) == axis for split in splits)

@@ -310,7 +310,7 @@ class Trainer:
         if activations:
             self._event("activations", **activations)
         if self._optimizer_step.layer_norms:
-            self._event("groups", lr=learning_rates, grad_norm=self._optimizer_step.layer_norms)
+            self._event("groups", learning_rates=learning_rates, gradient_norms=self._optimizer_step.layer_norms)
         measured = self._measure.step_made(self.step)
         if measured is not None:
             self._note_split(*measured)
