@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # each waits for a run that may share its
 PATIENT = ("--launch.straggler-factor", "0", "--launch.max-restarts", "50")
 # Rank 0 stops at step 6 until the run is disturbed and starts again, and nobody calls that a hang.
 HELD = ("--launch.faults", "hang rank=0 step=6", "--launch.hang-least-s", "3000")
-SLOW = ("--launch.faults", "slow rank=0 factor=20 step=5")
+SLOW = ("--launch.faults", "slow rank=0 factor=8 step=5")
 GARBAGE = (b"", b"{", b"[1, 2", b"\x00\xff\xfe", b'{"time": "x"}', b"[" * 5000, b"null")
 
 

@@ -29,8 +29,12 @@ def test_a_run_outlives_a_full_disk_and_ends_with_the_same_losses(job, undisturb
     disk = job.folder / "runs" / "full"
     disk.mkdir(parents=True)
     words = shlex.join(
-        job.command("full", "--launch.faults", "slow rank=0 factor=30", "--launch.straggler-factor", "0")
-    )
+        # slow, so that the disk fills up while steps are made; on a busy machine a slow step is no hang
+        job.command(
+            "full", "--launch.faults", "slow rank=0 factor=30", "--launch.straggler-factor", "0",
+            "--launch.hang-least-s", "3000",
+        )
+    )  # fmt: skip
     script = f"mount -t tmpfs -o size=60m none {shlex.quote(str(disk))} && exec {words}"
     with (tmp_path / "told").open("w") as told:
         process = subprocess.Popen(

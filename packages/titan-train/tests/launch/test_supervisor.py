@@ -52,7 +52,7 @@ def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed, monkeyp
 
 def test_a_slow_rank_is_reported_and_changes_nothing(job, undisturbed, monkeypatch):
     monkeypatch.setattr(attempt, "_LOOK_S", 0.0)  # a fast machine makes the twelve steps within a second
-    code, told = job.supervise("slow", "--launch.faults", "slow rank=1 factor=12")
+    code, told = job.supervise("slow", "--launch.hang-least-s", "3000", "--launch.faults", "slow rank=1 factor=12")
     assert code == 0, told
     assert "slow     rank 1 (place 1 of this machine)" in told
     assert "slow     rank 0" not in told
@@ -85,7 +85,9 @@ def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, 
     four = ("--launch.nproc", "4", "--train.steps", "24")
     # and the run is slow from then on: it does not end before it has grown
     faults = "lose rank=3 step=6 seconds=60; slow rank=0 step=9 factor=8"
-    code, told = job.supervise("elastic", *four, "--launch.elastic", "--launch.faults", faults)
+    code, told = job.supervise(
+        "elastic", *four, "--launch.elastic", "--launch.hang-least-s", "3000", "--launch.faults", faults
+    )
     assert code == 0, told
     assert [attempt["world_size"] for attempt in job.attempts("elastic")] == [4, 3, 4], told
     assert job.attempts("elastic")[1]["to_step"] > job.attempts("elastic")[1]["from_step"]
