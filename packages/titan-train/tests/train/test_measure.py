@@ -5,72 +5,28 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_run import Injecting, tiny_run, write_text
 from titan_testing import run_ranks
-from titan_train.config import parse_config
-from titan_train.config.faults import parse_faults
 from titan_train.inputs import prepare_inputs
-from titan_train.launch.testing.inject import Injector
 from titan_train.train import Trainer
-from titan_train.train.monitor import StepMonitor
-
-
-def configure(folder, **sections):
-    """A tiny model on the text in ``folder``; ``sections`` override tables of the configuration."""
-    folder = Path(folder)
-    tree = {
-        "run": {"dir": str(folder / "runs"), "name": "run", "seed": 7},
-        "model": {"name": "llama3_debug", "seq_len": 32},
-        "tokenizer": {"kind": "bytes"},
-        "data": {
-            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
-            "cache_dir": str(folder / "cache"),
-            "validation_fraction": 0.0,
-        },
-        "train": {"steps": 12, "global_batch": 8},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"warmup_steps": 2},
-        "checkpoint": {"every": 0},
-        "metrics": {"progress": "off", "split_every": 4},
-        "launch": {"device": "cpu", "timeout_s": 60.0},
-    }
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return parse_config(tree)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measure")
-    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
-    prepare_inputs(configure(folder), quiet=True)
+    write_text(folder)
+    prepare_inputs(tiny_run(folder), quiet=True)
     return str(folder)
-
-
-class Injecting(StepMonitor):
-    """Carries out a plan of faults, as a rank with a launcher does."""
-
-    def __init__(self, plan, rank, run_dir):
-        self.injector = Injector(parse_faults(plan), rank, run_dir)
-
-    def measured(self, meter):
-        self.injector.delays = meter.delays
-
-    def before_data(self, step):
-        self.injector.before_data(step)
-
-    def before_step(self, step, parts):
-        self.injector.before_step(step, parts, 0.2)
 
 
 def train(folder, name, sections, plan=""):
     """Train on this rank; what it measured of each window, the seconds of `fit`, the step times."""
     import torch.distributed as dist
 
-    run = {"run": {"dir": str(Path(folder) / "runs"), "name": name, "seed": 7}}
-    config = configure(folder, **(run | sections))
+    config = tiny_run(folder, name, **sections)
     rank = dist.get_rank()
     rows = []
-    with Trainer(config, monitor=Injecting(plan, rank, Path(folder) / "runs" / name)) as trainer:
+    with Trainer(config, monitor=Injecting(plan, rank, Path(folder) / "runs" / name, 0.2)) as trainer:
         gather = trainer._measure._gather
         trainer._measure._gather = lambda row: rows.append(row) or gather(row)
         began = time.perf_counter()

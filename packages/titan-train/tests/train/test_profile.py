@@ -5,9 +5,9 @@ import json
 import shutil
 
 import pytest
+from tiny_run import tiny_run, write_text
 from titan_testing import run_ranks
 from titan_train.cli import main
-from titan_train.config import parse_config
 from titan_train.config.metrics import ProfileConfig
 from titan_train.inputs import prepare_inputs
 from titan_train.observe.timing.traces import read_traces, trace_file
@@ -16,25 +16,9 @@ from titan_train.train.profile import in_our_words
 
 
 def configure(folder):
-    return parse_config(
-        {
-            "run": {"dir": str(folder / "runs"), "name": "traced"},
-            "model": {"name": "llama3_debug", "seq_len": 32},
-            "tokenizer": {"kind": "bytes"},
-            "data": {
-                "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
-                "cache_dir": str(folder / "cache"),
-                "validation_fraction": 0.0,
-            },
-            "train": {"steps": 12, "global_batch": 4},
-            "parallel": {"pp": 2},
-            "profile": {"steps": "6:8"},
-            "schedule": {"warmup_steps": 2},
-            "checkpoint": {"every": 0},
-            # step 8 would end a window too: a window holds all of a trace's steps, or none
-            "metrics": {"progress": "off", "split_every": 4},
-            "launch": {"device": "cpu", "timeout_s": 60.0},
-        }
+    # step 8 would end a window too: a window holds all of a trace's steps, or none
+    return tiny_run(
+        folder, "traced", train={"steps": 12, "global_batch": 4}, parallel={"pp": 2}, profile={"steps": "6:8"}
     )
 
 
@@ -47,7 +31,7 @@ def train(folder):
 def run_dir(tmp_path_factory):
     """A run on two pipeline ranks whose steps 6 and 7 were traced."""
     folder = tmp_path_factory.mktemp("profile")
-    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    write_text(folder)
     prepare_inputs(configure(folder), quiet=True)
     run_ranks(train, 2, folder)
     return folder / "runs" / "traced"

@@ -5,63 +5,31 @@ import math
 from pathlib import Path
 
 import pytest
+from tiny_run import Injecting, tiny_run, write_text
 from titan_testing import run_ranks
-from titan_train.config import parse_config
-from titan_train.config.faults import parse_faults
 from titan_train.inputs import prepare_inputs
-from titan_train.launch.testing.inject import Injector
 from titan_train.train import Trainer
-from titan_train.train.monitor import StepMonitor
 from titan_train.train.rerun import Suspicion, judge, judge_elsewhere
 
-
-def configure(folder, name, **sections):
-    tree = {
-        "run": {"dir": str(folder / "runs"), "name": name},
-        "model": {"name": "llama3_debug", "seq_len": 32},
-        "tokenizer": {"kind": "bytes"},
-        "data": {
-            "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
-            "cache_dir": str(folder / "cache"),
-            "validation_fraction": 0.0,
-        },
-        "train": {"steps": 20, "global_batch": 8, "rerun_above": 1.15},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 2},
-        "checkpoint": {"every": 0},
-        "metrics": {"progress": "off", "split_every": 0},
-        "launch": {"device": "cpu", "timeout_s": 60.0},
-    }
-    for section, values in sections.items():
-        tree[section] = tree.get(section, {}) | values
-    return parse_config(tree)
+SUSPICIOUS = {
+    "train": {"steps": 20, "global_batch": 8, "rerun_above": 1.15},
+    "optimizer": {"lr": 3e-3},
+    "metrics": {"progress": "off", "split_every": 0},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rerun")
-    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
-    prepare_inputs(configure(folder, "none"), quiet=True)
+    write_text(folder)
+    prepare_inputs(tiny_run(folder), quiet=True)
     return folder
-
-
-class Injecting(StepMonitor):
-    """Carries out a plan of faults, as a rank with a launcher does."""
-
-    def __init__(self, plan, rank, run_dir):
-        self.injector = Injector(parse_faults(plan), rank, run_dir)
-
-    def before_step(self, step, parts):
-        self.injector.before_step(step, parts, 0.0)
-
-    def data_loaded(self, step, batches):
-        return self.injector.data_loaded(step, batches)
 
 
 def train(folder, name, plan, sections):
     import torch.distributed as dist
 
-    config = configure(folder, name, **sections)
+    config = tiny_run(folder, name, **(SUSPICIOUS | sections))
     with Trainer(config, monitor=Injecting(plan, dist.get_rank(), folder / "runs" / name)) as trainer:
         trainer.fit()
         return trainer.losses

@@ -92,11 +92,7 @@ def load_run(
         ValueError: The folder is not a run's, has no such checkpoint, or names code that is not trusted.
     """
     run_dir = Path(run_dir)
-    config = read_config(run_dir)
-    if newest_checkpoint(run_dir) is None:
-        raise ValueError(
-            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
-        )
+    config = _config_of_trained(run_dir)
     admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
@@ -135,11 +131,7 @@ def load_model(
         ValueError: The folder is not a run's, has no such checkpoint, or names code that is not trusted.
     """
     run_dir = Path(run_dir)
-    config = read_config(run_dir)
-    if newest_checkpoint(run_dir) is None:
-        raise ValueError(
-            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
-        )
+    config = _config_of_trained(run_dir)
     admit_run_code(run_dir, config.model.name, trust=False, paths=())
     model = build_model(config.model, vocab_size=None, device=device).requires_grad_(False).eval()
     if torch.device(device).type == "meta":
@@ -156,6 +148,15 @@ def one_rank() -> dist.ProcessGroup | None:
     made = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _config_of_trained(run_dir: Path) -> Config:
+    config = read_config(run_dir)
+    if newest_checkpoint(run_dir) is None:
+        raise ValueError(
+            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
+        )
+    return config
 
 
 def _saved_step(run_dir: Path, step: int | None) -> int:

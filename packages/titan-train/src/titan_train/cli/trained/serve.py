@@ -5,8 +5,6 @@
 the extra `serve`.
 """
 
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,23 +21,17 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the step of one token, for a GPU")
     parser.add_trust()
     arguments = parser.parse_args(words)
-    try:
-        uvicorn: Any = importlib.import_module("uvicorn")
-        importlib.import_module("starlette")
-    except ImportError as err:
-        raise ValueError(f"serving needs {err.name}, which is not installed. Install titan-train[serve].") from err
 
-    import socket
+    from titan_train.serve.loopback import serve_on_loopback
 
-    from titan_train.generation import load_run
-    from titan_train.serve.app import build_app
+    def build() -> tuple[Any, str]:
+        from titan_train.generation import load_run
+        from titan_train.serve.app import build_app
 
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", arguments.port))
         run = load_run(arguments.run_dir, step=arguments.step, trust_code=arguments.trust_code, code=arguments.code)
         name = arguments.run_dir.resolve().name
         app = build_app(run, name, max_new_tokens=arguments.max_new_tokens, compiled=arguments.compile)
-        print(f"{name}, step {run.step}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        return app, f"{name}, step {run.step}"
+
+    serve_on_loopback("serving", arguments.port, build)
     return 0

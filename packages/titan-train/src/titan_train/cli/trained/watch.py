@@ -4,7 +4,6 @@ Where the output is no terminal, each new step, validation and event is a line. 
 this machine only (127.0.0.1) and needs the extra `serve`.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -88,21 +87,12 @@ def _text(line: dict[str, Any], total_steps: int) -> str:
 
 
 def _serve(run_dir: Path, port: int) -> int:
-    try:
-        uvicorn: Any = importlib.import_module("uvicorn")
-        importlib.import_module("starlette")
-    except ImportError as err:
-        raise ValueError(f"--web needs {err.name}, which is not installed. Install titan-train[serve].") from err
+    from titan_train.serve.loopback import serve_on_loopback
 
-    import socket
+    def build() -> tuple[Any, str]:
+        from titan_train.report.live import build_live_app
 
-    from titan_train.report.live import build_live_app
+        return build_live_app(run_dir), run_dir.resolve().name
 
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
-        name = run_dir.resolve().name
-        print(f"{name}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
-        settings = uvicorn.Config(build_live_app(run_dir), log_level="warning", timeout_graceful_shutdown=1)
-        uvicorn.Server(settings).run(sockets=[listening])
+    serve_on_loopback("--web", port, build, timeout_graceful_shutdown=1)
     return 0
