@@ -2,8 +2,9 @@
 
 Byte-level vocabularies (bytes, tiktoken) write each byte as a printable character, as GPT-2 does. tiktoken keeps ranks
 only, and the format asks for merges: a token's merge is the last one that byte-pair encoding makes of it with the tokens
-of smaller rank. SentencePiece BPE models become merges ordered by the pieces' scores. Unigram models are not written:
-SentencePiece adds scores in float32 and the library in float64, so paths of nearly equal score are chosen differently.
+of smaller rank. SentencePiece BPE models become merges ordered by the pieces' scores. Unigram models are written if their
+scores add up without rounding, as those trained here do: SentencePiece adds in float32 and the library in float64, so that
+of others paths of nearly equal score are chosen differently.
 
 Known differences: a special token's name inside a text is ordinary text here, and the special token there. A U+2581 in a
 text is three bytes here, and a space there (SentencePiece).
@@ -23,6 +24,8 @@ from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
 
 _SPACE = "\u2581"
+_NEVER = -(2.0**20)
+"""Score of a piece that no path of learned pieces and bytes is worse than."""
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:
@@ -127,10 +130,16 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> str | None:
     read = read_pieces(tokenizer.model)
     pieces = read.pieces
     unknown = next(number for number, piece in enumerate(pieces) if piece.kind == UNKNOWN)
-    if read.kind != "bpe" or read.normalizes:
+    if read.adds_exactly:
+        # the library would take the names of control and byte pieces in a text for these
+        learned = (NORMAL, USER_DEFINED)
+        scored = [[piece.text, piece.score if piece.kind in learned else _NEVER] for piece in pieces]
+        model: dict[str, Any] = {"type": "Unigram", "unk_id": unknown, "vocab": scored, "byte_fallback": True}
+    elif read.kind == "bpe" and not read.normalizes:
+        fallback = {"unk_token": pieces[unknown].text, "byte_fallback": True, "fuse_unk": True}
+        model = _bpe({piece.text: number for number, piece in enumerate(pieces)}, _merges(pieces)) | fallback
+    else:
         return None  # see the top: float32 and float64 sums of scores
-    fallback = {"unk_token": pieces[unknown].text, "byte_fallback": True, "fuse_unk": True}
-    model = _bpe({piece.text: number for number, piece in enumerate(pieces)}, _merges(pieces)) | fallback
     special = {piece.text: number for number, piece in enumerate(pieces) if piece.kind in (UNKNOWN, CONTROL)}
     plain = {piece.text: number for number, piece in enumerate(pieces) if piece.kind == USER_DEFINED}
     space_in: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}

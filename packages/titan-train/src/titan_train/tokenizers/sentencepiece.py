@@ -21,6 +21,7 @@ import sentencepiece
 
 from titan_train.tokenizers.protocol import TokenArray, check_ids
 from titan_train.tokenizers.saved import MODEL_NAME, save_tokenizer
+from titan_train.tokenizers.sentencepiece_model import read_pieces, round_scores
 
 _SPACE = "\u2581"
 # The trainer drops sentences over 4192 bytes; a piece of 1000 characters is at most 4000.
@@ -54,6 +55,7 @@ class SentencePieceTokenizer:
         self.pad_id: int | None = self._optional(self._processor.pad_id())
         self.fingerprint = hashlib.sha256(b"sentencepiece 1\0" + model).hexdigest()
         self._bytes = [self._piece_bytes(i) for i in range(self.vocab_size)]
+        self._newline: int | None = self._processor.piece_to_id("\n") if read_pieces(model).adds_exactly else None
         # Llama 2's models put a space before the text; the decoder takes it away again.
         self._dummy_prefix = self._starts_with_space("a")
         self._escape = self._escape_ids()
@@ -104,7 +106,13 @@ class SentencePieceTokenizer:
         return self._model
 
     def _encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        if self._newline is None:
+            return self._processor.encode(text)
+        ids: list[int] = []
+        for line in self._processor.encode(text.split("\n"), num_threads=1):
+            ids += line
+            ids.append(self._newline)
+        return ids[:-1]
 
     def _encode_escaped(self, text: str, escape: list[int]) -> TokenArray:
         ids: list[int] = []
@@ -158,7 +166,8 @@ def train_sentencepiece(
     """Train a lossless SentencePiece model.
 
     The same text gives the same model, byte for byte, on every machine. A unigram vocabulary may come out smaller
-    than ``vocab_size`` when the text does not hold as many pieces.
+    than ``vocab_size`` when the text does not hold as many pieces; its scores are multiples of 2^-10 and it encodes line by
+    line, so that a ``tokenizer.json`` of it gives the same ids.
 
     Args:
         texts: Documents; read once.
@@ -204,7 +213,8 @@ def train_sentencepiece(
             f"SentencePiece could not train vocab_size={vocab_size} ({model_type}) on this text: {err}. "
             "Give it more text, or ask for a smaller vocabulary."
         ) from err
-    tokenizer = SentencePieceTokenizer(model.getvalue())
+    content = round_scores(model.getvalue()) if model_type == "unigram" else model.getvalue()
+    tokenizer = SentencePieceTokenizer(content)
     if out_dir is not None:
         tokenizer.save(out_dir)
     return tokenizer
