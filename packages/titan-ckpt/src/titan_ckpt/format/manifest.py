@@ -149,7 +149,7 @@ class CommitRecord:
     def read(cls, folder: StorePath) -> "CommitRecord":
         """The record of a step; made from the manifest if no record belongs to it. Raises as `Manifest.open`."""
         named = parse_step_name(folder.name)
-        with contextlib.suppress(*ABSENT, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        with contextlib.suppress(DamageError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
             value: dict[str, Any] = json.loads(_read(folder, COMMIT_NAME))
             found = value.pop("digest")
             if found == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
