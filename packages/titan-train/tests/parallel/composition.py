@@ -35,6 +35,15 @@ def tree(folder, name, sections):
     return base
 
 
+def joined(*sections):
+    """Tables of the configuration, those of later ones over those before."""
+    merged = {}
+    for part in sections:
+        for name, values in part.items():
+            merged[name] = merged.get(name, {}) | values
+    return merged
+
+
 def prepare(folder):
     """Write and tokenize the corpus once: many short documents, some held out."""
     texts = Path(folder) / "texts"

@@ -54,3 +54,21 @@ def failures(errors, *, float8):
     )
     over = [name for name, limit in limits.items() if not getattr(errors, name) <= limit]
     return over + ([] if errors.ranks_agree else ["ranks_agree"])
+
+
+def assert_as_one_process(ranks, single):
+    """Of a model in float32 that made a few steps: losses, norms, held-out loss and every gradient."""
+    losses, norms, validation, captured = single
+    for found, other_norms, held_out, _ in ranks:
+        # the first loss and norm: float32 sums of some hundred terms of size 1 in another order
+        assert abs(found[0] - losses[0]) <= 1e-6 * losses[0]
+        assert abs(other_norms[0] - norms[0]) <= 1e-6 * norms[0]
+        # three AdamW steps divide by small second moments and amplify that, as in test_matrix
+        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5
+        assert abs(held_out[0] - validation[0]) <= 2e-5
+    whole = composition.assemble([boxes for *_, boxes in ranks])
+    expected = composition.assemble([captured])
+    assert whole.keys() == expected.keys()
+    assert all(gradient.any() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter

@@ -2,11 +2,11 @@
 
 import composition
 import pytest
+from composition import joined
 from composition_check import compare, failures
-from test_diffusion import EVEN, TINY, filled, joined
+from test_diffusion import EVEN, TINY, run
 from titan_testing import run_ranks
 from titan_train.config import parse_config
-from titan_train.models.flux.model import Flux
 from titan_train.train import Trainer
 
 FLOAT8 = {"float8": {"recipe": "blockwise", "min_speedup": 0.0}}
@@ -37,13 +37,6 @@ WIDE = {
     "rope_row_dim": 56, "rope_column_dim": 56, "guidance": True,
 }  # fmt: skip
 BASE = joined(TINY, EVEN, {"model": {"args": WIDE, "seq_len": 20}})
-
-
-def run(folder, name, sections):
-    """As `composition.run`, from weights whose every gradient says something."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flux, "init_weights", filled)
-        return composition.run(folder, name, sections, 4)
 
 
 @pytest.fixture(scope="module")

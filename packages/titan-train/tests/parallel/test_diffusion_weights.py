@@ -5,8 +5,9 @@ import json
 import composition
 import pytest
 import torch
+from composition import joined
 from safetensors.torch import load_file
-from test_diffusion import TINY, joined
+from test_diffusion import TINY
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.config.load import with_published

@@ -4,6 +4,7 @@ import json
 
 import composition
 import pytest
+from composition_check import assert_as_one_process
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.launch.validate import validate
@@ -55,10 +56,8 @@ def run(folder, name, sections):
 
 
 def joined(*sections):
-    merged: dict = {}
-    for part in sections:
-        for name, values in part.items():
-            merged[name] = merged.get(name, {}) | values
+    """As `composition.joined`, the model's arguments too."""
+    merged = composition.joined(*sections)
     if sections[-1].get("model"):
         merged["model"]["args"] = TINY["model"]["args"] | sections[-1]["model"]["args"]
     return merged
@@ -84,20 +83,7 @@ def single(tmp_path_factory):
 def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tmp_path):
     ranks, sections = LAYOUTS[name]
     results = run_ranks(run, ranks, tmp_path, "many", joined(TINY, sections), timeout_s=170)
-    losses, norms, validation, captured = single(sections.get("model"))
-    for found, other_norms, held_out, _ in results:
-        # the first loss and norm: float32 sums of some hundred terms of size 1 in another order
-        assert abs(found[0] - losses[0]) <= 1e-6 * losses[0]
-        assert abs(other_norms[0] - norms[0]) <= 1e-6 * norms[0]
-        # three AdamW steps divide by small second moments and amplify that, as in test_matrix
-        assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5
-        assert abs(held_out[0] - validation[0]) <= 2e-5
-    whole = composition.assemble([r[3] for r in results])
-    expected = composition.assemble([captured])
-    assert whole.keys() == expected.keys()
-    assert all(gradient.any() for gradient in expected.values())
-    for parameter, gradient in expected.items():
-        assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter
+    assert_as_one_process(results, single(sections.get("model")))
 
 
 def test_a_rank_without_an_image_does_not_hold_up_the_others(tmp_path):
