@@ -12,13 +12,11 @@ import gc
 import itertools
 import logging
 import os
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, LocalShard, TrainState
@@ -49,6 +47,7 @@ from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.inspect_step import recorded_activations
 from titan_train.train.measure import StepMeasure
 from titan_train.train.monitor import StepMonitor
+from titan_train.train.process import CollectedTogether, device_name, device_of, set_seeds
 from titan_train.train.profile import StepProfile
 from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
@@ -97,13 +96,13 @@ class Trainer:
         self.task = task or load_task(config)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.device = _device(config)
+        self.device = device_of(config)
         if self.device.type == "cpu":
             keep_freed_memory()
         plan = plan_run(config, world_size, device=self.device.type)
         layout, mode = plan.layout, plan.mode
         self.batch_plan = plan.batch
-        _seed(config.run.seed, config.run.deterministic)
+        set_seeds(config.run.seed, config.run.deterministic)
 
         # what an error ends in a run of one rank; where there are more, another may be waiting in a collective of it
         self._if_alone = contextlib.ExitStack()
@@ -192,7 +191,7 @@ class Trainer:
             self._message(explain_mode(config.parallel, layout, mode, dtype=config.train.dtype))
         self._throughput = Throughput(
             flops_per_token=self.model.flops_per_token,
-            peak_flops=device_peak_flops(_device_name(self.device), config.train.dtype),
+            peak_flops=device_peak_flops(device_name(self.device), config.train.dtype),
             world_size=world_size,
         )
         if config.train.gc_every:
@@ -216,7 +215,7 @@ class Trainer:
         timer = self._measure.timer
         with (
             self._requests.installed(),
-            _CollectedTogether(self.config.train.gc_every) as collect,
+            CollectedTogether(self.config.train.gc_every) as collect,
             self._measure.running(),
         ):
             while self.step < last:
@@ -466,7 +465,7 @@ class Trainer:
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self._trackers = build_trackers(self.config.metrics, self.run_dir, resume_step=self.step)
         self._progress = TrainProgress(self.config.metrics, total_steps=self.config.train.steps, first_step=self.step)
-        add_run_info(self.run_dir, parameters=self.model.num_parameters, device=_device_name(self.device))
+        add_run_info(self.run_dir, parameters=self.model.num_parameters, device=device_name(self.device))
         masked = self.config.data.document_mask and "cu_seqlens" in self.task.keywords
         if masked and "cu_seqlens" not in accepted_inputs(self.model.parts[0]):
             log.warning(
@@ -501,42 +500,3 @@ class _DataPosition:
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         self._loader.load_state_dict(state, allow_data_change=self._allow_change)
-
-
-class _CollectedTogether:
-    """Collect garbage on every rank at the same step: a rank that pauses alone makes all others wait."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> "_CollectedTogether":
-        if self._steps:
-            gc.disable()
-        return self
-
-    def __call__(self, step: int) -> None:
-        if self._steps and step % self._steps == 0:
-            gc.collect(1)
-
-    def __exit__(self, *_: object) -> None:
-        if self._steps:
-            gc.enable()
-
-
-def _device(config: Config) -> torch.device:
-    if config.launch.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _seed(seed: int, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
