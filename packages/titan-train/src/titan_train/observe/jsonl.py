@@ -24,6 +24,10 @@ from titan_train.observe.records import StepRecord, ValidationRecord
 FILE_NAME = "metrics.jsonl"
 
 
+PERIODIC_EVENTS = frozenset({"step_split", "groups"})
+"""Kinds of events that measure every few steps; the others are something that happened."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventRecord:
     """Something that happened at a step, such as a checkpoint."""

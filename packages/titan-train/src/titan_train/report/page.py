@@ -19,12 +19,13 @@ import jinja2
 from titan_train.files import write_atomic
 from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
+from titan_train.observe.jsonl import PERIODIC_EVENTS
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.foresight import predicted_beside_measured
-from titan_train.report.ranks import KIND, rank_tables
+from titan_train.report.ranks import rank_tables
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 from titan_train.report.timeline import memory_timeline, time_split
@@ -143,8 +144,8 @@ def value_text(value: object) -> str:
 
 
 def _told(events: Sequence[EventRecord]) -> list[EventRecord]:
-    """The events that something happened by; measurements have a section of their own."""
-    return [event for event in events if event.kind != KIND]
+    """The events that something happened by, without what measures every few steps."""
+    return [event for event in events if event.kind not in PERIODIC_EVENTS]
 
 
 def last_step(history: History) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
+from titan_train.observe.jsonl import PERIODIC_EVENTS
 from titan_train.observe.watching.goodput import Goodput
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _split(lines: Sequence[Mapping[str, Any]], width: int) -> "list[RenderableTy
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [line for line in lines if line.get("kind") == "event" and line.get("event") not in ("step_split", "groups")]
+    return [line for line in lines if line.get("kind") == "event" and line.get("event") not in PERIODIC_EVENTS]
 
 
 def _finite(value: object) -> bool:
