@@ -5,10 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import Injecting, tiny_run, write_text
+from titan_pipeline import Measurement, build_schedule
 from titan_testing import run_ranks
 from titan_train.inputs import prepare_inputs
+from titan_train.report import build_report
 from titan_train.train import Trainer
+from titan_train.train.measure import PipelineTimes
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,35 @@ def test_the_parts_of_a_step_add_up_to_it(folder, axis, parallel):
     splits = events(folder, f"sum-{axis}", "step_split")
     assert [split["step"] for split in splits] == [8, 12]  # the first window holds the first step
     assert all(next(iter(split["axes"])) == axis for split in splits)
+
+
+def test_a_pipeline_keeps_the_last_step_of_each_window_as_its_ranks_ran_it(folder):
+    # rank 0 is in one of two pipelines
+    batch = {"steps": 9, "global_batch": 8, "microbatch": 1}
+    sections = {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1"}, "train": batch}
+    results = run_ranks(train, 4, folder, "kept", sections)
+    run_dir = Path(folder) / "runs" / "kept"
+    file = run_dir / "pipeline.json"
+    assert json.loads(file.read_text())["step"] == 9
+    measured = Measurement.load(file)
+    assert measured.schedule.digest == build_schedule("zb_h1", 2, 4).digest
+    step_s = max(row[1] for rows, _ in results for row in rows[-1:])
+    assert 0 < measured.makespan < step_s
+    for transfer in measured.timeline().transfers:  # one clock: no message is used before it was made
+        assert transfer.arrival >= transfer.departure
+    assert "step 9 as it ran" in build_report(run_dir).read_text()
+
+    times = PipelineTimes(None, None, run_dir, torch.device("cpu"))
+    times.drop_outdated(build_schedule("zb_h1", 2, 4), 9)
+    assert file.exists()
+    before = file.read_text()
+    for schedule, step in ((build_schedule("zb_h1", 2, 4), 8), (build_schedule("1f1b", 2, 4), 9), (None, 9)):
+        times.drop_outdated(schedule, step)
+        assert not file.exists(), (schedule, step)
+        file.write_text(before)
+    file.write_text(before[:100])
+    times.drop_outdated(build_schedule("zb_h1", 2, 4), 9)
+    assert not file.exists()
 
 
 def test_nothing_is_measured_when_it_is_off(folder):

@@ -60,7 +60,7 @@ class Executor:
         tied: Parameters that several stages share; their gradients are summed at the end of a step. See `TiedWeight`.
         deterministic: Refuse a schedule whose stages see their microbatches out of order, so that every gradient is
             summed in the order of one process: the result is then bit-equal to it.
-        trace: Record when each action ran; see `measured`.
+        trace: Record when each action ran; see `measured`. `Executor.trace` may be set between steps, to trace one of many.
         hang_timeout_s: If no rank has made progress for so long, all of them raise `PipelineAborted`, which names the rank
             that hangs and its action. Longer than the longest action, compilation included; None waits for ever.
         synchronize: Called before each time is read while tracing. Give ``torch.cuda.synchronize`` on a GPU, whose work
@@ -93,7 +93,8 @@ class Executor:
         self._count = count_tokens
         self.tied = tuple(tied)
         self._deterministic = deterministic
-        self._trace = trace
+        self.trace = trace
+        """Whether the next steps record when each action ran. Set it on all ranks alike."""
         self.around: Callable[[Action | None], AbstractContextManager[object]] | None = None
         """Gives a block to run each compute action in, to time or to label it, and with None each wait for other ranks."""
         self._clock = time.perf_counter if synchronize is None else _synchronized(synchronize)
@@ -198,10 +199,13 @@ class Executor:
             raise PipelineAborted(failure)
         return rows
 
-    def measured(self) -> Measurement:
-        """The last training step as all ranks ran it. Needs ``trace=True``; call on every rank.
+    def measured(self, ahead_s: float = 0.0) -> Measurement:
+        """The last training step as all ranks ran it. Needs `trace`; call on every rank.
 
         Use: ``costs = fit_costs([executor.measured(), …])``, then ``executor.swap(solve(costs, …).schedule)``.
+
+        Args:
+            ahead_s: Seconds that this rank's clock is ahead of a clock that all ranks share; 0 on one machine.
 
         Raises:
             RuntimeError: If the last step of this rank was not traced, or was no training step.
@@ -209,11 +213,11 @@ class Executor:
         program = self.schedule.compute_only().ranks[self.rank]
         if tuple(span.action for span in self.spans) != program:
             raise RuntimeError(
-                f"rank {self.rank} has {len(self.spans)} traced actions, the schedule {len(program)}. Make the executor "
-                "with trace=True on every rank and run a training step first."
+                f"rank {self.rank} has {len(self.spans)} traced actions, the schedule {len(program)}. Set "
+                "trace=True on every rank and run a training step first."
             )
         longest = max(len(p) for p in self.schedule.compute_only().ranks)
-        times = [t + self._began for span in self.spans for t in (span.start, span.end)]
+        times = [t + self._began - ahead_s for span in self.spans for t in (span.start, span.end)]
         rows = self.gather([*times, *[0.0] * (2 * longest - len(times))])
         compute = self.schedule.compute_only()
         begin = min(row[0] for row in rows)
@@ -271,7 +275,7 @@ class Executor:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
         transport, training = self.transport, batch.training
         run = StepRun(
-            program, batch, self.stages, transport, self._count, self._clock if self._trace else None, self.around
+            program, batch, self.stages, transport, self._count, self._clock if self.trace else None, self.around
         )
         error: BaseException | None = None
         failure: PeerFailure | None = None

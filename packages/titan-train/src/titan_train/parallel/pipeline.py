@@ -96,7 +96,15 @@ class Pipeline:
             for index, part in zip(schedule.stages_of(transport.rank), parts, strict=True)
         ]
         self._keywords = keywords
-        self.executor = Executor(schedule, stages, transport, deterministic=config.deterministic)
+        parameter = next((p for part in parts for p in part.parameters()), None)
+        on_cpu = parameter is None or parameter.device.type == "cpu"
+        self.executor = Executor(
+            schedule,
+            stages,
+            transport,
+            deterministic=config.deterministic,
+            synchronize=None if on_cpu else torch.accelerator.synchronize,
+        )
 
     def measure(self, timer: StepTimer, meter: CollectiveMeter) -> None:
         """Take the time of forward and backward passes, and name them in a trace."""

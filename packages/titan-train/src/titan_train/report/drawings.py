@@ -15,12 +15,12 @@ from titan_pipeline import (
 )
 from titan_pipeline import draw_svg as draw_schedule
 
+from titan_train.files import parse_json, read_text
 from titan_train.plan.layout import build_layout
 from titan_train.plan.run import plan_run
 from titan_train.report.folder import RunFolder
-from titan_train.run_folder import read_config
+from titan_train.run_folder import pipeline_file, read_config
 
-MEASURED_NAME = "pipeline.json"
 # A drawing of more is megabytes, and its actions are narrower than a pixel.
 _MOST_ACTIONS = 6000
 
@@ -41,7 +41,7 @@ def draw_layout(folder: RunFolder) -> Drawing | None:
 
 def draw_pipeline(folder: RunFolder) -> Drawing | None:
     """The pipeline of one step: what ran below its plan, or the plan alone; None without a pipeline."""
-    measured = _measured(folder.path / MEASURED_NAME)
+    measured, step = _measured(pipeline_file(folder.path))
     schedule = _schedule(folder) if measured is None else measured.schedule
     if schedule is None:
         return None
@@ -55,7 +55,8 @@ def draw_pipeline(folder: RunFolder) -> Drawing | None:
         note = "planned, with equal stages and instant links; no step of this run was measured"
         return Drawing(draw_schedule(simulate(schedule, costs), unit="forwards of one rank"), note)
     plan = simulate(schedule, fit_costs([measured]))
-    note = "one step as it ran, each rank below its plan with the median times of its stages"
+    which = "one step" if step is None else f"step {step}"
+    note = f"{which} as it ran, each rank below its plan with the median times of its stages"
     return Drawing(draw_executed_svg(measured.timeline(), plan), note)
 
 
@@ -83,8 +84,11 @@ def _kind(folder: RunFolder) -> str:
     return "cpu" if folder.info.get("device") == "cpu" else "cuda"
 
 
-def _measured(path: Path) -> Measurement | None:
+def _measured(path: Path) -> tuple[Measurement | None, int | None]:
+    """The recorded step and its number, where the file names it."""
     try:
-        return Measurement.load(path)
-    except (OSError, ValueError, KeyError, TypeError, ScheduleError):
-        return None
+        text = read_text(path)
+        step = parse_json(text).get("step")
+        return Measurement.from_json(text), step if isinstance(step, int) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ScheduleError):
+        return None, None

@@ -1,7 +1,7 @@
 """The report of a run that goes on, on loopback: the page at ``/``, and at ``/events`` a word each time it changes.
 
 The page is made anew when a browser asks for it. A browser that shows it loads it again when a server-sent event says that
-`metrics.jsonl` or `run.json` has changed, and keeps its place. Only names of this machine are answered to.
+`metrics.jsonl`, `pipeline.json` or `run.json` has changed, and keeps its place. Only names of this machine are answered to.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def _changes(request: Request, run_dir: Path, every_s: float) -> AsyncGene
 
 def _state(run_dir: Path) -> tuple[tuple[int, int], ...]:
     found: list[tuple[int, int]] = []
-    for name in ("metrics.jsonl", "run.json"):
+    for name in ("metrics.jsonl", "pipeline.json", "run.json"):
         try:
             status = (run_dir / name).stat()
             found.append((status.st_size, status.st_mtime_ns))

@@ -4,6 +4,7 @@
               run.json        versions, command, device, times, status of every attempt
               tokenizer/      the tokenizer and its chat template
               layout.txt      which rank does what
+              pipeline.json   one step as the pipeline's ranks ran it
               metrics.jsonl   one line per step
               metrics.blocks.jsonl  means of 64 steps a line, made from it
               attempts.jsonl  one line per attempt: how it ended
@@ -25,6 +26,7 @@ from titan_train.run_folder.contents import (
     checkpoint_folders,
     keep_model,
     newest_checkpoint,
+    pipeline_file,
     read_config,
     run_folder,
     with_kept_model,
@@ -40,6 +42,7 @@ __all__ = [
     "discard",
     "keep_model",
     "newest_checkpoint",
+    "pipeline_file",
     "read_config",
     "run_folder",
     "stage",

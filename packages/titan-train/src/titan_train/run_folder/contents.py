@@ -60,6 +60,11 @@ def keep_model(config: Config, run_dir: Path) -> None:
             write_atomic(kept, read_bytes(file))
 
 
+def pipeline_file(run_dir: Path) -> Path:
+    """Where a run keeps one step as its pipeline's ranks ran it."""
+    return run_dir / "pipeline.json"
+
+
 def newest_checkpoint(run_dir: Path) -> int | None:
     """The step of the newest finished checkpoint. None if there is none."""
     return max(checkpoint_folders(run_dir), default=None)

@@ -2,20 +2,31 @@
 
 The trainer marks its phases on `StepMeasure.timer`; collectives are counted while `StepMeasure.running`. Every
 ``metrics.split_every`` steps the ranks gather one row of numbers each. Rank 0 logs the event ``step_split`` and, for what
-holds the run up in two windows in a row, the event ``straggler``.
+holds the run up in two windows in a row, the event ``straggler``. Of a pipeline, the last step of each window is recorded
+action by action too (`PipelineTimes`).
 """
 
 import contextlib
+import json
+import logging
 from collections.abc import Generator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, Mesh
+from titan_pipeline import Measurement, Schedule, ScheduleError
 from torch import nn
 
+from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.observe.timing import Cause, Place, StepSplit, StepTimer, combine, find_causes
 from titan_train.observe.timing.causes import shortest_calls
 from titan_train.observe.timing.collectives import CollectiveMeter, axes_of
+from titan_train.observe.timing.host_clocks import clock_offset
+from titan_train.parallel.pipeline import Pipeline
+from titan_train.run_folder import pipeline_file
+
+log = logging.getLogger(__name__)
 
 _SHARE = 0.2  # of a step that something must cost to be named: less is within what ranks of a busy machine differ by
 
@@ -116,6 +127,62 @@ class StepMeasure:
         self._named = (self._named & keys) | {(cause.kind, cause.ranks) for cause in new}
         self._seen = keys
         return new
+
+
+class PipelineTimes:
+    """The last step of each window as the pipeline of rank 0 ran it: each action of each of its ranks, on one clock.
+
+    The newest is kept in ``pipeline.json`` of the run's folder, a `titan_pipeline.Measurement` with its step. On an accelerator
+    the recorded step waits for the device around each action.
+    """
+
+    def __init__(self, pipeline: Pipeline | None, mesh: Mesh | None, run_dir: Path, device: torch.device) -> None:
+        """Prepare.
+
+        Args:
+            pipeline: None for a run without one: nothing is recorded.
+            mesh: All ranks.
+            run_dir: The run's folder.
+            device: Where the ranks communicate.
+        """
+        self._file = pipeline_file(run_dir)
+        self._device = device
+        self._pipeline, self._group, self._writes = pipeline, None, False
+        if pipeline is not None and mesh is not None:
+            ranks = mesh.layout.group_of(mesh.global_rank, "pp")
+            self._writes = mesh.global_rank == 0
+            self._group = mesh.group("pp") if 0 in ranks else None
+
+    def drop_outdated(self, schedule: Schedule | None, step: int) -> None:
+        """On the rank that owns the folder: remove what an earlier attempt recorded with another schedule, or after ``step``."""
+        try:
+            text = read_text(self._file)
+            measured = Measurement.from_json(text)
+            keep = schedule is not None and measured.schedule.digest == schedule.compute_only().digest
+            keep &= int(parse_json(text)["step"]) <= step
+        except (OSError, ValueError, KeyError, TypeError, ScheduleError):
+            keep = False
+        if not keep:
+            with contextlib.suppress(OSError):
+                self._file.unlink(missing_ok=True)
+
+    def before_step(self, due: bool) -> None:
+        """Before each step; ``due`` if it is to be recorded, alike on every rank."""
+        if self._pipeline is not None:
+            self._pipeline.executor.trace = due and self._group is not None
+
+    def step_made(self, step: int) -> None:
+        """After each step: gather what was recorded, if it was. Collective over the pipeline of rank 0 then."""
+        if self._pipeline is None or not self._pipeline.executor.trace:
+            return
+        self._pipeline.executor.trace = False
+        measured = self._pipeline.executor.measured(clock_offset(self._device, self._group))
+        if not self._writes:
+            return
+        try:
+            write_atomic(self._file, json.dumps({"step": step, **json.loads(measured.to_json())}) + "\n")
+        except OSError as err:  # the run does not need it
+            log.warning("step %d of the pipeline was not recorded: %s", step, err)
 
 
 def place_of(layout: Layout | None) -> Place:

@@ -3,31 +3,25 @@
 While the steps run, torch's profiler records what each thread does, and blocks are named ``pp stage 2 F mb3``,
 ``tp all-reduce``, ``fsdp all-gather layers.7``, ``cp ring hop 2``. The file is Chrome's trace format, read by Perfetto.
 
-One clock: machines' clocks differ. Before the steps, the ranks exchange the time a few times. A message takes at least its
-latency, so the smallest difference in each direction bounds the offset from both sides, and its middle is off by at
-most half a round trip.
+One clock: machines' clocks differ, so the ranks compare theirs before the steps, see `host_clocks`.
 """
 
 import gzip
 import json
 import platform
 import re
-import socket
-import time
-import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 
+from titan_train.observe.timing.host_clocks import clock_offset
 from titan_train.observe.timing.split import Place
 from titan_train.observe.timing.traces import trace_file
 from titan_train.train.measure import StepMeasure
 
-_EXCHANGES = 8
 # what torch's FSDP calls its blocks; the module's name follows in parentheses
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?")
 _FSDP_WORDS = {
@@ -129,32 +123,6 @@ def in_our_words(trace: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]
     }
     order = {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
     return {"traceEvents": [name, order, *events], "displayTimeUnit": "ms", "titan": about}
-
-
-def clock_offset(device: torch.device) -> float:
-    """Seconds that this rank's clock is ahead of rank 0's. Collective. 0 where all ranks share a machine's clock."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0.0
-    size = dist.get_world_size()
-    host = float(zlib.crc32(socket.gethostname().encode()))
-    arrivals: list[torch.Tensor] = []
-    sent: list[torch.Tensor] = []
-    for _ in range(_EXCHANGES):
-        dist.barrier()
-        mine = torch.tensor([time.time(), host], dtype=torch.float64, device=device)
-        every = mine.new_empty(2 * size)
-        dist.all_gather_into_tensor(every, mine)
-        arrivals.append(torch.tensor([time.time()], dtype=torch.float64, device=device))
-        sent.append(every.view(size, 2))
-    if len({row[1].item() for row in sent[0]}) == 1:
-        return 0.0
-    # how much later than it was sent, by the two clocks, each rank's time arrived here, and here's arrived there
-    here = torch.stack([arrival - times[:, 0] for arrival, times in zip(arrivals, sent, strict=True)]).min(0).values
-    every = here.new_empty(size * size)
-    dist.all_gather_into_tensor(every, here)
-    delays = every.view(size, size)  # [at, from]
-    rank = dist.get_rank()
-    return float((delays[rank, 0] - delays[0, rank]) / 2)
 
 
 def _renamed(name: str) -> str:

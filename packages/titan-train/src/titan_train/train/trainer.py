@@ -45,7 +45,7 @@ from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.inspect_step import recorded_activations
-from titan_train.train.measure import StepMeasure
+from titan_train.train.measure import PipelineTimes, StepMeasure
 from titan_train.train.monitor import StepMonitor
 from titan_train.train.process import CollectedTogether, device_name, device_of, set_seeds
 from titan_train.train.profile import StepProfile
@@ -156,6 +156,7 @@ class Trainer:
         self._monitor.measured(self._measure.meter)
         if self.model.pipeline is not None:
             self.model.pipeline.measure(self._measure.timer, self._measure.meter)
+        self._pipeline_times = PipelineTimes(self.model.pipeline, self.mesh, self.run_dir, self.device)
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -187,6 +188,7 @@ class Trainer:
         self._nonfinite_in_a_row = 0
         self._split: dict[str, float] = {}  # waits for the next step that is logged
         if self.rank == 0:
+            self._pipeline_times.drop_outdated(schedule, self.step)
             self._open_run_folder(describe_layout(layout, self.model, schedule))
             self._message(explain_mode(config.parallel, layout, mode, dtype=config.train.dtype))
         self._throughput = Throughput(
@@ -288,6 +290,9 @@ class Trainer:
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._monitor.before_step(self.step + 1, self.model.parts)
         self._optimizer_step.wants_layer_norms = self._measure.due(self.step + 1)
+        self._pipeline_times.before_step(
+            self._measure.due(self.step + 1) and bool(self.losses)
+        )  # the first may compile
         every = self.config.metrics.activations_every
         inspected = bool(every) and self.rank == 0 and (self.step + 1) % every == 0
         with recorded_activations(self.model.parts) if inspected else contextlib.nullcontext({}) as activations:
@@ -310,6 +315,7 @@ class Trainer:
             self._event("activations", **activations)
         if self._optimizer_step.layer_norms:
             self._event("groups", learning_rates=learning_rates, gradient_norms=self._optimizer_step.layer_norms)
+        self._pipeline_times.step_made(self.step)
         measured = self._measure.step_made(self.step)
         if measured is not None:
             self._note_split(*measured)
