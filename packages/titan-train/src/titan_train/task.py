@@ -159,6 +159,15 @@ class Task(Protocol):
         """
         return None
 
+    def why_no_samples(self, config: Config, model: "nn.Module") -> str | None:
+        """Half a sentence for the log if `TaskInputs.sample` cannot sample what the configuration asks for; None if it can.
+
+        Args:
+            config: The run's configuration.
+            model: This rank's model, or its first part.
+        """
+        return None
+
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> ContextCut:
         """Context parallelism over the ranks ``cp`` of a mesh.
 

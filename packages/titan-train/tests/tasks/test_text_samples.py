@@ -8,6 +8,7 @@ from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
+from torch import nn
 
 
 def configure(folder, name="run", model="llama3_debug", parallel=None, **validation):
@@ -82,11 +83,31 @@ def test_without_prompts_held_out_text_is_continued(folder):
     assert first["prompt"] != second["prompt"]
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}, {"pp": 2}])
-def test_layouts_that_cut_the_forward_pass_are_not_sampled(folder, parallel):
+# an odd prompt beside an even one: sequence parallelism over two ranks cuts neither it nor a single token
+@pytest.mark.parametrize("model", ["llama3_debug", "gpt_debug"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_sample_what_one_rank_samples(folder, model, sequence_parallel):
+    options = {"model": model, "prompts": ["def f", "cl"], "sample_tokens": 30, "steps": 1}
+    alone = f"alone-{model}"
+    if not samples_of(folder, alone):
+        train(folder, alone, options)
+    name = f"tp-{model}-{sequence_parallel}"
+    parallel = {"tp": 2, "sequence_parallel": sequence_parallel}
+    losses = run_ranks(train, 2, folder, name, options | {"parallel": parallel})
+    assert samples_of(folder, name) == samples_of(folder, alone)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("parallel", [{"cp": 2}, {"pp": 2}])
+def test_layouts_that_cut_the_forward_pass_are_not_sampled_and_say_so(folder, parallel):
     name = "cut-" + "".join(parallel)
     run_ranks(train, 2, folder, name, {"parallel": parallel, "prompts": ["def f"]})
     assert samples_of(folder, name) == {}
+    config = configure(folder, name, parallel=parallel)
+    with Trainer(configure(folder, "whole")) as trainer:
+        assert trainer.task.why_no_samples(config, trainer.model.parts[0]).startswith(f"parallel.{name[4:]}=2 leaves")
+        assert trainer.task.why_no_samples(trainer.config, trainer.model.parts[0]) is None
+        assert "does not support the key-value cache" in trainer.task.why_no_samples(trainer.config, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("key", "value"), [("sample_tokens", -1), ("prompts", [""])])

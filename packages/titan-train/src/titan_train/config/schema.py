@@ -130,7 +130,7 @@ class ValidationConfig:
     """Texts that the model continues after each validation, for the report; none takes the beginnings of two held-out samples."""
 
     sample_tokens: int = 32
-    """Tokens added to each prompt, each a forward of the whole model; 0 disables. Not under tp, cp or pp."""
+    """Tokens added to each prompt, each a forward of the whole model; 0 disables. Not under cp or pp."""
 
     def __post_init__(self) -> None:
         if self.sample_tokens < 0:

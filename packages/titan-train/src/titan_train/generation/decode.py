@@ -9,6 +9,7 @@ Shapes: B rows, P longest prompt, V vocabulary.
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ def generate(
     use_cache: bool | None = None,
     compiled: bool = False,
     vocab_size: int | None = None,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """Continue every prompt; arguments and errors as in `stream`.
 
@@ -48,6 +50,7 @@ def generate(
         use_cache=use_cache,
         compiled=compiled,
         vocab_size=vocab_size,
+        multiple_of=multiple_of,
     ):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -66,6 +69,7 @@ def stream(
     use_cache: bool | None = None,
     compiled: bool = False,
     vocab_size: int | None = None,
+    multiple_of: int = 1,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt, yielding as tokens are chosen.
 
@@ -82,6 +86,7 @@ def stream(
         use_cache: None uses the key-value cache where the model supports it; False never does.
         compiled: Compile the step of one token, with CUDA graphs on a GPU: worth it for many tokens. Needs the cache.
         vocab_size: Choose among this many first tokens: the tokenizer's, where the model has more rows. None: all.
+        multiple_of: Call the model with a multiple of so many tokens, which sequence parallelism cuts evenly over its ranks.
 
     Yields:
         For each step, the new token of each row, or None for a row that has ended.
@@ -96,7 +101,16 @@ def stream(
     if compiled and not use_cache:
         raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
     return _stream(
-        model, prompts, max_new_tokens, sampling, frozenset(stop_ids), seeds, use_cache, compiled, vocab_size
+        model,
+        prompts,
+        max_new_tokens,
+        sampling,
+        frozenset(stop_ids),
+        seeds,
+        use_cache,
+        compiled,
+        vocab_size,
+        multiple_of,
     )
 
 
@@ -110,15 +124,16 @@ def _stream(
     use_cache: bool,
     compiled: bool,
     vocab_size: int | None,
+    multiple_of: int,
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    total = int(lengths.max()) + max_new_tokens
+    total = _rounded(int(lengths.max()) + max_new_tokens, multiple_of)
     tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = _recomputed_logits
+    next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = partial(_recomputed_logits, multiple_of)
     seen: Tensor | None = None
     ended = [False] * len(prompts)
     was_training = model.training
@@ -127,7 +142,7 @@ def _stream(
         model.eval()
         if use_cache:
             in_use = restore.enter_context(kv_cache(model, total))
-            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], compiled=compiled)
+            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], compiled, multiple_of)
         for step in range(max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
                 # sequences grow: compiled blocks would recompile
@@ -148,22 +163,24 @@ def _stream(
 class _CachedLogits:
     """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token."""
 
-    def __init__(self, in_use: CacheLength, lengths: Sequence[int], *, compiled: bool) -> None:
+    def __init__(self, in_use: CacheLength, lengths: Sequence[int], compiled: bool, multiple_of: int) -> None:
         self._in_use = in_use
         self._longest = max(lengths)
-        self._even = min(lengths) == self._longest
+        self._even = min(lengths) == self._longest and multiple_of == 1
+        self._multiple_of = multiple_of
         self._compiled = compiled
         self._one_token: Callable[..., Tensor] | None = None
 
     def __call__(self, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
         if step == 0:
-            self._in_use.used = self._longest
-            positions = torch.arange(self._longest, device=tokens.device).expand(tokens.shape[0], -1)
+            self._in_use.used = width = _rounded(self._longest, self._multiple_of)
+            positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
             with _head_of_last(model, lengths):
-                return _last(model(tokens[:, : self._longest], positions=positions), lengths)
+                return _last(model(tokens[:, :width], positions=positions), lengths)
         self._in_use.used = None if self._compiled else self._longest + step
         self._in_use.even = self._even and not self._compiled
-        last = (lengths - 1)[:, None]
+        # the same token at the same position, as often as the ranks need it
+        last = (lengths - 1)[:, None].expand(-1, self._multiple_of)
         if self._one_token is None:
             self._one_token = _compile(model) if self._compiled else model
         return self._one_token(tokens.gather(1, last), positions=last)[:, 0]
@@ -174,10 +191,14 @@ def _compile(model: nn.Module) -> Callable[..., Tensor]:
     return torch.compile(unwrap(model), mode=mode, dynamic=False)  # type: ignore[return-value]
 
 
-def _recomputed_logits(model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+def _rounded(count: int, multiple_of: int) -> int:
+    return -(-count // multiple_of) * multiple_of
+
+
+def _recomputed_logits(multiple_of: int, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
     """The same from the whole rows; padding follows a row's last token, so causal attention never sees it."""
     with _head_of_last(model, lengths):
-        return _last(model(tokens[:, : int(lengths.max())]), lengths)
+        return _last(model(tokens[:, : _rounded(int(lengths.max()), multiple_of)]), lengths)
 
 
 @contextmanager

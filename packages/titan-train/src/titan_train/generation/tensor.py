@@ -4,7 +4,8 @@ Every rank holds its heads and rows of the weights, read straight from the check
 of its heads. The head's logits are gathered, so that every rank draws the same token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ import torch.nn.functional as F
 from titan_ckpt import LocalShard
 from titan_fsdp import materialize
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from titan_train.models import unwrap
+from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
@@ -43,7 +47,7 @@ def cut_for_generation(
         ValueError: The ranks do not divide the model's heads, or the model has no styles.
     """
     table = merge_tables(model, table_for(model), plan)
-    heads = [name for name, _ in model.named_modules() if name and style_of(name, table) == "head"]
+    heads = _heads(model, table)
     cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False, replicate_kv=replicate_kv)
     if torch.device(device).type != "meta":
         # not to_empty: a tied weight would get memory under each name, and a rotary table no values
@@ -51,11 +55,36 @@ def cut_for_generation(
     for name in heads:
         cut = cuts.get(f"{name}.weight")
         if cut is not None and cut.pieces > 1:
-            _gather_logits(model.get_submodule(name), cut, group)
+            _gather_logits(model.get_submodule(name), cut, group)  # for good
     return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts.items() if cut.pieces > 1}
 
 
-def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -> None:
+@contextmanager
+def whole_logits(
+    model: nn.Module, group: dist.ProcessGroup, *, cuts: Mapping[str, ParamShard], plan: Mapping[str, str]
+) -> Generator[None]:
+    """Inside, a model that is cut for training gives the logits of all ranks. Collective over ``group``.
+
+    Args:
+        model: What a rank trains, with its wrappers.
+        group: The ranks.
+        cuts: Which box of each parameter this rank holds.
+        plan: Styles of a user's own module, ``parallel.tp_plan``.
+    """
+    whole = unwrap(model)
+    with ExitStack() as hooks:
+        for name in _heads(whole, merge_tables(whole, table_for(whole), plan)):
+            cut = cuts.get(f"{name}.weight")
+            if cut is not None and cut.pieces > 1:
+                hooks.enter_context(_gather_logits(whole.get_submodule(name), cut, group))
+        yield
+
+
+def _heads(model: nn.Module, table: StyleTable) -> list[str]:
+    return [name for name, _ in model.named_modules() if name and style_of(name, table) == "head"]
+
+
+def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -> RemovableHandle:
     """Have a head give the logits of all ranks, whose parts of the vocabulary may differ in size."""
     whole, ranks = cut.global_shape[0], dist.get_world_size(group)
     offsets: list[Any] = [None] * ranks
@@ -70,4 +99,4 @@ def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -
         dist.all_gather(parts, padded, group=group)
         return torch.cat([parts[rank][..., :size] for rank, size in zip(order, sizes, strict=True)], dim=-1)
 
-    head.register_forward_hook(gather)
+    return head.register_forward_hook(gather)

@@ -49,6 +49,18 @@ class TextTask(Task):
         """Labels that are predicted."""
         return count_valid(batch.target)
 
+    def why_no_samples(self, config: Config, model: nn.Module) -> str | None:
+        """Pipeline and context parallelism have no forward of a few tokens, and some models no key-value cache."""
+        from titan_train.generation.cache import supports_cache
+
+        asked, parallel = config.validation, config.parallel
+        if not (asked.sample_tokens and asked.every):
+            return None
+        for name, degree, why in (("pp", parallel.pp, "some of the layers"), ("cp", parallel.cp, "a part of each row")):
+            if degree > 1:
+                return f"parallel.{name}={degree} leaves each rank {why}"
+        return None if supports_cache(model) else f"{type(unwrap(model)).__name__} does not support the key-value cache"
+
     def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> ContextParallelism:
         """Rows are cut over the ranks; documents of a row stay apart."""
         heads = Heads.of(model, config.parallel.tp)
@@ -72,17 +84,26 @@ class TextInputs(Inputs):
     """Tokens to add to each, as far as the model's positions allow."""
     seq_len: int
     """Tokens of a training row."""
+    multiple_of: int
+    """Tokens per forward are a multiple of this: under sequence parallelism, the ranks."""
 
     @classmethod
     def of(cls, inputs: Inputs, config: Config) -> Self:
         """Choose prompts: those of the configuration, or the beginnings of held-out samples."""
         asked = config.validation
         prompts: list[tuple[int, ...]] = []
-        if asked.sample_tokens and config.parallel.tp == 1 and inputs.validation is not None and asked.every:
+        if asked.sample_tokens and inputs.validation is not None and asked.every:
             texts = [inputs.tokenizer.encode(text) for text in asked.prompts] or _beginnings(inputs)
             prompts = [tuple(int(token) for token in ids) for ids in texts if len(ids)]
         values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        return cls(**values, prompts=tuple(prompts), sample_tokens=asked.sample_tokens, seq_len=config.model.seq_len)
+        parallel = config.parallel
+        return cls(
+            **values,
+            prompts=tuple(prompts),
+            sample_tokens=asked.sample_tokens,
+            seq_len=config.model.seq_len,
+            multiple_of=parallel.tp if parallel.sequence_parallel else 1,
+        )
 
     def sample(self, model: nn.Module, run_dir: Path, step: int) -> str | None:
         """Continue the prompts into ``samples/``, with the same draws at every validation of the run.
@@ -105,10 +126,12 @@ class TextInputs(Inputs):
         longest = min(self.seq_len, getattr(unwrap(model), "max_seq_len", self.seq_len))
         added = min(self.sample_tokens, longest - 1)
         prompts = [prompt[: longest - added] for prompt in self.prompts]
+        # no stop: ranks must make the same number of forwards, whatever each of them draws
         rows = generate(
-            model, prompts, max_new_tokens=added, sampling=sampling, stop_ids=[self.tokenizer.eos_id],
-            vocab_size=self.tokenizer.vocab_size,
+            model, prompts, max_new_tokens=added, sampling=sampling, vocab_size=self.tokenizer.vocab_size,
+            multiple_of=self.multiple_of,
         )  # fmt: skip
+        rows = [row[: row.index(end)] if (end := self.tokenizer.eos_id) in row else row for row in rows]
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return None
         texts = [

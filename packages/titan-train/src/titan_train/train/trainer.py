@@ -408,10 +408,19 @@ class Trainer:
         (module,) = self.model.parts
         module.eval()
         # samples have other shapes than training: compiled blocks would be compiled again for each
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), self._whole_logits(module):
             sampled = self._inputs.sample(module, self.run_dir, self.step)
         module.train()
         return sampled
+
+    def _whole_logits(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Where tensor parallelism cuts the vocabulary, a block in which the model gives all of it."""
+        if self.mesh is None or self.config.parallel.tp == 1:
+            return contextlib.nullcontext()
+        from titan_train.generation.tensor import whole_logits
+
+        plan = self.config.parallel.tp_plan
+        return whole_logits(module, self.mesh.group("tp"), cuts=self.model.cuts, plan=plan)
 
     def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
         return DataLoader(
@@ -480,6 +489,11 @@ class Trainer:
             )
         for step, damage in self._checkpointer.passed_over:
             self._event("checkpoint_passed_over", passed_step=step, reason=str(damage))
+        reason = self.task.why_no_samples(self.config, self.model.parts[0])
+        if reason is not None and self._inputs.validation is not None:
+            self._message(
+                f"validations write no samples: {reason}. `titan-train generate` takes a checkpoint of the run."
+            )
         if self.step:
             self._event("checkpoint_restored")
             self._message(f"resumed from step {self.step}")
