@@ -124,7 +124,13 @@ def test_a_running_pipeline_is_measured_solved_again_and_swapped():
         better = solve(costs, 8, mem_limit=4, max_tries=50, time_limit=60).schedule
         executor.swap(better)
         after = executor.step(data, data)
-        return before.loss, after.loss, costs.forward, executor.measured().schedule.digest == better.digest
+        swapped = executor.measured().schedule.digest == better.digest
+        assert executor.measured(-5.0).ranks == executor.measured().ranks  # all ranks' clocks alike
+        executor.trace = False
+        executor.step(data, data)
+        with pytest.raises(RuntimeError, match="0 traced actions"):
+            executor.measured()
+        return before.loss, after.loss, costs.forward, swapped
 
     for before, after, forward, swapped in ThreadHub(4).run(work):
         assert before == after
