@@ -80,11 +80,20 @@ class CompileConfig:
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """inductor's mode."""
 
+    cudagraphs: bool = False
+    """Replay forward and backward of a step as one CUDA graph: the host launches it once, not each kernel. On one CUDA rank
+    and for dense models of fixed shapes; independent of enabled."""
+
     def __post_init__(self) -> None:
         if not self.backend.replace("_", "").isalnum():
             raise ValueError(
                 f"compile.backend={self.backend!r} is not the name of a backend. Use 'inductor' (generates code), 'aot_eager' "
                 "or 'eager' (check the graphs)."
+            )
+        if self.cudagraphs and self.enabled and self.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"compile.cudagraphs=true and compile.mode={self.mode!r}: that mode of inductor makes graphs of each block, and "
+                "a graph cannot be captured inside another. Use mode 'default' or 'max-autotune-no-cudagraphs'."
             )
         if self.mode != "default" and self.backend != "inductor":
             raise ValueError(

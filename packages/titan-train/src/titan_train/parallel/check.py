@@ -11,7 +11,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
-from titan_train.parallel.compiled import check_backend
+from titan_train.parallel.compiled import check_backend, check_cudagraphs
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.expert import check_expert_parallel
 from titan_train.parallel.stages import layers_of, stage_layers
@@ -38,6 +38,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     spec = layout.spec
     parallel = config.parallel
     check_backend(config.compile.backend)
+    check_cudagraphs(config, layout, model)
     _check_plan(config, layout, model)
     task = task or load_task(config)
     task.check(config, model)

@@ -1,14 +1,20 @@
-"""torch.compile of each repeated block, in place: compile time does not grow with depth, and FSDP's hooks stay eager."""
+"""torch.compile of each repeated block, in place: compile time does not grow with depth, and FSDP's hooks stay eager.
+
+Also what stands in the way of a step as one CUDA graph (`titan_train.train.graphs`).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from titan_mesh import Layout
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from titan_train.config import ActivationsConfig, CompileConfig
+from titan_train.config import ActivationsConfig, CompileConfig, Config
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.nearest import did_you_mean
+from titan_train.task import task_name
 
 _SPLIT_BACKENDS = ("inductor", "aot_eager")  # those of `titan_pipeline.runtime.split_backend`
 
@@ -30,6 +36,50 @@ def check_backend(backend: str) -> None:
             f"compile.backend={backend!r}: torch.compile has no such backend. {did_you_mean(backend, known)}The usual ones are "
             f"{', '.join(usual)}; a package adds one by an entry point of the group torch_dynamo_backends."
         )
+
+
+def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
+    """Refuse ``compile.cudagraphs`` where the step could not be captured, or its replay would leave something out.
+
+    Args:
+        config: The run's configuration.
+        layout: The degrees.
+        model: The whole model.
+
+    Raises:
+        ValueError: Names what stands in the way.
+    """
+    if not config.compile.cudagraphs:
+        return
+    activations = config.activations
+    obstacles = (
+        (layout.num_ranks > 1, f"{layout.num_ranks} ranks", "the collectives of several ranks are not captured"),
+        (config.launch.device == "cpu", "launch.device='cpu'", "only CUDA devices have graphs"),
+        (
+            config.parallel.offload != "none",
+            f"parallel.offload={config.parallel.offload!r}",
+            "the host waits for copies",
+        ),
+        (activations.offload, "activations.offload=true", "the host waits for copies"),
+        (
+            activations.checkpoint not in ("none", "budget"),
+            f"activations.checkpoint={activations.checkpoint!r}",
+            "recomputation reads the random state, which a capture forbids (checkpoint='budget' does not)",
+        ),
+        (
+            any(moe_layers(model)),
+            f"model.name={config.model.name!r}",
+            "the shapes of experts' products depend on routing",
+        ),
+        (task_name(config) != "text", f"the task {task_name(config)!r}", "its batches vary in more than values"),
+        (config.metrics.activations_every > 0, "metrics.activations_every", "a graph has no activations to look at"),
+        (config.kernels.cross_entropy == "liger", "kernels.cross_entropy='liger'", "it waits for the device"),
+    )
+    for there, what, why in obstacles:
+        if there:
+            raise ValueError(
+                f"compile.cudagraphs=true and {what}: {why}. Set compile.cudagraphs=false, or change the latter."
+            )
 
 
 def compile_blocks(

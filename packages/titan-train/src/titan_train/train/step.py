@@ -6,6 +6,8 @@ to save, so that all ranks act on them at the same step, and costs nothing extra
 last backward one more sums the loss and the squared gradient norm, so that every rank has the same bits of both and takes
 the same decision. Then the host reads all of it at once: the only time in a step that it waits for the device.
 
+With CUDA graphs, forward and backward are one launch (`titan_train.train.graphs`); what comes after them is as without.
+
 A step whose loss or gradient is not finite changes nothing: its gradients are dropped and it is counted.
 """
 
@@ -30,6 +32,7 @@ from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
+from titan_train.train.graphs import StepGraphs
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.rerun import (
     Execution,
@@ -77,6 +80,7 @@ class OptimizerStep:
         device: torch.device,
         timer: StepTimer,
         rerun_above: float = 0.0,
+        cudagraphs: bool = False,
     ) -> None:
         """Prepare to step.
 
@@ -89,6 +93,7 @@ class OptimizerStep:
             device: Where the batches are.
             timer: Takes the time of forward, backward and optimizer.
             rerun_above: Execute a step again whose loss is not finite, or above so many times the last ones' mean; 0 never.
+            cudagraphs: Run forward and backward of all micro-batches as one CUDA graph.
         """
         self._timer = timer
         self.wants_layer_norms = False
@@ -104,6 +109,9 @@ class OptimizerStep:
         self._device = device
         # Float8 layers cast each weight once for all micro-batches of a step.
         self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
+        self._graphs: StepGraphs | None = None
+        if cudagraphs:
+            self._graphs = StepGraphs(self._eager_gradients, model.parts, device, forget=self._forget_gradients)
 
     def __call__(self, batches: Sequence[TaskBatch], requests: Sequence[bool] = ()) -> StepResult:
         """Train on one step's micro-batches.
@@ -135,14 +143,18 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             if not skipped:
                 self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
         flags = tuple(flag > 0 for flag in agreed)
         return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing), verdict)
 
     def _execute(self, batches: Sequence[TaskBatch], counts: Tensor) -> tuple[Execution, list[float]]:
         """Forward, backward and the clipped gradient; and ``counts``, read with the losses."""
-        with self._constant_weights:
-            total = self._forward_backward(batches, counts[0].clamp(min=1))
+        denominator = counts[0].clamp(min=1)
+        if self._graphs is None:
+            total = self._eager_gradients(batches, denominator)
+        else:
+            with self._timer.phase("backward"):  # of both: a graph has no parts
+                total = self._graphs(batches, denominator)
         gradients = self._model.gradients
         with self._timer.phase("optimizer"):
             gradients.finish()
@@ -180,11 +192,18 @@ class OptimizerStep:
         return judge_elsewhere(parts_again, elsewhere, source, norms, reason, (*whole, there.loss)), there
 
     def _again(self, batches: Sequence[TaskBatch], counts: Tensor, state: RandomState) -> Execution:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         for part in self._model.parts:
             forget_routing(part)
         state.restore()
         return self._execute(batches, counts)[0]
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _eager_gradients(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> Tensor:
+        with self._constant_weights:
+            return self._forward_backward(batches, num_labels)
 
     def _forward_backward(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> Tensor:
         """Gradients of one step; returns this rank's part of the mean loss, a float32 scalar.

@@ -166,6 +166,7 @@ class Trainer:
             device=self.device,
             timer=self._measure.timer,
             rerun_above=config.train.rerun_above,
+            cudagraphs=config.compile.cudagraphs,
         )
         self._checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
