@@ -114,7 +114,8 @@ def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, Chat
     if (task := task_name(config)) != "text" and not folder.is_dir():
         raise ValueError(
             f"{run_dir} trained {config.model.name} on {task!r}, not on text: there is no tokenizer and nothing to continue. "
-            f"What it samples is in {run_dir / 'samples'}."
+            f"What it samples is in {run_dir / 'samples'}"
+            + (" and `titan-train generate --out images.png` samples more." if task == "diffusion" else ".")
         )
     if not folder.is_dir():
         tokenizer = build_tokenizer(config.tokenizer, config.data)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from titan_train.config import Config
 from titan_train.data.loader.source import BatchSource
@@ -77,6 +77,21 @@ class ContextCut(Protocol):
         ...
 
 
+@runtime_checkable
+class WholeCut(Protocol):
+    """What a `ContextCut` also has if its model can be sampled: inputs without a target are cut, outputs joined."""
+
+    def cut_inputs(
+        self, inputs: "Sequence[Tensor]", keywords: "Mapping[str, Any]", /
+    ) -> "tuple[tuple[Tensor, ...], dict[str, Any]]":
+        """The part of a model's arguments that this rank computes on."""
+        ...
+
+    def join(self, output: "Tensor", /) -> "Tensor":
+        """The whole output on every rank of the group, from each rank's part. Collective."""
+        ...
+
+
 class LossParts(NamedTuple):
     """The loss of validation by parts of the data, such as the times of diffusion."""
 
@@ -95,6 +110,8 @@ class TaskInputs(Protocol):
     """What is trained on."""
     validation: BatchSource | None = None
     """What is validated on; None if nothing is held out."""
+    samples_by_forward: bool = False
+    """`sample` only calls the model, with whole tensors: it then also works under pipeline and context parallelism."""
 
     def keep(self, run_dir: Path) -> None:
         """Write to the run's folder what a later use of the run needs beside weights. On rank 0."""
@@ -107,7 +124,8 @@ class TaskInputs(Protocol):
         """Write samples of the model to the run's folder, after a validation.
 
         Every rank calls it with its wrapped model in evaluation mode and without gradients, so that the forward passes of
-        sharded models meet; rank 0 writes. Not called under pipeline or context parallelism.
+        sharded models meet; rank 0 writes. Under pipeline or context parallelism it is called only if `samples_by_forward`
+        holds (and the task's cut is a `WholeCut`), with a module that takes whole arguments and returns the whole output.
 
         Returns:
             A sample as text, to show to the person who watches; None if there is none.

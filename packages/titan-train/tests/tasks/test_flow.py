@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from titan_train import cli
 from titan_train.config import parse_config
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.models.flux.rope import time_features
@@ -172,15 +173,13 @@ def test_a_png_holds_the_pixels(tmp_path):
     page = image_grid([shapes.draw_image(n, 16) for n in range(3)], columns=2, zoom=2, gap=1)
     assert page.shape == (67, 67, 3)
     write_png(tmp_path / "a.png", page)
-    content = (tmp_path / "a.png").read_bytes()
-    width, height = struct.unpack(">II", content[16:24])
-    start = content.index(b"IDAT") + 4
-    size = struct.unpack(">I", content[start - 8 : start - 4])[0]
-    lines = np.frombuffer(zlib.decompress(content[start : start + size]), np.uint8).reshape(height, 1 + 3 * width)
-    assert np.array_equal(lines[:, 1:].reshape(page.shape), page)
+    assert np.array_equal(pixels(tmp_path / "a.png"), page)
 
 
-def test_validation_samples_into_the_runs_folder(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps."""
+    tmp_path = tmp_path_factory.mktemp("trained")
     args = {"dim": 32, "num_heads": 2, "in_channels": 48, "rope_index_dim": 4, "rope_row_dim": 6, "rope_column_dim": 6}
     config = parse_config(
         {
@@ -194,20 +193,67 @@ def test_validation_samples_into_the_runs_folder(tmp_path):
             "launch": {"device": "cpu"},
         }
     )
-    from titan_train import Trainer, load_run
+    from titan_train import Trainer
 
     with Trainer(config) as trainer:
         trainer.fit()
-    (validation,) = read_metrics(tmp_path / "r").validations
+    return tmp_path / "r"
+
+
+def test_validation_samples_into_the_runs_folder(trained):
+    from titan_train import load_run
+
+    (validation,) = read_metrics(trained).validations
     assert validation.parts.keys() == {"t_0.0625", "t_0.1875"}  # two samples
     # the mean of two parts of one size, in another order of float32 sums
     assert sum(validation.parts.values()) / 2 == pytest.approx(validation.loss, rel=1e-6)
-    found = json.loads((tmp_path / "r" / "samples" / "step_00000002.json").read_text())
+    found = json.loads((trained / "samples" / "step_00000002.json").read_text())
     assert found["images"] == 10
     assert len(set(found["captions"])) == 10
-    assert (tmp_path / "r" / "samples" / "step_00000002.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained / "samples" / "step_00000002.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="trained flux_tiny on 'diffusion', not on text"):
-        load_run(tmp_path / "r", device="cpu")
+        load_run(trained, device="cpu")
+
+
+def pixels(path):
+    """Of a PNG file as `write_png` writes it."""
+    content = path.read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    start = content.index(b"IDAT") + 4
+    size = struct.unpack(">I", content[start - 8 : start - 4])[0]
+    lines = np.frombuffer(zlib.decompress(content[start : start + size]), np.uint8).reshape(height, 1 + 3 * width)
+    return lines[:, 1:].reshape(height, width, 3)
+
+
+def test_generate_writes_images_of_captions(trained, tmp_path, capsys):
+    out = tmp_path / "new" / "a.png"
+    words = ["generate", str(trained), "--out", str(out), "--seed", "0"]
+    found = json.loads((trained / "samples" / "step_00000002.json").read_text())
+    for caption in found["captions"]:
+        words += ["--prompt", caption]
+    assert cli.main(words) == 0
+    # the run's own seed, steps and scale: what its validation sampled, from its checkpoint
+    np.testing.assert_array_equal(pixels(out), pixels(trained / "samples" / "step_00000002.png"))
+    assert f"10 images of {trained}, step 2" in capsys.readouterr().out
+    some = ["generate", str(trained), "--prompt", "", "--samples", "2", "--sample-steps", "3", "--sample-scale", "1"]
+    assert cli.main([*some, "--out", str(tmp_path / "none.png")]) == 0
+    first, second = (pixels(tmp_path / "none.png")[4:68, 4 + 68 * n : 68 + 68 * n] for n in range(2))
+    assert not np.array_equal(first, second)  # each has noise of its own
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a mauve disc", "--out", "a.png"], "'a mauve disc' is not a caption of the shapes"),
+        (["--prompt", "x", "--out", "a.jpg"], "Name a file that ends with .png"),
+        (["--prompt", "x", "--chat", "--out", "a.png"], "--chat is for text"),
+        (["--prompt", "x", "--sample-steps", "3"], "are for images: add --out FILE"),
+        (["--prompt", "x"], "--out images.png"),
+    ],
+)
+def test_generate_refuses_what_is_no_image(words, message, trained, capsys):
+    assert cli.main(["generate", str(trained), *words]) != 0
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_data_that_does_not_fit_the_model_is_refused():

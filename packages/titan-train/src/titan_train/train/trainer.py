@@ -55,6 +55,7 @@ from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
 from titan_train.train.warm_start import load_init
+from titan_train.train.whole_model import WholeModel, can_be_whole
 
 log = logging.getLogger(__name__)
 
@@ -404,9 +405,12 @@ class Trainer:
     def _sample(self) -> str | None:
         """Let the task sample, where every rank can run the whole model forward."""
         parallel = self.config.parallel
-        if parallel.pp > 1 or parallel.cp > 1:
-            return None
-        (module,) = self.model.parts
+        if self.mesh is not None and (parallel.pp > 1 or parallel.cp > 1):
+            if not self._inputs.samples_by_forward or not can_be_whole(self.model):
+                return None
+            module = WholeModel(self.model, self.mesh)
+        else:
+            (module,) = self.model.parts
         module.eval()
         # samples have other shapes than training: compiled blocks would be compiled again for each
         with torch.compiler.set_stance("force_eager"), self._whole_logits(module):
@@ -416,7 +420,7 @@ class Trainer:
 
     def _whole_logits(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Where tensor parallelism cuts the vocabulary, a block in which the model gives all of it."""
-        if self.mesh is None or self.config.parallel.tp == 1:
+        if self.mesh is None or self.config.parallel.tp == 1 or isinstance(module, WholeModel):
             return contextlib.nullcontext()
         from titan_train.generation.tensor import whole_logits
 

@@ -5,6 +5,8 @@ one batch; `--chat` takes the prompt as a message and writes it with the run's c
 there is one; `torchrun --nproc-per-node 4 -m titan_train generate ...` cuts the model over four. A folder of
 `titan-train export` is run by the library of its users (transformers, onnxruntime, AOTInductor, llama.cpp), which takes the
 most likely token: `--temperature 0`.
+
+A diffusion model makes images: `titan-train generate runs/flux_shapes --prompt "a red disc at the top left" --out disc.png`.
 """
 
 import argparse
@@ -66,10 +68,24 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument("--repetition-penalty", type=number(0), default=1.0, metavar="X", help="1 disables (default)")
     parser.add_argument("--samples", type=integer(1, 4096), default=1, metavar="N", help="continuations; default 1")
     parser.add_argument("--seed", type=integer(0), default=0, help="default 0")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="PNG file of a diffusion model's images")
+    parser.add_argument(
+        "--sample-steps", type=integer(1), metavar="N", help="Euler steps of an image; default: the run's sample_steps"
+    )
+    parser.add_argument(
+        "--sample-scale",
+        type=number(0),
+        metavar="X",
+        help="guidance towards the prompt, of an image; default: the run's sample_scale",
+    )
     parser.add_argument("--step", type=integer(0), default=None, help="checkpoint to use (default: the last)")
     parser.add_trust()
     arguments = parser.parse_args(words)
 
+    if arguments.out is not None:
+        return _images(arguments)
+    if arguments.sample_steps is not None or arguments.sample_scale is not None:
+        raise ValueError("--sample-steps and --sample-scale are for images: add --out FILE, or leave them out.")
     if "" in arguments.prompt:
         raise ValueError("--prompt is empty: give at least one character to continue.")
     from titan_train.export.load import target_of
@@ -101,6 +117,32 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
             ranks = "" if group is None else f", {group.size()} ranks"
             print(f"{arguments.run_dir}, step {run.step}, on {device}{ranks}", file=sys.stderr)
         _continue(arguments, run, sampling, shown=first)
+    return 0
+
+
+def _images(arguments: argparse.Namespace) -> int:
+    """Write the images of the prompts by a diffusion model."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--out: images are sampled by one process. Run titan-train generate without torchrun.")
+    if arguments.out.suffix.lower() != ".png":
+        raise ValueError(f"--out {arguments.out}: images are written as PNG. Name a file that ends with .png.")
+    for option in ("image", "chat", "stop", "compile"):
+        if getattr(arguments, option):
+            raise ValueError(f"--{option} is for text, and --out for images. Leave one of them out.")
+    from titan_train.tasks.diffusion.show import show_captions
+
+    captions = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
+    step = show_captions(
+        arguments.run_dir,
+        captions,
+        arguments.out,
+        step=arguments.step,
+        steps=arguments.sample_steps,
+        scale=arguments.sample_scale,
+        seed=arguments.seed,
+        device=_device(),
+    )
+    print(f"{arguments.out}: {len(captions)} images of {arguments.run_dir}, step {step}")
     return 0
 
 

@@ -6,5 +6,5 @@
 - `source`: the data that a run names, and the captions that it samples. ``shards/``: encoded images, and what encodes them.
 - `shapes`: coloured shapes with captions, in closed form: data for tests and the example.
 - `context`: context parallelism of two streams.
-- `sampling`: Euler steps with guidance, and PNG files.
+- `sampling`: Euler steps with guidance, and PNG files. `show`: images of captions by a trained model.
 """

@@ -4,6 +4,7 @@ Its joint sequence is its text followed by its image. Attention is not causal an
 not matter in which order the keys of other ranks arrive: the whole sequence is a permutation of the plain one.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +50,28 @@ class JointContext:
 
     def cut(self, batch: FlowBatch) -> FlowBatch:
         """The rank's text, image, places and velocities; what is known of a whole sample stays whole."""
-        image, text = batch.inputs
-        places = batch.keywords["positions"]
-        joined = (places[:, : self.text_tokens], places[:, self.text_tokens :])
-        here = torch.cat([self._part(part) for part in joined], dim=1)
+        inputs, keywords = self.cut_inputs(batch.inputs, batch.keywords)
         return FlowBatch(
-            inputs=(self._part(image), self._part(text)),
-            keywords={**batch.keywords, "positions": here},
+            inputs=inputs,
+            keywords=keywords,
             target=FlowTarget(self._part(batch.target.velocity), batch.target.time),
             samples_consumed=batch.samples_consumed,
         )
+
+    def cut_inputs(
+        self, inputs: Sequence[Tensor], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """As `cut`, of a batch without a target."""
+        places = keywords["positions"]
+        joined = (places[:, : self.text_tokens], places[:, self.text_tokens :])
+        here = torch.cat([self._part(part) for part in joined], dim=1)
+        return tuple(self._part(x) for x in inputs), {**keywords, "positions": here}
+
+    def join(self, output: Tensor) -> Tensor:
+        """The velocity of the whole image, from each rank's part ``[B, I / cp, C]``."""
+        parts = [torch.empty_like(output) for _ in range(self.size)]
+        dist.all_gather(parts, output.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
 
     def _part(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, dim=1)[self.rank].contiguous()

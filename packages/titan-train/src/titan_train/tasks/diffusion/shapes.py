@@ -44,6 +44,22 @@ def caption_text(item: int) -> str:
     return f"{'an' if colour == 'orange' else 'a'} {colour} {shape} at the {place}"
 
 
+def caption_number(text: str) -> int:
+    """The caption that a text is, whatever its case.
+
+    Raises:
+        ValueError: It is none.
+    """
+    words = " ".join(text.lower().split())
+    for item in range(len(CAPTIONS)):
+        if words == caption_text(item):
+            return item
+    raise ValueError(
+        f"{text!r} is not a caption of the shapes. Write 'a red disc at the top left', with a colour of {', '.join(COLOURS)}; a "
+        f"shape of {', '.join(SHAPES)}; and a place of {', '.join(PLACES)}."
+    )
+
+
 class ShapeFeatures:
     """All captions, each with its image and features."""
 

@@ -176,19 +176,7 @@ class ShardGallery:
 
     def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
         """Decoded one by one."""
-        config = self._config
-        # what `titan-train prepare` wrote is scaled already; other latents are scaled when they are read
-        own = config.latent_scale == 1.0 and config.latent_shift == 0.0
-        found: list[FloatArray] = []
-        for tokens in latents:
-            latent = unpack(tokens, config.grid)
-            if not own:
-                latent = self._decoder.scale * (
-                    latent / config.latent_scale + config.latent_shift - self._decoder.shift
-                )
-            pixels = self._decoder.decode(torch.from_numpy(latent.astype(np.float32))[None])[0]
-            found.append(pixels.permute(1, 2, 0).numpy())
-        return found
+        return decode_latents(self._decoder, self._config, latents)
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
         """The captions."""
@@ -201,6 +189,20 @@ class ShardGallery:
     def _decoder(self) -> Encoders:
         config = self._config
         return Encoders(Path(config.encoders).expanduser(), text_tokens=config.text_tokens, text=False)
+
+
+def decode_latents(encoders: Encoders, config: "DiffusionConfig", latents: npt.NDArray[np.float32]) -> list[FloatArray]:
+    """Images ``[side, side, 3]`` of about -1 to 1 from packed latents ``[count, I, C]`` as a model is trained on them."""
+    # what `titan-train prepare` wrote is scaled already; other latents are scaled when they are read
+    own = config.latent_scale == 1.0 and config.latent_shift == 0.0
+    found: list[FloatArray] = []
+    for tokens in latents:
+        latent = unpack(tokens, config.grid)
+        if not own:
+            latent = encoders.scale * (latent / config.latent_scale + config.latent_shift - encoders.shift)
+        pixels = encoders.decode(torch.from_numpy(latent.astype(np.float32))[None])[0]
+        found.append(pixels.permute(1, 2, 0).cpu().numpy())
+    return found
 
 
 def _sizes(diffusion: "DiffusionConfig", args: FluxArgs) -> SampleSizes:

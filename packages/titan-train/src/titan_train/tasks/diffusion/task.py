@@ -105,6 +105,8 @@ class DiffusionTask(Task):
 class DiffusionInputs(TaskInputs):
     """The open data of one run."""
 
+    samples_by_forward = True
+
     def __init__(self, config: Config) -> None:
         """Open the source that ``diffusion.source`` names."""
         args, diffusion = _args(config), config.diffusion

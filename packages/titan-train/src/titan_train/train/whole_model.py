@@ -1,0 +1,95 @@
+"""The whole model as one module, for samples during training under a layout that cuts layers or tokens apart.
+
+Under data and tensor parallelism a rank's module takes and returns whole tensors as it is. A pipeline stage or a context rank
+does not: here inputs are cut as batches are, the stages run forward, and every rank gets the whole output.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from titan_mesh import Mesh
+from torch import Tensor, nn
+
+from titan_train.models import accepted_inputs
+from titan_train.parallel.apply import ParallelModel
+from titan_train.parallel.pipeline import Pipeline
+from titan_train.task import WholeCut
+
+_MOST_DIMS = 8
+
+
+def can_be_whole(model: ParallelModel) -> bool:
+    """Whether outputs of this rank's part can be put together again."""
+    return model.context is None or isinstance(model.context, WholeCut)
+
+
+class WholeModel(nn.Module):
+    """Called with whole tensors, returns the whole output on every rank; without gradients.
+
+    Every rank of a pipeline or context group calls it with the same arguments, all of their first dimension the batch, or 1 for
+    what is the same for every row.
+    """
+
+    def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(model.parts)
+        self._model = model
+        self._mesh = mesh
+
+    @torch.no_grad()
+    def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor:
+        """The output of the model, float32 under a pipeline."""
+        model = self._model
+        cut = cast("WholeCut | None", model.context)
+        if cut is not None:
+            inputs, keywords = cut.cut_inputs(inputs, keywords)
+        if model.pipeline is not None:
+            output = _through_stages(model.pipeline, inputs, keywords, self._mesh.group("pp"), model.task.keywords)
+        else:
+            (module,) = model.parts
+            taken = accepted_inputs(module, model.task.keywords)
+            output = module(*inputs, **{name: value for name, value in keywords.items() if name in taken})
+        return output if cut is None else cut.join(output)
+
+
+def _through_stages(
+    pipeline: Pipeline,
+    inputs: Sequence[Tensor],
+    keywords: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    names: Sequence[str],
+) -> Tensor:
+    """The output of the last stage on every rank of the pipeline, float32."""
+    executor = pipeline.executor
+    schedule = executor.schedule
+    rows, count = len(inputs[0]), schedule.num_microbatches
+    each = -(-rows // count)
+    batches = [_rows(inputs, rows, first, each) for first in range(0, each * count, each)]
+    kept = [name for name in names if keywords.get(name) is not None]
+    extras = [
+        {
+            **dict.fromkeys(names),
+            **dict(zip(kept, _rows([keywords[name] for name in kept], rows, first, each), strict=True)),
+        }
+        for first in range(0, each * count, each)
+    ]
+    found = executor.infer([tensors if len(tensors) > 1 else tensors[0] for tensors in batches], extras=extras)
+    device = inputs[0].device
+    whole = torch.cat(found)[:rows].float().contiguous() if found else None
+    last = schedule.placement[-1]
+    shape = torch.zeros(_MOST_DIMS, dtype=torch.int64, device=device)
+    if whole is not None:
+        shape[: whole.ndim] = torch.tensor(whole.shape, device=device)
+    dist.broadcast(shape, group=group, group_src=last)
+    if whole is None:
+        whole = torch.empty([size for size in shape.tolist() if size], device=device)
+    dist.broadcast(whole, group=group, group_src=last)
+    return whole
+
+
+def _rows(tensors: Sequence[Tensor], rows: int, first: int, each: int) -> tuple[Tensor, ...]:
+    """``each`` rows from ``first``; behind the end the last one again, so that microbatches have one size."""
+    places = torch.arange(first, first + each).clamp(max=rows - 1)
+    return tuple(x if len(x) != rows else x[places.to(x.device)] for x in tensors)
