@@ -8,11 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from titan_train.config import Config, KernelsConfig, TrainConfig
-from titan_train.kernels import OPERATIONS, apply_kernels, check_taken, choose_kernels, kernel_loss, kernels_of
+from titan_train.config import Config, KernelsConfig, TrainConfig, parse_config
+from titan_train.kernels import (
+    OPERATIONS,
+    apply_kernels,
+    check_kernels,
+    check_taken,
+    choose_kernels,
+    kernel_loss,
+    kernels_of,
+)
 from titan_train.kernels.measure import agrees, example_inputs, measure_kernels, run_both_ways
+from titan_train.models import build_model
 from titan_train.models.llama import LlamaArgs
 from titan_train.models.llama.model import Llama
+from titan_train.parallel.check import check_model
+from titan_train.plan.run import plan_run
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -25,7 +36,8 @@ def llama() -> Llama:
     return Llama(LlamaArgs(vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48))
 
 
-def test_every_kernel_equals_the_plain_form_in_values_and_gradients():
+@pytest.fixture(scope="module")
+def interpreted():
     pytest.importorskip("liger_kernel")
     script = Path(__file__).with_name("interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -33,9 +45,33 @@ def test_every_kernel_equals_the_plain_form_in_values_and_gradients():
         [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_equals_the_plain_form_in_values_and_gradients(interpreted):
+    found = interpreted["differences"]
     assert sorted(found) == sorted(f"{k.operation}-{k.name}" for o in OPERATIONS for k in kernels_of(o)[1:])
     assert {name: max(errors) for name, errors in found.items() if not max(errors) <= WITHIN} == {}
+
+
+def test_rotations_of_every_width_and_both_layouts_have_the_bits_of_the_formula(interpreted):
+    assert interpreted["rotations"] == []
+
+
+@pytest.mark.parametrize("chip", [90, 100])
+@pytest.mark.parametrize("layout", ["halves", "neighbours"])
+def test_the_rotation_compiles_without_spills_and_moves_128_bits_at_a_time(chip, layout):
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiled.py")), str(chip), layout],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernel = json.loads(done.stdout.splitlines()[-1])
+    assert kernel["local_bytes"] == kernel["stack_bytes"] == 0
+    assert kernel["registers"] <= 64
+    assert kernel["loads"].get("128", 0) > 0
+    assert set(kernel["stores"]) == {"128"}
 
 
 def test_a_model_computes_with_the_kernels_it_is_given():
@@ -84,12 +120,43 @@ def test_kernels_for_cuda_are_refused_on_the_cpu(operation):
         choose_kernels(KernelsConfig(**{operation: "liger"}), CPU)
 
 
+CHECKED = {
+    "kernels.rope='liger' cannot run": {"kernels": {"rope": "liger"}, "launch": {"device": "cpu"}},
+    "kernels.rope='titan' cannot run": {"kernels": {"rope": "titan"}, "launch": {"device": "cpu"}},
+    "there is no such file": {"kernels": {"measured": "nowhere.toml"}, "launch": {"device": "cpu"}},
+    "kernels.swiglu='titan': gpt_debug has no module": {
+        "kernels": {"swiglu": "titan"},
+        "model": {"name": "gpt_debug"},
+    },
+    "needs train.fused_loss=false": {"kernels": {"cross_entropy": "liger"}},
+}
+
+
+@pytest.mark.parametrize("message", CHECKED)
+def test_check_refuses_what_a_rank_would_refuse_later(message):
+    pytest.importorskip("liger_kernel")
+    tree = {"model": {"name": "llama3_debug", "seq_len": 64}, "train": {"global_batch": 8}}
+    for section, values in CHECKED[message].items():
+        tree[section] = tree.get(section, {}) | values
+    config = parse_config(tree)
+    plan = plan_run(config, 1)
+    with pytest.raises(ValueError, match=message):
+        check_model(config, plan.layout, plan.batch, build_model(config.model, vocab_size=None, device="meta"))
+
+
+def test_check_accepts_kernels_that_only_the_cluster_has():
+    config = parse_config({"model": {"name": "flux_tiny"}, "kernels": {"rope": "titan"}, "train": {"global_batch": 8}})
+    check_kernels(config, build_model(config.model, vocab_size=None, device="meta"), tp=1)
+
+
 def test_a_file_is_read_with_care(tmp_path):
     with pytest.raises(ValueError, match="there is no such file"):
         choose_kernels(KernelsConfig(measured=str(tmp_path / "none.toml")), CPU)
     file = tmp_path / "machine.toml"
     file.write_text('[kernels.rope]\nchosen = "warp"\n')
-    with pytest.raises(ValueError, match=r"rope.chosen='warp': there is no such kernel. Use one of auto, torch, liger"):
+    with pytest.raises(
+        ValueError, match=r"rope.chosen='warp': there is no such kernel. Use one of auto, torch, titan, liger"
+    ):
         choose_kernels(KernelsConfig(measured=str(file)), CPU)
 
 

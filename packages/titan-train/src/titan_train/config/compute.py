@@ -112,8 +112,8 @@ class KernelsConfig:
     swiglu: Literal["auto", "torch", "titan", "liger"] = "auto"
     """SwiGLU before a linear that is not float8."""
 
-    rope: Literal["auto", "torch", "liger"] = "auto"
-    """Rotary positions."""
+    rope: Literal["auto", "torch", "titan", "liger"] = "auto"
+    """Rotary positions. liger rotates halves of a head, not the neighbouring channels of FLUX."""
 
     cross_entropy: Literal["auto", "torch", "liger"] = "auto"
     """Loss on whole logits: with train.fused_loss=false, and without z-loss and tensor parallelism."""

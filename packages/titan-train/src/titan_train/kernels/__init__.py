@@ -2,13 +2,23 @@
 
 - `registry`: which kernels there are for an operation, what each needs, and which of them runs.
 - `forms`: the operations in plain torch, and titan-fp8's and liger-kernel's versions of them.
+- `rotation`: rotary positions as a Triton kernel.
 - `apply`: puts a choice into a model.
 - `measure`: what each costs on this machine; `titan-train doctor --bench` writes the fastest.
 
 They are for eager mode: `torch.compile` makes its own from the plain forms.
 """
 
-from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
+from titan_train.kernels.apply import apply_kernels, check_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.kernels.registry import OPERATIONS, Kernel, kernels_of
 
-__all__ = ["OPERATIONS", "Kernel", "apply_kernels", "check_taken", "choose_kernels", "kernel_loss", "kernels_of"]
+__all__ = [
+    "OPERATIONS",
+    "Kernel",
+    "apply_kernels",
+    "check_kernels",
+    "check_taken",
+    "choose_kernels",
+    "kernel_loss",
+    "kernels_of",
+]

@@ -1,7 +1,7 @@
 """Put chosen kernels into a model, in place."""
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from titan_train.config import Config, KernelsConfig
+from titan_train.kernels import forms
 from titan_train.kernels.registry import OPERATIONS, find_kernel, kernels_of, measured_choice
 from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import rotate_pair
+from titan_train.models.flux.rope import rotate_neighbours
 
 Chosen = Mapping[str, Callable[..., Any]]
 """From an operation to the function that is to compute it; operations left to the model are not in it."""
@@ -45,7 +47,33 @@ def choose_kernels(config: KernelsConfig, device: torch.device) -> Chosen:
             continue
         kernel = find_kernel(operation, name, device, source=source).load()
         chosen[operation] = _in_eager_mode(kernel, kernels_of(operation)[0].load())
+        if (operation, name) == ("rope", "titan"):
+            chosen["rope_neighbours"] = _in_eager_mode(forms.rope_neighbours_titan, forms.rope_neighbours_torch)
     return chosen
+
+
+def check_kernels(config: Config, model: nn.Module, *, tp: int) -> None:
+    """Refuse before any rank starts what `choose_kernels`, `check_taken` and `kernel_loss` refuse on a rank.
+
+    What another machine has installed is not known here: that a kernel can run is checked for runs on the CPU only.
+
+    Args:
+        config: The run's.
+        model: The whole model; it stays as it is.
+        tp: Ranks that hold a part of the logits each.
+
+    Raises:
+        ValueError: Names the key.
+    """
+    if config.launch.device == "cpu":
+        choose_kernels(config.kernels, torch.device("cpu"))
+    named = [operation for operation in OPERATIONS if getattr(config.kernels, operation) != "auto"]
+    counted = {name: sum(1 for _ in _takers(model, name)) for name in named if name != "cross_entropy"}
+    if config.kernels.rope == "titan":
+        counted["rope"] += sum(1 for _ in _takers(model, "rope_neighbours"))
+    check_taken(counted, config.kernels, config.model.name)
+    if "cross_entropy" in named and (tp > 1 or config.train.fused_loss or config.train.z_loss):
+        raise _not_whole_logits(config)
 
 
 def apply_kernels(model: nn.Module, chosen: Chosen) -> dict[str, int]:
@@ -58,19 +86,24 @@ def apply_kernels(model: nn.Module, chosen: Chosen) -> dict[str, int]:
     Returns:
         How many modules took each; ``cross_entropy`` belongs to the loss, and is not counted.
     """
-    taken = dict.fromkeys(chosen, 0)
-    taken.pop("cross_entropy", None)
-    for module in model.modules():
-        if isinstance(module, RMSNorm) and "rms_norm" in chosen:
-            module.kernel = chosen["rms_norm"]
-            taken["rms_norm"] += 1
-        if hasattr(module, "swiglu_kernel") and "swiglu" in chosen:
-            vars(module)["swiglu_kernel"] = chosen["swiglu"]
-            taken["swiglu"] += 1
-        if getattr(module, "rotate", None) is rotate_pair and "rope" in chosen:
-            vars(module)["rotate"] = chosen["rope"]
-            taken["rope"] += 1
+    taken = {name: 0 for name in chosen if name in OPERATIONS and name != "cross_entropy"}
+    for name, kernel in chosen.items():
+        for module, attribute in list(_takers(model, name)):
+            vars(module)[attribute] = kernel
+            taken["rope" if name == "rope_neighbours" else name] += 1
     return taken
+
+
+def _takers(model: nn.Module, operation: str) -> Iterator[tuple[nn.Module, str]]:
+    """Every module that computes ``operation``, and the attribute that a kernel for it goes to."""
+    plain = {"rope": rotate_pair, "rope_neighbours": rotate_neighbours}
+    for module in model.modules():
+        if operation == "rms_norm" and isinstance(module, RMSNorm):
+            yield module, "kernel"
+        elif operation == "swiglu" and hasattr(module, "swiglu_kernel"):
+            yield module, "swiglu_kernel"
+        elif operation in plain and getattr(module, "rotate", None) is plain[operation]:
+            yield module, "rotate"
 
 
 def kernel_loss(
@@ -94,10 +127,7 @@ def kernel_loss(
     if vocab_size is not None and whole_vocabulary and not train.fused_loss and not train.z_loss:
         return whole_vocabulary_loss(vocab_size, cross_entropy=chosen["cross_entropy"])
     if config.kernels.cross_entropy != "auto":
-        raise ValueError(
-            f"kernels.cross_entropy={config.kernels.cross_entropy!r} computes the loss of a text model from whole logits: it "
-            "needs train.fused_loss=false, train.z_loss=0 and parallel.tp=1. Leave it at 'auto'."
-        )
+        raise _not_whole_logits(config)
     return loss
 
 
@@ -113,6 +143,13 @@ def check_taken(taken: Mapping[str, int], config: KernelsConfig, model: str) -> 
                 f"kernels.{operation}={getattr(config, operation)!r}: {model} has no module that takes a kernel for it, so "
                 "nothing would change. Leave it at 'auto'."
             )
+
+
+def _not_whole_logits(config: Config) -> ValueError:
+    return ValueError(
+        f"kernels.cross_entropy={config.kernels.cross_entropy!r} computes the loss of a text model from whole logits: it "
+        "needs train.fused_loss=false, train.z_loss=0 and parallel.tp=1. Leave it at 'auto'."
+    )
 
 
 def _in_eager_mode(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_train.models.common.loss import cross_entropy_sum
 from titan_train.models.common.rope import rotate_pair
+from titan_train.models.flux.rope import rotate_neighbours
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,6 +30,11 @@ def rope_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return rotate_pair(q, k, cos, sin)
 
 
+def rope_neighbours_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where channels ``2 i`` and ``2 i + 1`` are a pair; ``cos`` and ``sin`` are ``[B or 1, S, D / 2]``."""
+    return rotate_neighbours(q, k, cos, sin)
+
+
 def cross_entropy_torch(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropy of ``[B, S, V]`` over valid labels ``[B, S]``, float32."""
     return cross_entropy_sum(logits, labels)
@@ -42,6 +48,24 @@ def rms_norm_titan(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu_titan(gate: Tensor, up: Tensor) -> Tensor:
     """titan-fp8's: rounded once."""
     return titan_fp8.swiglu(gate, up)
+
+
+def rope_titan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The Triton kernel of `titan_train.kernels.rotation`; the plain form in float64 and for more than tensors."""
+    if type(q) is not Tensor or type(k) is not Tensor or q.dtype == torch.float64:
+        return rotate_pair(q, k, cos, sin)
+    from titan_train.kernels.rotation import rotate
+
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def rope_neighbours_titan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where neighbours are a pair."""
+    if type(q) is not Tensor or type(k) is not Tensor or q.dtype == torch.float64:
+        return rotate_neighbours(q, k, cos, sin)
+    from titan_train.kernels.rotation import rotate
+
+    return rotate(q, cos, sin, neighbours=True), rotate(k, cos, sin, neighbours=True)
 
 
 def rms_norm_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:

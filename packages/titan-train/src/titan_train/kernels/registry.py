@@ -52,6 +52,7 @@ _KERNELS = {
     ),
     "rope": (
         Kernel("rope", "torch", cuda_only=False),
+        Kernel("rope", "titan", package="triton"),
         Kernel("rope", "liger", package="liger_kernel", extra="kernels"),
     ),
     "cross_entropy": (

@@ -9,6 +9,7 @@ from titan_mesh import Layout
 from torch import nn
 
 from titan_train.config import Config
+from titan_train.kernels import check_kernels
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
@@ -39,6 +40,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     parallel = config.parallel
     check_backend(config.compile.backend)
     check_cudagraphs(config, layout, model)
+    check_kernels(config, model, tp=spec.tp)
     _check_plan(config, layout, model)
     task = task or load_task(config)
     task.check(config, model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.flux.args import FluxArgs
-from titan_train.models.flux.rope import rotate
+from titan_train.models.flux.rope import rotate_neighbours
 
 _EPS = 1e-6
 
@@ -89,6 +89,8 @@ class StreamProjections(nn.Module):
 class StreamAttention(nn.Module):
     """Text and image, each with weights of its own, attend to both."""
 
+    rotate = staticmethod(rotate_neighbours)
+
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
         self.text, self.image = StreamProjections(args), StreamProjections(args)
@@ -98,7 +100,7 @@ class StreamAttention(nn.Module):
         """``[B, S, d]`` from text and image, one after the other; T tells where the image begins."""
         texts, images = self.text.heads(x[:, :text_tokens]), self.image.heads(x[:, text_tokens:])
         q, k, v = (torch.cat(pair, dim=1) for pair in zip(texts, images, strict=True))
-        q, k = rotate(q, places.cos, places.sin), rotate(k, places.cos, places.sin)
+        q, k = self.rotate(q, k, places.cos, places.sin)
         out = self.inner(q, k, v, places.plan).flatten(-2)
         return torch.cat((self.text.out(out[:, :text_tokens]), self.image.out(out[:, text_tokens:])), dim=1)
 
@@ -136,6 +138,8 @@ class Mixer(nn.Module):
     Published checkpoints hold ``out`` and ``down`` as one matrix; apart, tensor parallelism can cut each by its own columns.
     """
 
+    rotate = staticmethod(rotate_neighbours)
+
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
         dim = args.dim
@@ -148,7 +152,7 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, places: TokenPlaces) -> Tensor:
         """``[B, S, d]``."""
         q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
-        q, k = (rotate(norm(y), places.cos, places.sin) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = self.rotate(self.q_norm(q), self.k_norm(k), places.cos, places.sin)
         attended = self.out(self.inner(q, k, v, places.plan).flatten(-2))
         return attended + self.down(F.gelu(self.up(x), approximate="tanh"))
 

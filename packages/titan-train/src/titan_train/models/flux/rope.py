@@ -45,6 +45,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).type_as(x)
 
 
+def rotate_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries and of keys. Attention calls it by its attribute ``rotate``, where a kernel can take its place."""
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
 def time_features(values: Tensor) -> Tensor:
     """Cosines, then sines of 1000 times a time (or a guidance scale) at 128 frequencies, in float32.
 
