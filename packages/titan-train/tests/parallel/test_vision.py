@@ -8,7 +8,7 @@ from composition_check import assert_as_one_process
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.launch.validate import validate
-from titan_train.models.qwen3_vl.model import Qwen3VL
+from titan_train.models.vision_language.decoder import SeesImages
 
 TINY = {
     "model": {
@@ -51,7 +51,7 @@ def filled(self, fqn, tensor, generator):
 def run(folder, name, sections):
     """As `composition.run`, on this rank, from weights whose every gradient says something."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen3VL, "init_weights", filled)
+        patch.setattr(SeesImages, "init_weights", filled)
         return composition.run(folder, name, sections, 4)
 
 
@@ -84,6 +84,63 @@ def test_a_layout_gives_the_losses_and_gradients_of_one_process(name, single, tm
     ranks, sections = LAYOUTS[name]
     results = run_ranks(run, ranks, tmp_path, "many", joined(TINY, sections), timeout_s=170)
     assert_as_one_process(results, single(sections.get("model")))
+
+
+TINY_ENCODER = {"vision_dim": 32, "vision_ffn_dim": 48, "position_side": 4}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 32, "balance_loss": 0.01}
+FAMILIES = {
+    "qwen3 experts": ("qwen3_vl_moe_debug", TINY["model"]["args"] | EXPERTS),
+    "llama": ("llama3_debug_vl", TINY_ENCODER | {"dim": 48, "num_layers": 3, "num_kv_heads": 4, "ffn_dim": 64}),
+    "gpt": ("gpt_debug_vl", TINY_ENCODER | {"dim": 48, "num_layers": 3, "ffn_dim": 64}),
+    "deepseek": (
+        "deepseek_debug_vl",
+        TINY_ENCODER
+        | EXPERTS
+        | {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_groups": 1, "top_groups": 1, "bias_rate": 0.0},
+    ),
+}
+FAMILY_LAYOUTS = {
+    "fsdp": {},
+    "tp": {"parallel": WHOLE},
+    "pp": {"parallel": {"pp": 2}},
+    "cp": {"parallel": {"cp": 2}},
+    "ep": {"parallel": {"ep": 2}},
+}
+
+
+def of_family(family, sections=None):
+    name, args = FAMILIES[family]
+    return composition.joined(TINY, {"model": {"name": name, "args": args}}, sections or {})
+
+
+def run_each(folder, family, layouts):
+    """One after the other on the same ranks."""
+    return [run(folder, f"many{number}", of_family(family, sections)) for number, sections in enumerate(layouts)]
+
+
+def check_family(family, layouts, folder, ranks=2):
+    alone = run_ranks(run, 1, folder, "one", of_family(family), timeout_s=300)[0]
+    each = run_ranks(run_each, ranks, folder, family, layouts, timeout_s=600)
+    for number in range(len(layouts)):
+        assert_as_one_process([results[number] for results in each], alone)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3 experts", "ep"), ("llama", "fsdp")])
+def test_a_decoder_of_another_family_gives_the_losses_and_gradients_of_one_process(family, layout, tmp_path):
+    check_family(family, [FAMILY_LAYOUTS[layout]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_of_a_family_gives_the_losses_and_gradients_of_one_process(family, tmp_path):
+    sparse = "num_experts" in FAMILIES[family][1]
+    check_family(family, [s for name, s in FAMILY_LAYOUTS.items() if sparse or name != "ep"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3 experts", "deepseek"])
+def test_experts_over_ranks_go_with_fsdp_and_with_a_pipeline(family, tmp_path):
+    check_family(family, [{"parallel": {"ep": 2}}, {"parallel": {"ep": 2, "pp": 2}}], tmp_path, ranks=4)
 
 
 def test_a_rank_without_an_image_does_not_hold_up_the_others(tmp_path):

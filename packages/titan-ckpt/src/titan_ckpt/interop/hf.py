@@ -160,7 +160,9 @@ def import_hf(
     _check_config(Path(folder), as_modules(model))
     state = model_state(as_modules(model))
     aliases = state.names_of()
-    available = _views_of(Path(folder), names, {*aliases, *state.tied}, strict)
+    whole: dict[str, Any] = {**state.tensors, **(shards or {})}
+    shapes = {name: tuple(whole[name].shape) for name in aliases}
+    available = _views_of(Path(folder), names, dict.fromkeys(state.tied) | shapes, strict)
     found = {name: [alias for alias in listed if alias in available] for name, listed in aliases.items()}
     missing = [name for name, listed in found.items() if not listed and not (names and names.leaves_out(name))]
     unexpected = [name for name in available if name not in aliases and name not in state.tied]

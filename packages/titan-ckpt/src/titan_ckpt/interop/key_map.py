@@ -40,7 +40,8 @@ class Pair:
     head_dim: int | None = None
     """Width of a head, where rotary channels are neighbors in the native model and halves in the checkpoint."""
     transposed: bool = False
-    """Whether the Hugging Face tensor is a matrix ``[in, out]`` (the Conv1D of GPT-2) and the native one ``[out, in]``."""
+    """Whether the Hugging Face tensor is a matrix ``[in, out]`` (the Conv1D of GPT-2) and the native one ``[out, in]``;
+    or a stack of such matrices. A ``part`` is one of the Hugging Face tensor as it is stored."""
 
     @property
     def stacked(self) -> bool:

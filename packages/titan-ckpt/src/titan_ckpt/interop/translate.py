@@ -1,6 +1,7 @@
 """Apply a key map: views by Hugging Face name to views by native name, and back."""
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from titan_ckpt.interop.key_map import KeyMap, Pair
 from titan_ckpt.interop.views import ItemView, JoinView, PartView, RotaryView, StackView, TransposedView, View
@@ -12,16 +13,19 @@ def from_hf(hf: Mapping[str, View], names: KeyMap, wanted: Container[str] | None
     Args:
         hf: Hugging Face name to view.
         names: The family's key map.
-        wanted: The model's names. They decide if a Hugging Face tensor fits several native ones; None takes the first.
+        wanted: The model's names. They decide if a Hugging Face tensor fits several native ones; None takes the first. As a
+            mapping to shapes, they also decide whether a stack of matrices is stored transposed or as it is.
 
     Raises:
         ValueError: If the family does not have a name, two tensors get the same name, or a stack lacks an expert.
     """
     native: dict[str, View] = {}
     stacks: dict[str, dict[int, View]] = {}
+    shapes: Mapping[str, tuple[int, ...] | None] = wanted if isinstance(wanted, Mapping) else {}
     for name, view in hf.items():
-        for pair, letters in _chosen(names.match_hf(name), wanted):
-            key = pair.native.format(**letters)
+        for chosen, letters in _chosen(names.match_hf(name), wanted):
+            key = chosen.native.format(**letters)
+            pair = _as_stored(chosen, view, shapes.get(key))
             items = stacks.setdefault(key, {}) if pair.stacked else {}
             if key in native or (pair.stacked and int(letters["j"]) in items):
                 raise ValueError(f"{name!r} and another tensor of the folder both become {key!r}. Remove one of them.")
@@ -75,6 +79,18 @@ def _chosen(
     return [match for match in fitting if match[0].part] if fitting and fitting[0][0].part else fitting[:1]
 
 
+def _as_stored(pair: Pair, view: View, shape: tuple[int, ...] | None) -> Pair:
+    """The pair, not transposed for a stack that is stored as the native one is: transformers 5 reads both and saves that."""
+    if not pair.transposed or len(view.shape) != 3 or shape is None:
+        return pair
+    plain, sizes = replace(pair, transposed=False), list(view.shape)
+    if pair.part is not None:
+        index, count, dim = pair.part
+        plain = replace(plain, part=(index, count, 3 - dim))  # rows for columns
+        sizes[3 - dim] //= count
+    return plain if tuple(sizes) == tuple(shape) else pair
+
+
 def _as_native(pair: Pair, view: View, name: str) -> View:
     if pair.part:
         view = _part_of(pair, view, name)
@@ -106,8 +122,10 @@ def _part_of(pair: Pair, view: View, name: str) -> View:
 
 
 def _transposed(view: View, name: str) -> View:
-    if len(view.shape) != 2:
-        raise ValueError(f"{name!r} of shape {list(view.shape)} is not a matrix, so it cannot be transposed.")
+    if len(view.shape) not in (2, 3):
+        raise ValueError(
+            f"{name!r} of shape {list(view.shape)} is neither a matrix nor a stack of them, so it cannot be transposed."
+        )
     return TransposedView(view)
 
 

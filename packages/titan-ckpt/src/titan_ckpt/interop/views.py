@@ -119,17 +119,17 @@ class GrownView(View):
 
 
 class TransposedView(View):
-    """A transposed matrix."""
+    """A transposed matrix, or a stack of them."""
 
     def __init__(self, base: View) -> None:
-        super().__init__(base.dtype, base.shape[::-1])
+        super().__init__(base.dtype, _swapped(base.shape))
         self.base = base
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
-        return [(self.base, (box[0][::-1], box[1][::-1]))]
+        return [(self.base, (_swapped(box[0]), _swapped(box[1])))]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        into.copy_(read_box(*self.needs(box)[0]).t())
+        into.copy_(read_box(*self.needs(box)[0]).mT)
 
 
 class ItemView(View):
@@ -297,3 +297,7 @@ def read_box(view: View, box: Box) -> Tensor:
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _swapped(values: tuple[int, ...]) -> tuple[int, ...]:
+    return (*values[:-2], values[-1], values[-2])

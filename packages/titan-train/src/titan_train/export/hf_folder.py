@@ -4,6 +4,7 @@
     generation_config.json   ids that begin and end a text
     model*.safetensors       in files of 5 GB with an index, streamed from the checkpoint: never the whole model in memory
     tokenizer.json, ...      where the tokenizer can be expressed; else only tokenizer.model
+    preprocessor_config.json of a vision-language model: how images become patches
 
 As float8, matrices of the layers are stored in e4m3 with one float32 scale for each block of 128 x 128, as DeepSeek-V3 is
 published: ``NAME.weight`` beside ``NAME.weight_scale_inv``, announced by ``quantization_config`` (`float8`).
@@ -24,6 +25,8 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
+from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -68,6 +71,9 @@ def write_hf(
     ids = _token_ids(run.tokenizer)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
     write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
+    if isinstance(args, EncoderArgs):
+        for name, content in processor_files(run.tokenizer, args, run.config.vision).items():
+            write_json(folder / name, content)
 
 
 def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, Any]:

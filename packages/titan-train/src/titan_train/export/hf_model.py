@@ -1,6 +1,7 @@
 """A Hugging Face folder as transformers reads it."""
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ class HfModel:
         files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
         safe = {"trust_remote_code": False, "local_files_only": True}
+        seeing = "vision_config" in json.loads((folder / "config.json").read_bytes())
+        kind: Any = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
         # transformers would draw what is missing at random, and only warn
-        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded, report = kind.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
             **safe, **how,
         )  # fmt: skip

@@ -5,6 +5,7 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
 - ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``, ``qwen3_vl/``: one folder per family.
+- ``vision_language/``: an encoder of images before a decoder of any family.
 - ``common/``: the blocks that families share, mixture of experts among them.
 - `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
 

@@ -166,7 +166,8 @@ def _check_tensors(
     known = tensors.keys() | first_of.keys()
     mapped = {name: view for name, view in views.items() if key_map.maps(name) or key_map.ignores(name)}
     problems: list[str] = []
-    for name, view in from_hf(mapped, key_map, known).items():
+    wanted = dict.fromkeys(known) | {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name, view in from_hf(mapped, key_map, wanted).items():
         tensor = tensors.get(first_of.get(name, name))
         if tensor is None:
             continue

@@ -8,9 +8,9 @@ from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, count_parameters
 from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS, Qwen3VLArgs
-from titan_train.models.qwen3_vl.hf import QWEN3_VL_HF, args_from_hf, config_of
+from titan_train.models.qwen3_vl.hf import QWEN3_VL_HF, args_from_hf, config_of, settings_of
 from titan_train.models.qwen3_vl.model import Qwen3VL
-from titan_train.models.qwen3_vl.vision import image_tokens, patch_places
+from titan_train.models.vision_language.encoder import image_tokens, patch_places
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 TINY = Qwen3VLArgs(
@@ -18,24 +18,26 @@ TINY = Qwen3VLArgs(
     rope_row_pairs=4, rope_column_pairs=3, image_token=90, image_start_token=91, image_end_token=92, vision_dim=32,
     vision_layers=3, vision_heads=4, vision_ffn_dim=56, patch=4, frames=2, position_side=5, deepstack_layers=(0, 2),
 )  # fmt: skip
+SPARSE = dataclasses.replace(TINY, ffn_dim=0, num_experts=4, experts_per_token=2, expert_ffn_dim=40)
 GRIDS = [(4, 6), (2, 4), (8, 2)]
 """Rows and columns of patches of each image; the learned positions are 5 x 5, so all of them are interpolated."""
 
 
 def peer(args):
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3VLConfig(**config_of(args))
+    kind = "Qwen3VLMoe" if args.num_experts else "Qwen3VL"
+    config = getattr(transformers, f"{kind}Config")(**config_of(args))
     torch.manual_seed(3)
-    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     for parameter in model.parameters():  # norms and biases too, so that a swap of any two shows
         torch.nn.init.normal_(parameter, mean=0.3 if parameter.ndim == 1 else 0.0, std=0.1)
     return model
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=[TINY, SPARSE], ids=["dense", "experts"])
+def pair(tmp_path_factory, request):
     """transformers' model, and ours with the weights from its folder."""
-    theirs = peer(TINY)
+    theirs = peer(request.param)
     folder = tmp_path_factory.mktemp("published")
     theirs.save_pretrained(folder)
     ours = Qwen3VL(args_from_hf(theirs.config.to_dict()))
@@ -94,7 +96,8 @@ def test_logits_and_every_gradient_are_those_of_transformers(pair):
         pair_, letters = names.match_native(name)
         expected = parameters[pair_.hf.format(**letters)].grad
         if pair_.part is not None:
-            expected = expected.chunk(3, dim=0)[pair_.part[0]]
+            index, count, dim = pair_.part  # transformers holds stacks of experts the other way round than in files
+            expected = expected.chunk(count, dim=1 if pair_.transposed else dim)[index]
         assert expected.any(), name
         most = expected.abs().max().item()
         assert (parameter.grad - expected).abs().max() <= 2e-5 * most + 1e-6, name
@@ -110,27 +113,33 @@ def test_text_alone_needs_no_image_and_gives_the_logits_of_transformers(pair):
 
 
 def test_weights_go_in_and_out_without_changing_a_bit(pair, tmp_path):
-    from transformers import Qwen3VLForConditionalGeneration
-
     theirs, ours, _ = pair
     Checkpointer(tmp_path).save(1, TrainState(model=ours, rng=False))
     (step,) = tmp_path.glob("step-*")
-    export_hf(step, tmp_path / "out", names=QWEN3_VL_HF.key_map, config=config_of(TINY))
-    again = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out").state_dict()
+    export_hf(step, tmp_path / "out", names=QWEN3_VL_HF.key_map, config=config_of(ours.args))
+    again = type(theirs).from_pretrained(tmp_path / "out").state_dict()
     published = theirs.state_dict()
     assert again.keys() == published.keys()
     assert all(torch.equal(again[name], published[name]) for name in published)
+    read = Qwen3VL(ours.args)
+    import_hf(tmp_path / "out", read, names=QWEN3_VL_HF.key_map)
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in read.state_dict().items())
 
 
 def test_the_description_of_a_model_is_read_back(pair):
     for args in (TINY, *QWEN3_VL_CONFIGS.values()):
         assert args_from_hf(config_of(args)) == args
-    assert args_from_hf(pair[0].config.to_dict()) == TINY
+    assert settings_of(args_from_hf(pair[0].config.to_dict())) == settings_of(pair[1].args)
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("qwen3_vl_2b", 2_127_532_032), ("qwen3_vl_4b", 4_437_815_808), ("qwen3_vl_8b", 8_767_123_696)],
+    [
+        ("qwen3_vl_2b", 2_127_532_032),
+        ("qwen3_vl_4b", 4_437_815_808),
+        ("qwen3_vl_8b", 8_767_123_696),
+        ("qwen3_vl_30b_a3b", 31_070_754_032),
+    ],
 )
 def test_the_shipped_models_have_the_published_number_of_parameters(name, parameters):
     assert count_parameters(build_model(ModelConfig(name=name), vocab_size=None)) == parameters

@@ -9,7 +9,7 @@ import pytest
 import torch
 from titan_train.config import parse_config
 from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
-from titan_train.models.qwen3_vl.vision import image_tokens
+from titan_train.models.vision_language.encoder import image_tokens
 from titan_train.tasks.vision.batches import ImageTextBatches
 from titan_train.tasks.vision.images import BrokenImage, fit_grid, image_size, read_image, to_patches
 from titan_train.tasks.vision.jsonl import prepare_index

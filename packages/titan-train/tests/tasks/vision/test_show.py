@@ -1,10 +1,15 @@
 """A trained model continues a prompt about images: the same as in training, by the command and in a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from titan_train.cli import main
 from titan_train.config import parse_config
-from titan_train.generation import Sampling, load_run, stream_text
+from titan_train.config.model import ModelConfig
+from titan_train.generation import Sampling, generate, load_run, stream_text
+from titan_train.generation.cache import supports_cache
+from titan_train.models import build_model
 from titan_train.report import build_report
 from titan_train.tasks.vision.answers import guessed, score_answers
 from titan_train.tasks.vision.batches import ImageTextBatches
@@ -88,6 +93,36 @@ def test_rows_of_a_batch_see_the_same_images(seen, tmp_path):
         together = seen.model(tokens)
     for row, words in enumerate(ids):
         assert (together[row, len(words) - 1] - alone[row]).abs().max() <= 1e-4 * alone[row].abs().max()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_debug", "llama3_debug_vl", "gpt_debug_vl"])
+def test_the_cache_gives_the_tokens_of_the_whole_sequence_for_prompts_of_any_length(name, seen, tmp_path):
+    run = seen
+    if name != "qwen3_vl_debug":
+        config = ModelConfig(name=name, seq_len=64)
+        model = build_model(config, vocab_size=320, device="cpu")
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+        run = replace(seen, model=model)
+    data = ShapeQuestions(2, run.model.args)
+    for item in (0, 1):
+        Image.fromarray(data.image(item)).save(tmp_path / f"{item}.png")
+    shown, prompts = [tmp_path / "0.png", tmp_path / "1.png"], ["How many?", "What is there to be seen?", "?"]
+    logits = {}
+    with images_shown(run, shown, prompts) as ids:
+        assert supports_cache(run.model)
+        for cached in (True, False):
+            kept = logits[cached] = []
+            hook = run.model.lm_head.register_forward_hook(lambda *call, kept=kept: kept.append(call[-1][:, -1]))
+            told = generate(run.model, ids, max_new_tokens=8, use_cache=cached)
+            hook.remove()
+            assert [len(row) for row in told] == [8] * 3
+            logits[cached].append(torch.tensor(told).float())
+    assert torch.equal(logits[True][-1], logits[False][-1])
+    for fast, slow in zip(logits[True], logits[False], strict=True):
+        assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()  # other lengths, other sums
+    assert (logits[True][0][0] - logits[True][0][2]).abs().max() > 1e-2
+    assert "rope" not in vars(run.model)
 
 
 def test_an_answer_is_right_only_if_every_token_is_and_a_blind_model_guesses(seen):

@@ -8,7 +8,7 @@ from titan_train.config.values import check_at_least
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionConfig:
-    """Images with questions and answers (models of the family qwen3_vl)."""
+    """Images with questions and answers (vision-language models)."""
 
     source: Literal["shapes", "jsonl"] = "shapes"
     """shapes renders coloured shapes with questions, for tests and as an example; jsonl reads the files of paths."""

@@ -1,4 +1,4 @@
-"""Qwen3-VL checkpoints of Hugging Face, dense: their ``config.json`` and their key map."""
+"""Qwen3-VL checkpoints of Hugging Face, dense and with experts: their ``config.json`` and their key map."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,12 +6,13 @@ from typing import Any
 
 from titan_ckpt import KeyMap, Pair
 
-from titan_train.models.common.hf import HuggingFace, rope_fields
+from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
 from titan_train.models.common.hf_config import HFConfig
 from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
+from titan_train.models.qwen3.hf import settings_of as decoder_settings
 from titan_train.models.qwen3_vl.args import Qwen3VLArgs
 
-_KINDS = ("qwen3_vl",)
+_KINDS = ("qwen3_vl", "qwen3_vl_moe")
 _VISION_ROPE = {"rope_theta": 10_000.0, "rope_type": "axial"}
 _VISION_ACTIVATION = "gelu_pytorch_tanh"
 
@@ -37,12 +38,15 @@ def args_from_hf(config: Mapping[str, Any]) -> Qwen3VLArgs:
 
 
 def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
-    read = HFConfig(config, kinds=("qwen3_vl_text",))
+    read = HFConfig(config, kinds=tuple(f"{kind}_text" for kind in _KINDS))
     read.only("attention_bias", False)
     read.only("hidden_act", "silu")
     rope = read.rope("default", default_theta=500_000.0)
     time, row, column = rope.get("mrope_section") or (24, 20, 20)
+    sparse = read.kind == "qwen3_vl_moe_text"
     head_dim = read.take("head_dim", default=128)
+    if sparse and not head_dim:  # that class has no default of 128
+        head_dim = read.need("hidden_size") // max(1, read.need("num_attention_heads"))
     if time + row + column != head_dim // 2:
         read.problem(f"mrope_section={[time, row, column]} does not add up to half of head_dim={head_dim}")
     if not rope.get("mrope_interleaved", True):
@@ -53,21 +57,31 @@ def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
         "num_heads": read.need("num_attention_heads"),
         "num_kv_heads": read.need("num_key_value_heads"),
         "head_dim": head_dim,
-        "ffn_dim": read.need("intermediate_size"),
+        "ffn_dim": 0 if sparse else read.need("intermediate_size"),
         "vocab_size": read.need("vocab_size"),
         "norm_eps": read.take("rms_norm_eps", default=1e-6),
         "rope_theta": rope["rope_theta"],
         "rope_row_pairs": row,
         "rope_column_pairs": column,
     }
+    if sparse:
+        read.take("intermediate_size", "router_aux_loss_coef", "output_router_logits")  # without effect on the logits
+        read.only("decoder_sparse_step", 1)
+        read.only("mlp_only_layers", [])
+        fields |= {
+            "num_experts": read.need("num_experts", "num_local_experts"),
+            "experts_per_token": read.need("num_experts_per_tok"),
+            "expert_ffn_dim": read.need("moe_intermediate_size"),
+        }
     read.finish()
     return fields
 
 
 def _encoder_of(config: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     read = HFConfig(
-        {**config, "model_type": "qwen3_vl_vision"} if config.get("model_type") == "qwen3_vl" else config,
-        kinds=("qwen3_vl_vision",),
+        # files of the first releases have the type of the whole model
+        {**config, "model_type": f"{config['model_type']}_vision"} if config.get("model_type") in _KINDS else config,
+        kinds=tuple(f"{kind}_vision" for kind in _KINDS),
     )
     read.only("hidden_act", _VISION_ACTIVATION)
     read.only("in_channels", 3)
@@ -96,28 +110,52 @@ def _encoder_of(config: dict[str, Any], text: Mapping[str, Any]) -> dict[str, An
 
 def settings_of(args: Qwen3VLArgs) -> dict[str, Any]:
     """What decides the logits."""
-    return {name: getattr(args, name) for name in args.__dataclass_fields__ if name != "image_share"}
+    return {name: value for name, value in decoder_settings(args).items() if name != "image_share"}
 
 
 def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
-    """The fields of ``config.json`` that describe the model."""
+    """The fields of ``config.json`` that describe the model.
+
+    Raises:
+        ValueError: The mixture of experts has settings that Qwen3-VL's has not.
+    """
+    sparse = args.num_experts > 0
+    kind = "qwen3_vl_moe" if sparse else "qwen3_vl"
+    name = "Qwen3VLMoeForConditionalGeneration" if sparse else "Qwen3VLForConditionalGeneration"
+    refuse_export(
+        {
+            f"num_shared_experts={args.num_shared_experts}": sparse and args.num_shared_experts > 0,
+            f"scores={args.scores!r}": sparse and args.scores != "softmax",
+            f"bias_rate={args.bias_rate}": sparse and args.bias_rate > 0,
+            f"normalize_weights={args.normalize_weights}": sparse and not args.normalize_weights,
+        },
+        architecture=name,
+    )
+    experts = {
+        "num_experts": args.num_experts,
+        "num_local_experts": args.num_experts,  # the name that transformers 5 writes
+        "num_experts_per_tok": args.experts_per_token,
+        "moe_intermediate_size": args.expert_ffn_dim,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     rope = rope_fields(args.rope_theta)
     time = args.head_dim // 2 - args.rope_row_pairs - args.rope_column_pairs
     sections = {"mrope_section": [time, args.rope_row_pairs, args.rope_column_pairs], "mrope_interleaved": True}
     rope["rope_parameters"] |= sections
     rope["rope_scaling"] = {"rope_type": "default", **sections}
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
+        "architectures": [name],
+        "model_type": kind,
         "image_token_id": args.image_token,
         "vision_start_token_id": args.image_start_token,
         "vision_end_token_id": args.image_end_token,
         "tie_word_embeddings": args.tied_embeddings,
         "text_config": {
-            "model_type": "qwen3_vl_text",
+            "model_type": f"{kind}_text",
             "vocab_size": args.vocab_size,
             "hidden_size": args.dim,
-            "intermediate_size": args.ffn_dim,
+            "intermediate_size": args.ffn_dim or args.expert_ffn_dim,
             "num_hidden_layers": args.num_layers,
             "num_attention_heads": args.num_heads,
             "num_key_value_heads": args.num_kv_heads,
@@ -125,10 +163,11 @@ def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": args.norm_eps,
             "attention_bias": False,
+            **(experts if sparse else {}),
             **rope,
         },
         "vision_config": {
-            "model_type": "qwen3_vl_vision",
+            "model_type": f"{kind}_vision",
             "depth": args.vision_layers,
             "hidden_size": args.vision_dim,
             "hidden_act": _VISION_ACTIVATION,
@@ -152,6 +191,13 @@ _HEAD_NORMS = tuple(
 _TEXT = tuple(
     replace(pair, hf=pair.hf.replace("model.", "model.language_model.", 1))
     for pair in (*DECODER, *ATTENTION, *_HEAD_NORMS, *DENSE)
+)
+_STACK, _HF_STACK = "layers.{i}.moe", "model.language_model.layers.{i}.mlp"
+_EXPERTS = (  # matrices [in, out] for all experts at once, gate and up in one
+    Pair(f"{_STACK}.experts.w1", f"{_HF_STACK}.experts.gate_up_proj", part=(0, 2, 2), transposed=True),
+    Pair(f"{_STACK}.experts.w3", f"{_HF_STACK}.experts.gate_up_proj", part=(1, 2, 2), transposed=True),
+    Pair(f"{_STACK}.experts.w2", f"{_HF_STACK}.experts.down_proj", transposed=True),
+    Pair(f"{_STACK}.router.gate.weight", f"{_HF_STACK}.gate.weight"),
 )
 _BLOCK, _HF_BLOCK = "vision.blocks.{i}", "model.visual.blocks.{i}"
 _SAME = {
@@ -180,7 +226,7 @@ _VISION = (
 )
 
 QWEN3_VL_HF = HuggingFace(
-    key_map=KeyMap("qwen3_vl", (*_VISION, *_TEXT), IGNORED, NATIVE_ONLY),
+    key_map=KeyMap("qwen3_vl", (*_VISION, *_TEXT, *_EXPERTS), IGNORED, NATIVE_ONLY),
     config_of=config_of,
     args_from=args_from_hf,
     kinds=_KINDS,

@@ -13,8 +13,8 @@ import torch
 
 from titan_train.data.loader.source import BatchSource, TensorBatch
 from titan_train.data.order.permutation import permute
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
-from titan_train.models.qwen3_vl.vision import patch_places
+from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.models.vision_language.encoder import patch_places
 from titan_train.tasks.vision.images import BrokenImage, FloatArray
 from titan_train.tasks.vision.rows import (
     Grid,
@@ -36,7 +36,7 @@ class ImageTextBatches(BatchSource):
         self,
         items: ImageTextSet,
         tokenizer: Tokenizer,
-        args: Qwen3VLArgs,
+        args: EncoderArgs,
         *,
         seq_len: int,
         seed: int,
@@ -81,7 +81,7 @@ class ImageTextBatches(BatchSource):
         return self.rows[int(permute(np.array([place]), len(self.rows), self.seed, "vision", epoch)[0])]
 
     def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> TensorBatch:
-        """Tokens ``[B, S]`` and labels, with the keywords of `titan_train.models.qwen3_vl.model.Qwen3VL`."""
+        """Tokens ``[B, S]`` and labels, with the keywords of `titan_train.models.vision_language.decoder.SeesImages`."""
         rows = [self.row_of(int(sample)) for sample in samples]
         return self.batch_of(rows, ignore_index=ignore_index, samples_consumed=samples_consumed)
 
@@ -162,7 +162,7 @@ class RowLayout:
         self._ends[row].append(start + length)
 
     def batch(
-        self, pixels: Sequence[FloatArray], grids: Sequence[Grid], args: Qwen3VLArgs, samples_consumed: int
+        self, pixels: Sequence[FloatArray], grids: Sequence[Grid], args: EncoderArgs, samples_consumed: int
     ) -> TensorBatch:
         """The microbatch; without an image it has an empty one, which stands nowhere."""
         if not grids:

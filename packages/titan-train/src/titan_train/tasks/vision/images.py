@@ -1,30 +1,39 @@
 """From image files to patches: bounded sizes, one order of patches, one count of tokens.
 
-Pillow decodes (extra ``[vision]``); a file is opened, its size is checked, and only then its pixels are read.
+Pillow decodes (extra ``[vision]``); a file is opened, its size is checked, and only then its pixels are read. An image is taken
+as a viewer shows it: turned as its EXIF says, on white where it is transparent, 16 bits reduced to 8, an animation's first
+frame.
 """
 
 import io
 import math
 import tarfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.vision_language.args import EncoderArgs
 
 FloatArray = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 
 _MOST_ELONGATED = 200
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
+"""Those that Pillow decodes itself: for others (EPS) it starts programs."""
+_ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values of images that are stored on their side."""
 
 
 class BrokenImage(Exception):
     """An image that cannot be used; the message names it and says why."""
 
 
-def fit_grid(height: int, width: int, args: Qwen3VLArgs, *, least: int, most: int) -> tuple[int, int]:
+def fit_grid(height: int, width: int, args: EncoderArgs, *, least: int, most: int) -> tuple[int, int]:
     """Rows and columns of patches that an image of this size is resized to: its aspect, within bounds of tokens.
 
     Args:
@@ -35,8 +44,10 @@ def fit_grid(height: int, width: int, args: Qwen3VLArgs, *, least: int, most: in
         most: Tokens.
 
     Raises:
-        BrokenImage: It is over 200 times as long as wide.
+        BrokenImage: It is over 200 times as long as wide, or empty.
     """
+    if min(height, width) < 1:
+        raise BrokenImage(f"{width} x {height} pixels are none")
     if max(height, width) > _MOST_ELONGATED * min(height, width):
         raise BrokenImage(f"{width} x {height} pixels are over {_MOST_ELONGATED} times as long as wide")
     cell = args.patch * args.merge
@@ -50,7 +61,7 @@ def fit_grid(height: int, width: int, args: Qwen3VLArgs, *, least: int, most: in
     return rows * args.merge, columns * args.merge
 
 
-def to_patches(image: Pixels, args: Qwen3VLArgs) -> FloatArray:
+def to_patches(image: Pixels, args: EncoderArgs) -> FloatArray:
     """Patches of an image whose sides are whole merged cells, in the merger's order, -1 to 1.
 
     Args:
@@ -78,14 +89,11 @@ def image_size(path: str, *, most: int) -> tuple[int, int]:
     Raises:
         BrokenImage: It cannot be read, or has more pixels.
     """
-    image = _open(path)
-    width, height = image.size
-    if width * height > most:
-        raise BrokenImage(f"{path}: {width} x {height} pixels are more than vision.max_pixels={most}")
-    return height, width
+    with _opened(path) as image:
+        return _checked_size(image, path, most)
 
 
-def read_image(path: str, grid: tuple[int, int], args: Qwen3VLArgs, *, most: int) -> Pixels:
+def read_image(path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int) -> Pixels:
     """Decode an image file and resize it to a grid of patches.
 
     Args:
@@ -100,33 +108,80 @@ def read_image(path: str, grid: tuple[int, int], args: Qwen3VLArgs, *, most: int
     Raises:
         BrokenImage: It cannot be decoded, or has more pixels.
     """
-    image_size(path, most=most)
-    try:
-        image = _open(path).convert("RGB").resize((grid[1] * args.patch, grid[0] * args.patch), resample=3)  # bicubic
-        return np.asarray(image, dtype=np.uint8)
-    except Exception as err:  # decoders raise what they like on damaged files
-        raise BrokenImage(f"{path}: {type(err).__name__}: {err}") from err
+    with _opened(path) as image:
+        _checked_size(image, path, most)
+        shown = _as_shown(image).resize((grid[1] * args.patch, grid[0] * args.patch), resample=3)  # bicubic
+        return np.asarray(shown, dtype=np.uint8)
 
 
-def _open(path: str) -> Any:
+def _checked_size(image: Any, path: str, most: int) -> tuple[int, int]:
+    """Height and width as shown, which the file's header tells."""
+    width, height = image.size
+    if width * height > most:
+        raise BrokenImage(f"{path}: {width} x {height} pixels are more than vision.max_pixels={most}")
+    return (width, height) if image.getexif().get(_ORIENTATION) in _LYING else (height, width)
+
+
+def _as_shown(image: Any) -> Any:
+    """Decoded to RGB of 8 bits."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("pixels are floating-point numbers of an unknown range")
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip
+        values = np.asarray(image).astype(np.int64) >> 8
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+@contextmanager
+def _opened(path: str) -> Generator[Any]:
+    """The image, of which no pixels are read yet; whatever fails with it is a `BrokenImage`."""
     try:
         from PIL import Image
     except ImportError as err:
         raise ValueError("images are decoded by Pillow, which is not installed. Install titan-train[vision].") from err
+    Image.init()
+    known = [name for name in _FORMATS if name in Image.OPEN]
     try:
-        return Image.open(io.BytesIO(_read(path)))
-    except Exception as err:  # as above
+        with _stored(path) as file, Image.open(file, formats=known) as image:
+            yield image
+    except BrokenImage:
+        raise
+    except Exception as err:  # decoders raise what they like on damaged files
         raise BrokenImage(f"{path}: {type(err).__name__}: {err}") from err
 
 
-def _read(path: str) -> bytes:
-    """The bytes of a file, or of ``member`` in ``shard.tar/member``."""
+@contextmanager
+def _stored(path: str) -> Generator[Any]:
+    """A file, or ``member`` of ``shard.tar/member``."""
     file = Path(path)
-    for parent in file.parents:
-        if parent.suffix == ".tar" and parent.is_file():
-            with tarfile.open(parent) as shard:
-                member = shard.extractfile(file.relative_to(parent).as_posix())
-                if member is None:
-                    raise FileNotFoundError("the shard has no such file")
-                return member.read()
-    return file.read_bytes()
+    shard = next((parent for parent in file.parents if parent.suffix == ".tar" and parent.is_file()), None)
+    if shard is not None:
+        about = shard.stat()
+        members = _members(shard, about.st_mtime_ns, about.st_size)
+        name = file.relative_to(shard).as_posix()
+        if name not in members:
+            raise FileNotFoundError("the shard has no such file")
+        offset, size = members[name]
+        with shard.open("rb") as content:
+            content.seek(offset)
+            yield io.BytesIO(content.read(size))
+        return
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise OSError("not a regular file")
+    with file.open("rb") as content:
+        yield content
+
+
+@lru_cache(maxsize=1024)
+def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int]]:
+    """Where the regular files of a tar shard are. Links are left out: they may lead out of it."""
+    with tarfile.open(shard, "r:") as opened:
+        return {
+            member.name.removeprefix("./"): (member.offset_data, member.size) for member in opened if member.isreg()
+        }

@@ -16,7 +16,7 @@ from typing import Any
 from titan_train.config import Config
 from titan_train.data import cache_folder
 from titan_train.files import write_atomic
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.images import BrokenImage, FloatArray, fit_grid, image_size, read_image, to_patches
 from titan_train.tasks.vision.rows import Grid
 
@@ -35,7 +35,7 @@ class Line:
     grids: list[Grid]
 
 
-def prepare_index(config: Config, args: Qwen3VLArgs) -> Path:
+def prepare_index(config: Config, args: EncoderArgs) -> Path:
     """Read the files and index their usable lines, unless that is done; the index's file.
 
     Raises:
@@ -63,7 +63,7 @@ def prepare_index(config: Config, args: Qwen3VLArgs) -> Path:
     return index
 
 
-def index_folder(config: Config, args: Qwen3VLArgs, files: Sequence[Path]) -> Path:
+def index_folder(config: Config, args: EncoderArgs, files: Sequence[Path]) -> Path:
     """Where the index of these files is, by their content and by what decides the size of an image."""
     vision = config.vision
     content = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -75,7 +75,7 @@ def index_folder(config: Config, args: Qwen3VLArgs, files: Sequence[Path]) -> Pa
 class IndexedLines:
     """The usable lines of an index, or some of them."""
 
-    def __init__(self, index: Path, numbers: slice, args: Qwen3VLArgs, *, max_pixels: int) -> None:
+    def __init__(self, index: Path, numbers: slice, args: EncoderArgs, *, max_pixels: int) -> None:
         """Read the index."""
         content = index.read_text(encoding="utf-8").splitlines()[numbers]
         self._lines = [_from_index(line) for line in content]
@@ -128,7 +128,7 @@ def _lines(file: Path) -> list[tuple[Path, int, dict[str, Any]]]:
             continue
         try:
             value: Any = json.loads(text)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             raise ValueError(f"{file}:{number}: not JSON: {err}. Correct the line.") from err
         problem = _problem(value)
         if problem:
@@ -146,8 +146,11 @@ def _problem(value: Any) -> str:
     if unknown := sorted(record.keys() - _FIELDS):
         return f"unknown field {unknown[0]!r}"
     for name in ("prompt", "answer"):
-        if not isinstance(record.get(name), str) or not record[name]:
+        text = record.get(name)
+        if not isinstance(text, str) or not text:
             return f"{name!r} is not a text"
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            return f"{name!r} holds half of a character (a lone surrogate)"
     images = record.get("image", [])
     names: list[Any] = images if isinstance(images, list) else [images]
     return (
@@ -155,7 +158,7 @@ def _problem(value: Any) -> str:
     )
 
 
-def _measure(line: tuple[Path, int, dict[str, Any]], config: Config, args: Qwen3VLArgs) -> Line | str:
+def _measure(line: tuple[Path, int, dict[str, Any]], config: Config, args: EncoderArgs) -> Line | str:
     """The line with the grids of its images; or why it is quarantined."""
     file, number, value = line
     image = value.get("image", [])

@@ -2,7 +2,7 @@
 
 A document is images, a prompt and an answer. It is never cut: rows are packed once, by lengths alone, and a document that no
 row can hold is refused. Images stand before the prompt, each between two special tokens, as many tokens as
-`titan_train.models.qwen3_vl.vision.image_tokens` counts. Only the answer is learned.
+`titan_train.models.vision_language.encoder.image_tokens` counts. Only the answer is learned.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
-from titan_train.models.qwen3_vl.vision import image_tokens
+from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.models.vision_language.encoder import image_tokens
 from titan_train.tasks.vision.images import FloatArray
 from titan_train.tokenizers import Tokenizer
 
@@ -60,13 +60,13 @@ class ImageTextDocument:
     learned: npt.NDArray[np.bool_]
     """Whether the token is predicted, ``[L]``."""
     positions: IntArray
-    """Time, row and column, ``[L, 3]``."""
+    """Time, row and column, ``[L, 3]``; three times the place, for a decoder that knows no rows and columns."""
     image: IntArray
     """Number of the token among those of the document's images, or -1, ``[L]``."""
 
 
 def write_document(
-    tokenizer: Tokenizer, args: Qwen3VLArgs, grids: Sequence[Grid], prompt: str, answer: str | None
+    tokenizer: Tokenizer, args: EncoderArgs, grids: Sequence[Grid], prompt: str, answer: str | None
 ) -> ImageTextDocument:
     """The tokens of images, prompt and answer; ``answer`` None ends after the prompt, for generation."""
     tokens: list[int] = []
@@ -96,10 +96,13 @@ def write_document(
     if answer is not None:
         text([*tokenizer.encode(answer).tolist(), tokenizer.eos_id])
     learned = np.arange(len(tokens)) >= asked
-    return ImageTextDocument(np.array(tokens), learned, np.concatenate(positions), np.array(image))
+    where = np.concatenate(positions)
+    if not args.grid_positions:
+        where = np.repeat(np.arange(len(tokens))[:, None], 3, axis=1)
+    return ImageTextDocument(np.array(tokens), learned, where, np.array(image))
 
 
-def document_length(tokenizer: Tokenizer, args: Qwen3VLArgs, grids: Sequence[Grid], prompt: str, answer: str) -> int:
+def document_length(tokenizer: Tokenizer, args: EncoderArgs, grids: Sequence[Grid], prompt: str, answer: str) -> int:
     """Places of a row that a document takes: all tokens but the last, which is only predicted."""
     images = sum(image_tokens(*grid, args.merge) + 2 for grid in grids)
     return images + len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))

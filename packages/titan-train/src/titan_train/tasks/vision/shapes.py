@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.images import FloatArray, Pixels, to_patches
 from titan_train.tasks.vision.rows import Grid
 
@@ -29,7 +29,7 @@ _RADIUS = 6.5 / 16  # of a cell
 class ShapeQuestions:
     """Images by number, each with its question."""
 
-    def __init__(self, count: int, args: Qwen3VLArgs, *, first: int = 0) -> None:
+    def __init__(self, count: int, args: EncoderArgs, *, first: int = 0) -> None:
         """Take ``count`` images from number ``first`` on; a cell of an image is a token of the model."""
         self._count, self._first, self._args = count, first, args
         self._cell = args.patch * args.merge

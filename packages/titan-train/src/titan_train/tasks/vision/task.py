@@ -15,8 +15,8 @@ from titan_train.data import build_tokenizer
 from titan_train.files import write_atomic
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
-from titan_train.models.qwen3_vl.vision import patch_places
+from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.models.vision_language.encoder import patch_places
 from titan_train.parallel.context import ContextParallelism, Heads
 from titan_train.task import Task, TaskInputs
 from titan_train.tasks.diffusion.sampling import image_grid, write_png
@@ -83,7 +83,7 @@ class VisionTask(Task):
         self, config: Config, part: nn.Module, rows: int
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]] | None:
         """One microbatch of a rank, half of whose tokens stand for images."""
-        args = _args(config)
+        args: Any = _args(config)
         tokens = config.model.seq_len // config.parallel.cp
         dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
         keywords = {"positions": torch.zeros(rows, tokens, 3, dtype=torch.int64)}
@@ -163,7 +163,7 @@ class VisionInputs(TaskInputs):
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
 
 
-def _documents(config: Config, args: Qwen3VLArgs) -> tuple[ImageTextSet, ImageTextSet]:
+def _documents(config: Config, args: EncoderArgs) -> tuple[ImageTextSet, ImageTextSet]:
     """What is trained on, and what is held out."""
     vision = config.vision
     if vision.source == "shapes":
@@ -176,11 +176,11 @@ def _documents(config: Config, args: Qwen3VLArgs) -> tuple[ImageTextSet, ImageTe
     )
 
 
-def _args(config: Config) -> Qwen3VLArgs:
+def _args(config: Config) -> EncoderArgs:
     args = None if ":" in config.model.name else model_args(config.model, vocab_size=None)
-    if not isinstance(args, Qwen3VLArgs):
+    if not isinstance(args, EncoderArgs):
         raise ValueError(
-            f"model.name={config.model.name!r} is not of the family qwen3_vl, which the task 'vision' trains. Name one of its "
-            "models, or leave model.task empty."
+            f"model.name={config.model.name!r} has no encoder of images, and the task 'vision' trains one. Name a model that "
+            "has one, such as qwen3_vl_2b or llama3_8b_vl, or leave model.task empty."
         )
     return args

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.packed import packed_attention
 from titan_train.models.common.rope import apply_rope
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.vision_language.args import EncoderArgs
 
 _EPS = 1e-6
 _ROPE_THETA = 10_000.0
@@ -86,7 +86,7 @@ class ImageAttention(nn.Module):
 class PatchAttention(nn.Module):
     """Rotary attention over rows and columns, with biases."""
 
-    def __init__(self, args: Qwen3VLArgs) -> None:
+    def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
         dim = args.vision_dim
         self.head_dim = dim // args.vision_heads
@@ -103,7 +103,7 @@ class PatchAttention(nn.Module):
 class PatchMLP(nn.Module):
     """Feed-forward with the tanh form of GELU."""
 
-    def __init__(self, args: Qwen3VLArgs) -> None:
+    def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
         self.up = nn.Linear(args.vision_dim, args.vision_ffn_dim)
         self.down = nn.Linear(args.vision_ffn_dim, args.vision_dim)
@@ -116,7 +116,7 @@ class PatchMLP(nn.Module):
 class PatchBlock(nn.Module):
     """One block of the encoder."""
 
-    def __init__(self, args: Qwen3VLArgs) -> None:
+    def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(args.vision_dim, eps=_EPS)
         self.attention = PatchAttention(args)
@@ -132,14 +132,14 @@ class PatchBlock(nn.Module):
 class Projector(nn.Module):
     """M neighbouring patches to one feature of the decoder's width."""
 
-    def __init__(self, args: Qwen3VLArgs, *, norm_joined: bool) -> None:
-        """``norm_joined``: normalise the joined patches, not each by itself (deepstack)."""
+    def __init__(self, args: EncoderArgs, dim: int, *, norm_joined: bool) -> None:
+        """``dim``: D. ``norm_joined``: normalise the joined patches, not each by itself (deepstack)."""
         super().__init__()
         self.joined = args.vision_dim * args.merge**2
         self.norm_joined = norm_joined
         self.norm = nn.LayerNorm(self.joined if norm_joined else args.vision_dim, eps=_EPS)
         self.up = nn.Linear(self.joined, self.joined)
-        self.down = nn.Linear(self.joined, args.dim)
+        self.down = nn.Linear(self.joined, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[P / M, D]`` from ``[P, d]``."""
@@ -150,7 +150,7 @@ class Projector(nn.Module):
 class PatchEmbedding(nn.Module):
     """A linear of a patch's values; its weight has the shape that checkpoints give it."""
 
-    def __init__(self, args: Qwen3VLArgs) -> None:
+    def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(args.vision_dim, 3, args.frames, args.patch, args.patch))
         self.bias = nn.Parameter(torch.empty(args.vision_dim))
@@ -168,16 +168,17 @@ class PatchEmbedding(nn.Module):
 class VisionEncoder(nn.Module):
     """Patches to features: one for the decoder's input, and one for each of its first layers (deepstack)."""
 
-    def __init__(self, args: Qwen3VLArgs) -> None:
+    def __init__(self, args: EncoderArgs, dim: int) -> None:
+        """``dim``: D."""
         super().__init__()
         self.args = args
         self.patch_embedding = PatchEmbedding(args)
         self.positions = nn.Embedding(args.position_side**2, args.vision_dim)
         self.blocks = nn.ModuleDict({str(i): PatchBlock(args) for i in range(args.vision_layers)})
-        self.projector = Projector(args, norm_joined=False)
+        self.projector = Projector(args, dim, norm_joined=False)
         # keyed by its place, as in checkpoints
         self.deepstack = nn.ModuleDict(
-            {str(i): Projector(args, norm_joined=True) for i in range(len(args.deepstack_layers))}
+            {str(i): Projector(args, dim, norm_joined=True) for i in range(len(args.deepstack_layers))}
         )
 
     def forward(self, pixels: Tensor, patches: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:

@@ -1,13 +1,12 @@
-"""How each module of Qwen3-VL takes part in tensor parallelism; `models.common.tensor_styles` explains the words.
+"""How the encoder takes part in tensor parallelism; `models.common.tensor_styles` explains the words.
 
-The decoder is cut as Qwen3; of the encoder heads and the wide sides of feed-forwards and projectors. Tokens are not split
-between regions (no sequence parallelism): patches and tokens are of different numbers.
+Of the encoder heads are cut, and the wide sides of feed-forwards and projectors. Tokens are not split between regions (no
+sequence parallelism): patches and tokens are of different numbers.
 """
 
 from titan_train.models.common.tensor_styles import StyleTable
-from titan_train.models.qwen3.tp import QWEN3_TENSOR_STYLES
 
-QWEN3_VL_TENSOR_STYLES: StyleTable = {
+ENCODER_TENSOR_STYLES: StyleTable = {
     "vision.patch_embedding": "replicated",
     "vision.positions": "replicated",
     "vision.blocks.*.*_norm": "replicated",
@@ -22,5 +21,5 @@ QWEN3_VL_TENSOR_STYLES: StyleTable = {
     "vision.**.norm": "replicated",
     "vision.**.up": "colwise",
     "vision.**.down": "rowwise",
-    **QWEN3_TENSOR_STYLES,
 }
+"""The encoder of images; a decoder's table follows it."""
