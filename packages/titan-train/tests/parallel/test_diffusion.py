@@ -25,7 +25,7 @@ TINY = {
     "schedule": {"warmup_steps": 1},
 }  # fmt: skip
 EVEN = {"model": TINY["model"] | {"seq_len": 20}, "diffusion": TINY["diffusion"] | {"grid": 4}}
-SLOW = ("pp zbv", "tp and cp", "fsdp and pp", "cp allgather")
+SLOW = ("pp zbv", "tp and cp", "fsdp and pp", "cp allgather", "fsdp and tp", "fsdp and cp", "tp and pp")
 LAYOUTS = {
     "fsdp": (2, {}),
     "ddp": (2, {"parallel": {"mode": "ddp"}}),
@@ -38,6 +38,9 @@ LAYOUTS = {
     "accumulation and recomputation": (2, {"train": {"microbatch": 2}, "activations": {"checkpoint": "full"}}),
     "tp and cp": (4, EVEN | {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": False}}),
     "fsdp and pp": (4, {"parallel": {"pp": 2}}),
+    "fsdp and tp": (4, {"parallel": {"tp": 2, "sequence_parallel": False}}),
+    "fsdp and cp": (4, EVEN | {"parallel": {"cp": 2}}),
+    "tp and pp": (4, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": False}}),
 }
 
 

@@ -21,16 +21,15 @@ LAYOUTS = {
     "float8 tp": (2, joined(FLOAT8, {"parallel": {"tp": 2, "sequence_parallel": False}})),
     "float8 cp": (2, joined(FLOAT8, {"parallel": {"cp": 2}})),
     "float8 pp": (2, joined(FLOAT8, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1"}})),
+    "float8 compiled": (1, joined(FLOAT8, COMPILED)),
+    "float8 compiled fsdp": (2, joined(FLOAT8, COMPILED)),
+    "float8 compiled tp": (2, joined(FLOAT8, COMPILED, {"parallel": {"tp": 2, "sequence_parallel": False}})),
+    "float8 compiled pp": (2, joined(FLOAT8, COMPILED, {"parallel": {"pp": 2}})),
+    "float8 compiled full": (1, joined(FLOAT8, COMPILED, {"activations": {"checkpoint": "full"}})),
+    "float8 compiled selective": (1, joined(FLOAT8, COMPILED, {"activations": {"checkpoint": "selective"}})),
+    "float8 full": (1, joined(FLOAT8, {"activations": {"checkpoint": "full"}})),
 }
-SLOW = (
-    "compiled fsdp",
-    "compiled cp",
-    "compiled pp",
-    "compiled tp",
-    "float8 tp",
-    "float8 cp",
-    "float8 pp",
-)
+FAST = ("compiled", "float8 fsdp")
 # blocks of 128: with two heads of 128 channels, each of two ranks has whole blocks
 WIDE = {
     "dim": 256, "num_heads": 2, "in_channels": 48, "num_layers": 1, "num_single_layers": 1, "rope_index_dim": 16,
@@ -54,7 +53,7 @@ def single(tmp_path_factory):
     return alone
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_a_compiled_or_float8_layout_is_that_of_one_process(name, single, tmp_path):
     ranks, sections = LAYOUTS[name]
     results = run_ranks(run, ranks, tmp_path, "many", joined(BASE, sections), timeout_s=170)

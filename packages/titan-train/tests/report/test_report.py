@@ -207,10 +207,25 @@ def test_the_newest_samples_that_can_be_read_are_on_the_page(make_run):
         (folder / f"step_{step:08}.png").write_bytes(b"\x89PNG of step %d" % step)
     (folder / "step_00000030.json").write_text("{")
     page = report_of(run_dir)
-    assert "step 20: 3 of 4 show their caption's colour and place" in " ".join(page.text.split())
+    shown = "step 20: 3 of 4 show their caption's colour and place; 3 of 4 at step 10"
+    assert shown in " ".join(page.text.split())
     (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
     assert base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) == b"\x89PNG of step 20"
     assert "a red disc <b>; an orange ring" in image["alt"]
+
+
+def test_images_of_captions_that_nothing_scores_are_on_the_page(make_run):
+    run_dir = make_run(40)
+    folder = run_dir / "samples"
+    folder.mkdir()
+    for step in (20, 50):  # 50 is of an earlier attempt that came further
+        found = {"step": step, "images": 1, "captions": ["a photo"]}
+        (folder / f"step_{step:08}.json").write_text(json.dumps(found))
+        (folder / f"step_{step:08}.png").write_bytes(b"\x89PNG of step %d" % step)
+    page = report_of(run_dir)
+    assert "Samples step 20 " in " ".join(page.text.split()) + " "
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) == b"\x89PNG of step 20"
 
 
 def test_the_loss_of_a_diffusion_model_is_not_in_nats(make_run):

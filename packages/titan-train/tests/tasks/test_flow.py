@@ -118,6 +118,92 @@ def test_the_shift_counts_packed_tokens():
     assert schedule(4, 0.5)[-1] == 0.0
 
 
+def test_shift_and_schedule_are_those_of_the_pipeline_of_diffusers():
+    """Its scheduler computes in float32, ours in float64."""
+    pytest.importorskip("diffusers")
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    for tokens in (64, 256, 1024, 4096, 9216):
+        assert shift_of(tokens) == pytest.approx(calculate_shift(tokens, 256, 4096, 0.5, 1.15), rel=1e-12)
+    for steps, tokens in ((4, 256), (28, 4096)):
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift_of(tokens))
+        assert schedule(steps, shift_of(tokens)) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
+    still = FlowMatchEulerDiscreteScheduler(shift=1.0)  # schnell
+    still.set_timesteps(sigmas=np.linspace(1.0, 1 / 4, 4))
+    assert schedule(4, 0.0) == pytest.approx(still.sigmas.tolist(), abs=1e-6)
+
+
+def test_a_shifted_time_is_that_of_the_paper_and_a_logit_normal_one_with_another_mean():
+    """Esser et al., equation 23: t' = s t / (1 + (s - 1) t), s = e^mu; so logit t' = logit t + mu."""
+    mu = shift_of(1024)
+    s = np.exp(mu)
+    for t in (0.01, 0.3, 0.5, 0.97):
+        assert shifted(t, mu) == pytest.approx(s * t / (1 + (s - 1) * t), rel=1e-12)
+    for sample in range(20):
+        drawn = draw_time(3, sample, times="logit_normal", mean=0.2, std=0.8, mu=mu)
+        plain = draw_time(3, sample, times="logit_normal", mean=0.2 + mu, std=0.8)
+        assert drawn == pytest.approx(plain, rel=1e-12)
+
+
+def test_a_run_shifts_by_its_packed_tokens():
+    times = {shift: batches(config=DiffusionConfig(grid=4, text_tokens=4, shift=shift)) for shift in (True, False)}
+    mu = 0.5 + 0.65 * (16 - 256) / 3840  # grid 4: 16 packed tokens, not 64 latent places
+    for sample in range(8):
+        plain = times[False].time_of(sample)
+        assert times[True].time_of(sample) == pytest.approx(1 / (1 + np.exp(-mu) * (1 / plain - 1)), rel=1e-12)
+
+
+def test_euler_steps_are_those_of_the_scheduler_of_diffusers():
+    pytest.importorskip("diffusers")
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    mu, steps, scale = shift_of(256), 6, 2.5
+    text = Features(np.zeros((0, 48), np.float32), np.ones((4, 16), np.float32), np.ones(8, np.float32))
+    none = Features(text.latent, 0 * text.text, 0 * text.pooled)
+    calls = []
+
+    def model(x, text, *, time, pooled, positions, guidance):
+        calls.append((time, guidance))
+        return torch.sin(x) + text.mean((1, 2))[:, None, None] * x.roll(1, 1)
+
+    found = sample_latents(
+        model, [text], none, grid=3, channels=48, steps=steps, scale=scale, mu=mu, seed=5, guidance=3.5
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    x = torch.from_numpy(draw_noise(5, 0, (9, 48)))[None]
+    for number, t in enumerate(scheduler.timesteps):
+        with_text, without = torch.sin(x) + x.roll(1, 1), torch.sin(x)
+        x = scheduler.step(without + scale * (with_text - without), t, x, return_dict=False)[0]
+        # diffusers' pipeline gives its model t / 1000; the angle is a float32 product of up to 1000
+        assert (calls[number][0] - time_features(t[None] / 1000)).abs().max() < 2e-3
+        torch.testing.assert_close(calls[number][1], time_features(torch.tensor([3.5, 3.5])))
+    torch.testing.assert_close(found, x, atol=2e-5, rtol=0)
+
+
+def test_without_guidance_towards_the_caption_one_prediction_is_made():
+    rows = []
+
+    def model(x, text, *, time, pooled, positions):
+        rows.append(len(x))
+        return x
+
+    text = Features(np.zeros((0, 48), np.float32), np.ones((4, 16), np.float32), np.ones(8, np.float32))
+    for scale in (1.0, 2.0):
+        sample_latents(model, [text] * 3, text, grid=3, channels=48, steps=1, scale=scale, mu=0.0, seed=0)
+    assert rows == [3, 6]
+
+
+def test_texts_are_always_or_never_dropped_at_the_ends_of_the_share():
+    for share in (0.0, 1.0):
+        source = batches(config=DiffusionConfig(grid=4, text_tokens=4, text_dropout=share))
+        found = [source.features_of(n) for n in range(300)]
+        assert {bool(f.text.any()) for f in found} == {share == 0.0}
+        assert {bool(f.pooled.any()) for f in found} == {share == 0.0}
+
+
 def test_patches_are_an_exact_orthogonal_transform():
     image = np.random.default_rng(0).standard_normal((16, 16, 3)).astype(np.float32)
     tokens = shapes.to_tokens(image)

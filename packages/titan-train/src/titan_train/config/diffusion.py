@@ -56,7 +56,7 @@ class DiffusionConfig:
     """Move times towards noise as images get larger, by the number of packed tokens: mu is 0.5 at 256, 1.15 at 4096."""
 
     text_dropout: float = 0.1
-    """Share of samples trained without text features; the pooled features are dropped as often, independently."""
+    """Share of samples trained without text features, 0 to 1; the pooled features are dropped as often, independently."""
 
     guidance: float = 1.0
     """Guidance scale that a model with that input (flux_dev) is given."""
@@ -79,9 +79,9 @@ class DiffusionConfig:
         check_choice("diffusion.shard_format", self.shard_format, get_args(ShardFormat))
         check_at_least("diffusion.shard_samples", self.shard_samples, 1)
         self._check_shards()
-        if not 0.0 <= self.text_dropout < 1.0:
+        if not 0.0 <= self.text_dropout <= 1.0:
             raise ValueError(
-                f"diffusion.text_dropout={self.text_dropout} is not in [0, 1): it is a share of the samples. 0.1 is usual."
+                f"diffusion.text_dropout={self.text_dropout} is not in [0, 1]: it is a share of the samples. 0.1 is usual."
             )
         if self.logit_std <= 0.0:
             raise ValueError(f"diffusion.logit_std={self.logit_std} must be positive; 1 is usual.")

@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from titan_train.files import read_bytes, read_text
 
 # Of a long run: the first ones, where most changes, and the last ones.
 _MOST_TEXTS = 24
+_MOST_COUNTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,12 @@ class SampleGrid:
     """One grid of images."""
 
     step: int
-    right: int
-    """Images that show the colour and the place of their captions."""
     images: int
     captions: list[str]
     finding: str
-    """What ``right`` of ``images`` are."""
+    """How many images show what they should; empty where nothing tells."""
+    earlier: str
+    """The same of the steps before; empty likewise."""
     uri: str
     """The PNG file itself, as a data URI."""
 
@@ -36,18 +37,27 @@ class SampledText:
     texts: list[tuple[str, str]]
 
 
-def newest_samples(run_dir: Path) -> SampleGrid | None:
-    """The grid of the latest step in ``samples/``; None if there is none, or if it cannot be read."""
+def newest_samples(run_dir: Path, last_step: int) -> SampleGrid | None:
+    """The grid of the latest step in ``samples/`` up to ``last_step``; None if there is none, or if it cannot be read."""
+    newest: SampleGrid | None = None
+    counts: list[str] = []
     for described, found in _described(run_dir, newest_first=True):
         try:
-            encoded = base64.b64encode(read_bytes(described.with_suffix(".png"))).decode()
-            step, right, images = (int(found[name]) for name in ("step", "right", "images"))
-            captions = [str(caption) for caption in found["captions"]]
+            step, images = int(found["step"]), int(found["images"])
+            right = int(found["right"]) if "right" in found else None  # shards have captions of any kind
+            if step > last_step:  # a run that went back has files of steps that are yet to come
+                continue
+            if newest is None:
+                encoded = base64.b64encode(read_bytes(described.with_suffix(".png"))).decode()
+                what = str(found.get("finding", "show their caption's colour and place"))
+                finding = "" if right is None else f"{right} of {images} {what}"
+                captions = [str(caption) for caption in found["captions"]]
+                newest = SampleGrid(step, images, captions, finding, "", f"data:image/png;base64,{encoded}")
+            elif right is not None:
+                counts.append(f"{right} of {images} at step {step}")
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        finding = str(found.get("finding", "show their caption's colour and place"))
-        return SampleGrid(step, right, images, captions, finding, f"data:image/png;base64,{encoded}")
-    return None
+    return None if newest is None else replace(newest, earlier=", ".join(counts[:_MOST_COUNTS]))
 
 
 def sampled_texts(run_dir: Path, last_step: int) -> list[SampledText]:

@@ -1,6 +1,7 @@
 """From noise to images: Euler steps along the predicted velocity, with classifier-free guidance; and PNG files.
 
-The two predictions of a step, with the caption and with the empty text, are one batch of twice the size.
+The two predictions of a step, with the caption and with the empty text, are one batch of twice the size; with a scale of 1 the
+first is enough.
 """
 
 import itertools
@@ -57,18 +58,22 @@ def sample_latents(
     count, tokens = len(texts), grid * grid
     noise = np.stack([draw_noise(seed, number, (tokens, channels)) for number in range(count)])
     x = torch.from_numpy(noise).to(device)
-    both = [*texts, *[empty] * count]
+    guided = scale != 1.0
+    both = [*texts, *[empty] * count] if guided else list(texts)
     text = torch.from_numpy(np.stack([f.text for f in both])).to(device)
     pooled = torch.from_numpy(np.stack([f.pooled for f in both])).to(device)
     places = grid_positions(text.shape[1], grid, grid)[None].to(device)
     keywords: dict[str, Any] = {"positions": places, "pooled": pooled}
     if guidance is not None:
-        keywords["guidance"] = time_features(torch.full((2 * count,), guidance)).to(device)
+        keywords["guidance"] = time_features(torch.full((len(both),), guidance)).to(device)
     times = schedule(steps, mu)
     for now, after in itertools.pairwise(times):
-        time = time_features(torch.full((2 * count,), now)).to(device)
-        with_text, without = model(torch.cat((x, x)), text, time=time, **keywords).float().chunk(2)
-        x = x + (after - now) * (without + scale * (with_text - without))
+        time = time_features(torch.full((len(both),), now)).to(device)
+        velocity = model(torch.cat((x, x)) if guided else x, text, time=time, **keywords).float()
+        if guided:
+            with_text, without = velocity.chunk(2)
+            velocity = without + scale * (with_text - without)
+        x = x + (after - now) * velocity
     return x
 
 
