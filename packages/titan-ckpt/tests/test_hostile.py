@@ -18,7 +18,7 @@ from titan_ckpt.format.codec import block_digests, digest, root_digest, unpack_f
 from titan_ckpt.format.manifest import _self_digest
 from titan_ckpt.format.names import is_file_name, parse_object
 from titan_ckpt.format.validate import check_manifest
-from titan_ckpt.interop.safetensors_folder import read_header
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.load.reader import StepReader
 from torch import nn
 
@@ -440,7 +440,7 @@ def test_a_malformed_safetensors_header_is_a_plain_error_that_names_the_file(tmp
     text = HEADERS[wrong].encode()
     (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
     with pytest.raises(ValueError, match=r"x\.safetensors"):
-        read_header(tmp_path / "x.safetensors")
+        SafetensorsReader(tmp_path)
 
 
 def test_a_state_file_cut_short_after_it_was_opened_is_damage_and_no_bus_error(root):

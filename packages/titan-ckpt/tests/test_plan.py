@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from titan_ckpt.format.boxes import find_overlap, intersect, is_tiling
 from titan_ckpt.format.codec import block_digests
+from titan_ckpt.format.columns import column_numbers
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
 from titan_ckpt.save.plan import (
@@ -31,7 +32,7 @@ def test_replicas_are_written_once_and_the_load_is_balanced():
     ranks = [[row(r % 2, 2, 1 << 15, key=f"w{i}") for i in range(8)] for r in range(4)]
     plan = plan_save(ranks)
     assert [len(pieces) for pieces in plan.pieces] == [4, 4, 4, 4]
-    assert sum(len(placed) for placed in plan.placed.values()) == 16
+    assert sum(len(places.ranks) for places in plan.placed.values()) == 16
 
 
 def test_small_replicas_all_come_from_the_lowest_rank_that_holds_them():
@@ -44,7 +45,7 @@ def test_starts_follow_each_other_without_gaps_wide_types_first():
         Held("model", key, dtype, (3,), (((0,), (3,)),)) for key, dtype in (("a", "BF16"), ("b", "F64"), ("c", "U8"))
     ]
     plan = plan_save([held])
-    assert {key: placed.starts[0] for (_, key), placed in plan.placed.items()} == {"b": 0, "a": 24, "c": 30}
+    assert {key: places.starts[0] for (_, key), places in plan.placed.items()} == {"b": 0, "a": 24, "c": 30}
 
 
 def test_a_missing_part_is_refused():
@@ -117,6 +118,14 @@ def plain_writers(ranks, small):
     return writers
 
 
+def unpacked(places):
+    """Rank, start and box of each box of a tensor."""
+    count = len(places.ranks)
+    offsets, sizes = ([column_numbers(c, count) for c in side] for side in places.boxes.columns)
+    boxes = zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True) if offsets else [((), ())] * count
+    return list(zip(places.ranks.tolist(), places.starts.tolist(), boxes, strict=True))
+
+
 @pytest.mark.parametrize("seeds", [range(at, at + 100) for at in range(0, 500, 100)], ids=lambda seeds: str(seeds[0]))
 def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_cuts(seeds, monkeypatch):
     small = 24
@@ -124,9 +133,10 @@ def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_c
     for seed in seeds:
         ranks = random_layout(random.Random(seed))
         plan = plan_save(ranks)
-        writers = {(at, box): rank for at, places in plan.placed.items() for rank, _, box in places}
+        placed = {at: unpacked(places) for at, places in plan.placed.items()}
+        writers = {(at, box): rank for at, places in placed.items() for rank, _, box in places}
         assert writers == plain_writers(ranks, small)
-        for at, places in plan.placed.items():
+        for at, places in placed.items():
             times_written = np.zeros(plan.kinds[at][1], dtype=int)
             for _, _, (offsets, sizes) in places:
                 times_written[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
@@ -139,9 +149,9 @@ def test_every_element_is_written_once_by_the_least_loaded_holder_whatever_the_c
                 held = ranks[rank][piece.held]
                 box = held.boxes[piece.box]
                 assert held.section == piece.section
-                assert (rank, end[held.section], box) in plan.placed[held.section, held.key]
+                assert (rank, end[held.section], box) in placed[held.section, held.key]
                 end[held.section] += math.prod(box[1]) * ITEM_BYTES[held.dtype]
-        assert sum(map(len, plan.pieces)) == sum(map(len, plan.placed.values()))
+        assert sum(map(len, plan.pieces)) == sum(map(len, placed.values()))
 
 
 def test_find_overlap_agrees_with_comparing_all_pairs():

@@ -15,7 +15,7 @@ from ckpt_layouts import assert_equal
 from ckpt_loop import build, full_state, train
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
 from titan_ckpt.cli import main
-from titan_ckpt.steps import commit, leftovers, listing, turns
+from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage import files
 from titan_ckpt.storage.paths import as_path
@@ -182,11 +182,11 @@ def test_a_turn_whose_writer_is_gone_holds_up_nobody(bucket):
     ck = Checkpointer(bucket)
     ck.save(1, state_of(1.0))
     root = as_path(bucket)
-    turns.create_once(root / "commit-00000002.json", b'{"folder": "step-00000002.r0.0123456789abcdef", "began": 9e9}')
+    commit.create_once(root / "commit-00000002.json", b'{"folder": "step-00000002.r0.0123456789abcdef", "began": 9e9}')
     ck.save(2, state_of(2.0))
     assert fill_of(bucket) == (2, 2.0)
     assert [name for name in objects(bucket) if "/" not in name and name != ".lock"] == ["commit-00000003.json"]
-    turns.create_once(root / "commit-00000004.json", b"not JSON")
+    commit.create_once(root / "commit-00000004.json", b"not JSON")
     ck.save(3, state_of(3.0))
     assert ck.steps() == [1, 2, 3]
 
@@ -197,7 +197,7 @@ def test_a_writer_that_looked_long_ago_does_not_take_a_turn_that_is_over(bucket)
         ck.save(step, state_of(float(step)))
     folder, _ = commit.begin_save(as_path(bucket), 9, Process.of(os.getpid()))
     with pytest.raises(FileExistsError, match="another writer"):
-        turns.take_turn(folder, 2)
+        commit.take_turn(folder, 2)
     assert [name for name in objects(bucket) if "/" not in name and name != ".lock"] == ["commit-00000003.json"]
 
 

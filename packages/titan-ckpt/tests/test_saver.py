@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from titan_ckpt import Checkpointer, CheckpointError, TrainState
-from titan_ckpt.background import inherited, rendezvous, server
+from titan_ckpt.background import client, rendezvous, server
 from titan_ckpt.background.rendezvous import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
 from titan_ckpt.save.job import SaveLayout, WriteJob
 from titan_ckpt.steps import commit
@@ -266,7 +266,7 @@ def test_a_saver_does_not_import_from_the_trainers_working_folder(tmp_path, monk
 
 
 def test_a_saver_that_dies_is_reported_with_its_last_words(tmp_path, monkeypatch):
-    command = inherited.command
+    command = client.command
     monkeypatch.setattr(
         "titan_ckpt.background.client.command",
         lambda fd: [*command(fd)[:2], "-c", "import sys; sys.stdin.read(); sys.exit('no such luck')"],

@@ -14,13 +14,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from titan_ckpt.background.client import BackgroundSaver, SaveJob, start_savers
-from titan_ckpt.background.inherited import await_inherited
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
-from titan_ckpt.load.fallback import restore_newest
-from titan_ckpt.save.now import save_now
-from titan_ckpt.save.prepare import PlanCache, begin_job, plan_layout, plan_step
+from titan_ckpt.load.restore import restore_newest
+from titan_ckpt.save.prepare import PlanCache, begin_job, plan_layout, plan_step, save_now
 from titan_ckpt.state.train_state import TrainState
 from titan_ckpt.steps import leftovers, listing
 from titan_ckpt.steps.claim import Process, release_root, take_root
@@ -261,7 +259,7 @@ class Checkpointer:
 
         Waits for the saver of a killed trainer, if it still writes a step.
         """
-        await_inherited(self.root)
+        leftovers.await_inherited(self.root)
         newest = listing.open_steps(self.root, _warn, most=1)
         return newest[-1].step if newest else None
 
@@ -271,10 +269,10 @@ class Checkpointer:
 
     def path(self, step: int) -> StorePath:
         """The folder of a step. Raises ValueError if there is no such step."""
-        folders = dict(listing.step_folders(self.root))
-        if step not in folders:
-            raise ValueError(f"{self.root} has no step {step}; it has {sorted(folders)}.")
-        return folders[step]
+        folder = listing.step_folder(self.root, step)
+        if folder is None:
+            raise ValueError(f"{self.root} has no step {step}; it has {sorted(dict(listing.step_folders(self.root)))}.")
+        return folder
 
     @property
     def passed_over(self) -> tuple[tuple[int, DamageError], ...]:
@@ -333,7 +331,7 @@ class Checkpointer:
 
         def open_root() -> None:
             self.root.mkdir(parents=True, exist_ok=True)
-            await_inherited(self.root)
+            leftovers.await_inherited(self.root)
             owner = Process.of(os.getpid())
             take_root(self.root, owner)
             self._claim = weakref.finalize(self, _release, self.root, owner)

@@ -1,7 +1,7 @@
 """``titan-ckpt``: list, check, compare, convert and delete steps.
 
-No command needs torch.distributed or a GPU. Only the conversions need torch. ``ls`` on a login node takes a fraction of a
-second.
+No command needs torch.distributed or a GPU. Only the conversions and ``diff`` need torch. ``ls`` on a login node takes a
+fraction of a second.
 """
 
 import argparse
@@ -9,14 +9,15 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.format.names import MANIFEST_NAME, SECTIONS, check_step, parse_object, parse_step_name
-from titan_ckpt.interop.key_map import KeyMap, load_key_map
+from titan_ckpt.format.names import MANIFEST_NAME, SECTIONS, parse_object, parse_step_name
+from titan_ckpt.interop.key_map import load_key_map
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit, leftovers, listing
@@ -94,28 +95,25 @@ def _add_conversions(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         command.add_argument("--force", action="store_true", help="replace the step if it exists")
 
 
-def _path(text: str) -> StorePath:
-    """A path or URL. argparse shows the text of ArgumentTypeError only."""
-    try:
-        return as_path(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{err}" + (f" ({err.__cause__})" if err.__cause__ else "")) from err
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of an argument. argparse shows the text of ArgumentTypeError only."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(f"{err}" + (f" ({err.__cause__})" if err.__cause__ else "")) from err
+
+    return parsed
 
 
-def _key_map(name: str) -> KeyMap:
-    try:
-        return load_key_map(name)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(str(err)) from err
+_path, _key_map = _argument(as_path), _argument(load_key_map)
 
 
 def _step_number(text: str) -> int:
-    try:
-        step = int(text)
-        check_step(step)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(f"{text} is not a step number. Use an integer from 0.") from err
-    return step
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a step number. Use an integer from 0.")
+    return int(text)
 
 
 def _count(text: str) -> int:
@@ -153,25 +151,17 @@ def _export_hf(args: argparse.Namespace) -> int:
 def _import_hf(args: argparse.Namespace) -> int:
     from titan_ckpt.interop.hf import import_hf_step
 
-    return _import(
-        args,
-        "*.safetensors",
-        lambda: import_hf_step(args.folder, args.root, step=args.step, names=args.names),
-    )
+    return _import(args, "*.safetensors", partial(import_hf_step, names=args.names))
 
 
 def _import_dcp(args: argparse.Namespace) -> int:
     from titan_ckpt.interop.dcp_import import import_dcp
 
-    return _import(
-        args,
-        "*.distcp",
-        lambda: import_dcp(args.folder, args.root, step=args.step, model=args.model, optim=args.optim),
-    )
+    return _import(args, "*.distcp", partial(import_dcp, model=args.model, optim=args.optim))
 
 
-def _import(args: argparse.Namespace, pattern: str, run: Callable[[], StorePath]) -> int:
-    """Import a folder as a step. The bar shows how the step's files grow."""
+def _import(args: argparse.Namespace, pattern: str, run: Callable[..., StorePath]) -> int:
+    """Import a folder as a step."""
     root: StorePath = args.root
     _existing(args.folder)
     present = dict(listing.step_folders(root)) if root.is_dir() else {}
@@ -180,20 +170,11 @@ def _import(args: argparse.Namespace, pattern: str, run: Callable[[], StorePath]
             f"step {args.step} exists: {present[args.step]}. Choose another number with --step, or pass --force to "
             "replace it."
         )
-    before = {path.name for path in listing.unfinished(root)}
-
-    def written() -> int:
-        return sum(_nbytes(folder) for folder in listing.unfinished(root) if folder.name not in before)
-
     total = sum(file.stat().st_size for file in args.folder.glob(pattern))
-    with ByteProgress(args.command, total) as progress, progress.measured(written):
-        path = run()
+    with ByteProgress(args.command, total) as progress:
+        path = run(args.folder, root, step=args.step, progress=progress.advance)
     print(path)
     return 0
-
-
-def _nbytes(folder: StorePath) -> int:
-    return sum(_nbytes(path) if path.is_dir() else path.stat().st_size for path in folder.iterdir())
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -306,9 +287,9 @@ def _difference(
         return f"only in {(a if theirs is None else b).manifest.path}"
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return f"{ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"
-    from titan_ckpt.load.compare import unequal_elements  # needs numpy, which ls and verify start without
+    from titan_ckpt.interop.views import StoredView, unequal_elements  # needs torch, which ls and verify start without
 
-    count = unequal_elements(a, ours, b, theirs, progress.advance)
+    count = unequal_elements(StoredView(a, ours), StoredView(b, theirs), progress.advance)
     return f"{count} of {ours.numel} elements" if count else ""
 
 

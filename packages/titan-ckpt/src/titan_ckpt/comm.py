@@ -10,13 +10,15 @@ across nodes. Rank 0 then has one connection per node instead of one per rank.
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from titan_ckpt.errors import CheckpointError, Damage, DamageError
 from titan_ckpt.format.tagged_json import join_parts, split_parts
+
+_T = TypeVar("_T")
 
 
 class ByteComm:
@@ -108,18 +110,28 @@ class ByteComm:
     def from_rank0(self, make: Callable[[], Any], doing: str, failure: Callable[[OSError], Exception]) -> Any:
         """What ``make`` returns on rank 0, sent as JSON to every rank. Collective.
 
-        A ValueError or OSError of ``make`` is raised on every rank, an OSError as ``failure`` says.
+        An error of ``make`` is raised on every rank, an OSError as ``failure`` says.
         """
-        payload, error = None, None
-        if self.rank == 0:
-            try:
-                payload = json.dumps(make()).encode()
-            except OSError as err:
-                error = failure(err)
-            except ValueError as err:
-                error = err
+        made = self.attempt(lambda: json.dumps(make()).encode() if self.rank == 0 else None, doing, failure)
+        return json.loads(self.broadcast(made))
+
+    def attempt(
+        self, action: Callable[[], _T], doing: str, failure: Callable[[OSError], Exception] = lambda err: err
+    ) -> _T:
+        """What ``action`` returns on this rank. Collective.
+
+        An error of any kind is raised on every rank (`agree`), so that no rank hangs; an OSError as ``failure`` says.
+        """
+        done: list[_T] = []
+        error: Exception | None = None
+        try:
+            done.append(action())
+        except OSError as err:
+            error = failure(err)
+        except Exception as err:
+            error = err
         self.agree(error, doing)
-        return json.loads(self.broadcast(payload))
+        return done[0]
 
     def agree(self, error: Exception | None, doing: str) -> None:
         """Raise on every rank if any rank has an error. Collective.

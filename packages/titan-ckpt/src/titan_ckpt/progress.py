@@ -1,11 +1,7 @@
 """A progress bar in bytes: on standard error, and only on a terminal. Standard library only."""
 
-import contextlib
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator
-from types import TracebackType
 
 _WIDTH = 30
 _EVERY_S = 0.1
@@ -43,30 +39,10 @@ class ByteProgress:
         bar = "█" * filled + "·" * (_WIDTH - filled)
         return f"{self.title} {bar} {part:4.0%} {speed / 1e9:.2f} GB/s {left_s:.0f} s left "
 
-    @contextlib.contextmanager
-    def measured(self, done: Callable[[], int]) -> Generator[None]:
-        """Show work that does not report progress: ``done`` returns its bytes and is polled while the block runs."""
-        ended = threading.Event()
-
-        def follow() -> None:
-            while not ended.wait(_EVERY_S):
-                with contextlib.suppress(OSError):
-                    self.advance(max(done() - self.done, 0))
-
-        asking = threading.Thread(target=follow, daemon=True)
-        if self._live:
-            asking.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            if self._live:
-                asking.join()
-
     def __enter__(self) -> "ByteProgress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._clear()
 
     def _clear(self) -> None:

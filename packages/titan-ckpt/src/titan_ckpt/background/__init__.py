@@ -2,5 +2,5 @@
 
 `client`: the trainer's side, with `SaveJob`. `arena`: the staging memory that both processes map. `server`: the saver
 process, without torch. `rendezvous`: how the savers of one step wait for each other. `wire`: messages between trainer and
-saver. `inherited`: savers whose trainer is gone.
+saver.
 """

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from titan_ckpt.background.arena import Arena, staging_point
-from titan_ckpt.background.inherited import command
 from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.background.wire import receive, send
 from titan_ckpt.comm import ByteComm
@@ -29,6 +29,7 @@ from titan_ckpt.format.tagged_json import dump_json, join_parts
 from titan_ckpt.save.job import SaveLayout, WriteJob, arena_starts
 from titan_ckpt.save.prepare import Planned
 from titan_ckpt.steps.claim import Process
+from titan_ckpt.steps.leftovers import SERVER
 from titan_ckpt.storage.paths import StorePath
 
 
@@ -100,6 +101,11 @@ _log = logging.getLogger("titan_ckpt")
 _RENDEZVOUS_S = 3600.0
 # How long `BackgroundSaver.close` waits for a process that only deletes old steps.
 _ENDING_S = 60.0
+
+
+def command(fd: int) -> list[str]:
+    """The command of a saver. ``-P``: no imports from the working folder."""
+    return [sys.executable, "-P", "-m", SERVER, str(fd), str(os.getpid())]
 
 
 class BackgroundSaver:

@@ -63,33 +63,16 @@ def is_tiling(shape: Sequence[int], offsets: Sequence[Any], sizes: Sequence[Any]
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None.
-
-    Sweeps along the dimension in which the fewest boxes overlap. Boxes are sorted by their begin, and each is compared
-    with the boxes after it that begin before its end.
-    """
+    """Two boxes that share an element, or None."""
     import numpy as np
 
     boxes = [box for box in boxes if math.prod(box[1])]
-    if len(boxes) < 2:
-        return None
-    if not boxes[0][0]:
-        return boxes[0], boxes[1]  # two scalars
     begins: NDArray[np.int64] = np.array([box[0] for box in boxes], dtype=np.int64)
     ends = begins + np.array([box[1] for box in boxes], dtype=np.int64)
-    dim = min(range(begins.shape[1]), key=lambda d: int(np.searchsorted(np.sort(begins[:, d]), ends[:, d]).sum()))
-    order = np.argsort(begins[:, dim])
-    begins, ends = begins[order], ends[order]
-    near = np.arange(len(boxes) - 1)
-    for step in range(1, len(boxes)):
-        near = near[near + step < len(boxes)]
-        near = near[begins[near + step, dim] < ends[near, dim]]
-        if not near.size:
-            return None
-        meet = (begins[near] < ends[near + step]) & (begins[near + step] < ends[near])
-        clashes = near[meet.all(axis=1)]
-        if clashes.size:
-            return boxes[order[clashes[0]]], boxes[order[clashes[0] + step]]
+    for i, box in enumerate(boxes):
+        meet = ((begins[i] < ends[i + 1 :]) & (begins[i + 1 :] < ends[i])).all(axis=1)
+        if meet.any():
+            return box, boxes[i + 1 + int(meet.argmax())]
     return None
 
 

@@ -7,7 +7,6 @@ is mapped: to touch a mapped page past the end of a file ends the process.
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format.codec import digest, root_digest
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.names import COMMIT_NAME, FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
+from titan_ckpt.format.tagged_json import decode, encode
 from titan_ckpt.format.validate import check_manifest
 from titan_ckpt.storage.paths import ABSENT, StorePath, as_path, unanswered
 
@@ -84,7 +84,7 @@ class Manifest:
             manifest = cls(
                 path=folder,
                 **{name: value[name] for name in (*_NUMBERS, *_TEXTS, "versions")},
-                metrics={name: _decode_number(number) for name, number in value["metrics"].items()},
+                metrics={name: decode(number) for name, number in value["metrics"].items()},
                 files=tuple((f["name"], f["size"], f["digest"]) for f in value["files"]),
                 index=(value["index"]["size"], value["index"]["digest"]),
             )
@@ -119,7 +119,7 @@ class Manifest:
         value: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS, "versions")}
         value |= {
             "format": version,
-            "metrics": {name: _encode_number(number) for name, number in self.metrics.items()},
+            "metrics": {name: encode(number, name) for name, number in self.metrics.items()},
             "files": [{"name": name, "size": size, "digest": found} for name, size, found in self.files],
             "index": {"size": self.index[0], "digest": self.index[1]},
         }
@@ -141,7 +141,7 @@ class CommitRecord:
 
     def encode(self, manifest: bytes) -> bytes:
         """The bytes to store beside ``manifest``."""
-        metrics = {name: _encode_number(number) for name, number in self.metrics.items()}
+        metrics = {name: encode(number, name) for name, number in self.metrics.items()}
         value = {"step": self.step, "serial": self.serial, "metrics": metrics, "manifest": digest(manifest)}
         return json.dumps({**value, "digest": _self_digest(value)}, allow_nan=False).encode()
 
@@ -153,7 +153,7 @@ class CommitRecord:
             value: dict[str, Any] = json.loads(_read(folder, COMMIT_NAME))
             found = value.pop("digest")
             if found == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
-                metrics = {name: _decode_number(number) for name, number in value["metrics"].items()}
+                metrics = {name: decode(number) for name, number in value["metrics"].items()}
                 if named is None or named[0] == value["step"]:
                     return cls(value["step"], value["serial"], metrics)
         manifest = Manifest.read(folder)
@@ -163,15 +163,6 @@ class CommitRecord:
 def listed(files: Sequence[FileRecord]) -> tuple[tuple[str, int, str], ...]:
     """`Manifest.files` for the records of an index."""
     return tuple((f.name, f.size, root_digest(f.blocks)) for f in files)
-
-
-def _encode_number(number: float) -> float | dict[str, str]:
-    """JSON has no infinity and NaN: they are tagged, as in plain state."""
-    return number if math.isfinite(number) else {"$float": repr(float(number))}
-
-
-def _decode_number(found: float | dict[str, str]) -> float:
-    return float(found["$float"]) if isinstance(found, dict) else found
 
 
 def _read(folder: StorePath, name: str) -> bytes:

@@ -11,7 +11,7 @@ import io
 import logging
 import pathlib
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def import_dcp(
     step: int = 0,
     model: str | None = None,
     optim: str | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> StorePath:
     """Make a step from a DCP checkpoint, in one process. Needs memory for the largest tensor.
 
@@ -50,6 +51,7 @@ def import_dcp(
         model: The entry of the saved state dict that is the model; "" if its weights are at the top level, beside entries
             that are dicts (as torchtitan saves them). None takes "model" if it exists, else "".
         optim: The entry that is the optimizer's state. None takes "optim" or "optimizer".
+        progress: Called with the bytes about to be written.
 
     Returns:
         The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. Everything else is in ``extra``, under
@@ -83,7 +85,7 @@ def import_dcp(
         )
     if parts.extra:
         _log.info("%s: kept as extra, neither model nor optimizer: %s", folder, sorted(parts.extra))
-    return write_step(as_path(root), step, parts.views, parts.shared())
+    return write_step(as_path(root), step, parts.views, parts.shared(), progress)
 
 
 @dataclass(slots=True)

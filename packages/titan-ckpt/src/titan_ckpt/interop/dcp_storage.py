@@ -36,20 +36,20 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from titan_ckpt.errors import DamageError, malformed_is_damage
-from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
+from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, Entry, check_step, shard_name
 from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.interop.stream import plain_state
 from titan_ckpt.load.copies import Copy, box_copies, check_copies, read_tensor, run_copies
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.save.prepare import VERSION, merge_shared
-from titan_ckpt.save.write import write_bytes, write_safetensors
+from titan_ckpt.save.job import Lead, SaveLayout, WriteJob, commit_now, write_job
+from titan_ckpt.save.prepare import VERSIONS, merge_shared
+from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
 from titan_ckpt.steps.claim import Process
-from titan_ckpt.steps.commit import begin_save, commit_save, discard, purge
+from titan_ckpt.steps.commit import begin_save, discard
 from titan_ckpt.steps.retention import Retention
-from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath, as_path
 
 
@@ -161,8 +161,6 @@ class TitanStorageWriter(StorageWriter):
             self._give_up()
             raise
         self._folder = None
-        for replaced in purge(self.path, self.step, Retention()):
-            remove_tree(replaced)
 
     def _give_up(self) -> None:
         """Delete the unfinished step, on the coordinator."""
@@ -172,9 +170,9 @@ class TitanStorageWriter(StorageWriter):
 
     def _commit(self, metadata: Metadata, results: list[WriteResult]) -> StorePath:
         assert self._folder is not None
-        records = {r.storage_data.rank: r.storage_data.record for r in results if r.storage_data.record}
-        files = [FileRecord.from_json(records[rank]) for rank in sorted(records)]
-        number = {rank: i for i, rank in enumerate(sorted(records))}
+        told = {r.storage_data.rank: r.storage_data.record for r in results if r.storage_data.record}
+        files = [FileRecord.from_json(told[rank]) for rank in sorted(told)]
+        number = {rank: i for i, rank in enumerate(sorted(told))}
         chunks: dict[str, list[StoredChunk]] = {}
         extra: dict[str, Any] = {}
         kinds = metadata.state_dict_metadata
@@ -191,18 +189,12 @@ class TitanStorageWriter(StorageWriter):
             for fqn, kind in kinds.items()
             if isinstance(kind, TensorStorageMetadata)
         }
-        state = merge_shared(self.step, [plain_state(extra=extra)])
-        files.append(write_bytes(self._folder, STATE_NAME, dump_json(state)))
-        return commit_save(
-            self._folder,
-            step=self.step,
-            save_id=self._save_id,
-            world_size=self._world,
-            files=files,
-            index=Index(tuple(files), {section: {} for section in SECTIONS} | {"model": tensors}, {}),
-            versions={"titan-ckpt": VERSION, "torch": torch.__version__},
-            metrics={},
-        )
+        names = tuple(file.name for file in files)
+        layout = SaveLayout((), names, {section: {} for section in SECTIONS} | {"model": tensors})
+        state = dump_json(merge_shared(self.step, [plain_state(extra=extra)])).decode()
+        lead = Lead({}, VERSIONS, {}, Retention())
+        job = WriteJob(self._folder, self.step, self._save_id, 0, self._world, layout, ((STATE_NAME, state),), lead)
+        return commit_now(job, files + write_job(job, ()))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -117,7 +117,7 @@ def export_hf(
 
     try:
         for work in (plan, write_mine, finish):
-            _on_every_rank(comm, work, f"exporting to {target}")
+            comm.attempt(work, f"exporting to {target}") if comm else work()
     except BaseException:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -192,7 +192,12 @@ def import_hf(
 
 
 def import_hf_step(
-    folder: Path | str, root: StorePath | os.PathLike[str] | str, *, step: int = 0, names: KeyMap | None = None
+    folder: Path | str,
+    root: StorePath | os.PathLike[str] | str,
+    *,
+    step: int = 0,
+    names: KeyMap | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> StorePath:
     """Make a step of the weights of a Hugging Face folder. It can start a run on any number of ranks.
 
@@ -203,6 +208,7 @@ def import_hf_step(
         root: The root of the steps.
         step: The step's number.
         names: The key map of the model's family; None keeps the names.
+        progress: Called with the bytes about to be written.
 
     Returns:
         The step's folder.
@@ -212,7 +218,7 @@ def import_hf_step(
     """
     views = _views_of(Path(folder), names)
     _check_readable(views, views)
-    return write_step(as_path(root), step, {"model": views})
+    return write_step(as_path(root), step, {"model": views}, {}, progress)
 
 
 def _check_config(folder: Path, models: Iterable[nn.Module]) -> None:
@@ -339,19 +345,6 @@ def _split(listed: list[tuple[Entry, View]], max_shard_bytes: int) -> list[list[
     return shards
 
 
-def _on_every_rank(comm: ByteComm | None, work: Callable[[], None], doing: str) -> None:
-    """Raise on every rank what one of them raised."""
-    if comm is None:
-        work()
-        return
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as err:
-        error = err
-    comm.agree(error, doing)
-
-
 def _file_names(shards: Sequence[Any], stem: str) -> list[str]:
     if len(shards) == 1:
         return [f"{stem}.safetensors"]
@@ -389,6 +382,4 @@ def _checked(
     damages = [damage for box in row_pieces(view) for damage in view.check(box)]
     if damages:
         raise DamageError(str(reader.path), damages)
-    for data in view_bytes(view, dtype):
-        progress(len(data))
-        yield data
+    yield from view_bytes(view, dtype, progress=progress)

@@ -176,7 +176,7 @@ class KeyMap:
         """
         try:
             value: dict[str, Any] = json.loads(text)
-            pairs = tuple(_pair(**pair) for pair in value["pairs"])
+            pairs = tuple(_pair(pair) for pair in value["pairs"])
             ignored, left_out = tuple(value.get("ignored", ())), tuple(value.get("left_out", ()))
             return cls(str(value["family"]), pairs, ignored, left_out)
         except (ValueError, TypeError, KeyError, AttributeError) as err:
@@ -220,12 +220,6 @@ def load_key_map(name: str) -> KeyMap:
     return key_map
 
 
-def _pair(native: str, hf: str, part: list[int] | None = None, rows: list[int] | None = None, **rest: Any) -> Pair:
-    pair = Pair(native, hf, **rest)
-    if part is not None:
-        index, count, dim = part
-        pair = replace(pair, part=(index, count, dim))
-    if rows is not None:
-        start, size = rows
-        pair = replace(pair, rows=(start, size))
-    return pair
+def _pair(value: dict[str, Any]) -> Pair:
+    tuples: dict[str, Any] = {key: tuple(value[key]) for key in ("part", "rows") if key in value}
+    return Pair(**{**value, **tuples})

@@ -2,19 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from titan_ckpt.errors import Damage
 from titan_ckpt.format.boxes import Box
-from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor, pack_tensor
-from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, parse_object
-from titan_ckpt.interop.views import RefusedView, ScaledView, StoredView, View
-from titan_ckpt.load.reader import FolderReader
+from titan_ckpt.format.names import ITEM_BYTES, parse_object
+from titan_ckpt.interop.views import RefusedView, ScaledView, View
 
 HF_INDEX_NAME = "model.safetensors.index.json"
 DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -32,7 +30,7 @@ _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 _OTHER_SCALES = ("input_", "output_", "act_", "activation_", "q_", "k_", "v_", "kv_")
 
 
-class SafetensorsReader(FolderReader):
+class SafetensorsReader:
     """A folder of safetensors files.
 
     With an index (``model.safetensors.index.json``, or that of diffusers), each tensor is read from the file that the index
@@ -49,16 +47,12 @@ class SafetensorsReader(FolderReader):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._refused: dict[str, View] = {}
+        self._stored: dict[str, View] = {}
         weight_map = _weight_map(folder)
-        records: list[FileRecord] = []
-        tensors: dict[str, StoredTensor] = {}
         places: dict[str, str] = {}
-        for number, name in enumerate(_files(folder, weight_map)):
-            path = folder / name
-            start, header = read_header(path)
-            records.append(FileRecord(name, path.stat().st_size, (), start))
-            for key, value in header.items():
+        for name in _files(folder, weight_map):
+            opened = _opened(folder / name)
+            for key in opened.keys():  # noqa: SIM118
                 if weight_map.get(key, name) != name:
                     continue
                 if key in places:
@@ -67,20 +61,19 @@ class SafetensorsReader(FolderReader):
                         f"Move the stale file away, or name the file of each tensor in {HF_INDEX_NAME}."
                     )
                 places[key] = name
-                dtype, shape = value["dtype"], tuple(value["shape"])
+                part = opened.get_slice(key)
+                dtype, shape = part.get_dtype(), part.get_shape()
                 if dtype in ITEM_BYTES:
-                    chunk = StoredChunk(number, value["data_offsets"][0], (0,) * len(shape), shape)
-                    tensors[key] = pack_tensor(dtype, shape, [chunk])
+                    self._stored[key] = _ForeignView(dtype, shape, part)
                 else:
-                    reason = f"{path}: tensor {key!r} has dtype {dtype}, which this version cannot read."
-                    self._refused[key] = RefusedView(dtype, shape, reason)
+                    reason = f"{folder / name}: tensor {key!r} has dtype {dtype}, which this version cannot read."
+                    self._stored[key] = RefusedView(dtype, shape, reason)
         for key, name in weight_map.items():
             if key not in places:
                 raise ValueError(
                     f"{folder}: {HF_INDEX_NAME} says that {key!r} is in {name!r}, but that file does not contain it. Fetch "
                     "the index and the files again, from the same place."
                 )
-        super().__init__(folder, Index(tuple(records), {section: {} for section in SECTIONS} | {"model": tensors}, {}))
 
     def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
         """Every tensor by name. Float8 and int8 weights are multiplied with their scales, which are not listed.
@@ -91,8 +84,7 @@ class SafetensorsReader(FolderReader):
         Args:
             kept: Whether to list a scale as a tensor: the model may have scales itself.
         """
-        stored: dict[str, View] = {key: _ForeignView(self, t) for key, t in self.index.tensors["model"].items()}
-        stored |= self._refused
+        stored = self._stored
         scales_of = {
             key: key + suffix
             for suffix in reversed(_SCALE_SUFFIXES)
@@ -116,35 +108,26 @@ class SafetensorsReader(FolderReader):
         return views
 
 
-class _ForeignView(StoredView):
-    """A tensor in files without digests."""
+class _ForeignView(View):
+    """A tensor in a file without digests, as the safetensors library maps it."""
 
-    def check(self, box: Box) -> list[Damage]:
-        return []
+    def __init__(self, dtype: str, shape: Sequence[int], part: Any) -> None:
+        super().__init__(dtype, shape)
+        self._part = part
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        into.copy_(self._part[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))])
 
 
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The header of a safetensors file, after the safetensors library has checked the file.
-
-    Returns:
-        The byte where data starts, and tensor name to ``dtype``, ``shape`` and ``data_offsets``.
-
-    Raises:
-        ValueError: If the library refuses the file: truncated, tensors that overlap or leave holes, a malformed header.
-    """
+def _opened(path: Path) -> Any:
+    """A safetensors file. The library refuses one that is truncated, or whose tensors overlap or leave holes."""
     try:
-        with safe_open(path, "pt"):
-            pass
+        return safe_open(path, "pt")
     except (SafetensorError, OSError) as err:
         raise ValueError(
             f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or was not written "
             "whole. Fetch it again."
         ) from err
-    with path.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = parse_object(opened.read(length), f"the header of {path}")
-    header.pop("__metadata__", None)
-    return 8 + length, header
 
 
 def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: tuple[int, int]) -> View:

@@ -7,17 +7,17 @@ Each difference is one view. A view reads only the bytes that a box needs, so ev
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from titan_ckpt.errors import Damage
+from titan_ckpt.errors import Damage, DamageError
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import ITEM_BYTES
 from titan_ckpt.load.copies import box_copies, check_copies, run_copies
-from titan_ckpt.load.reader import FolderReader
+from titan_ckpt.load.reader import StepReader
 from titan_ckpt.state.dtypes import DTYPES
 
 # A tensor is read this many bytes at a time.
@@ -55,7 +55,7 @@ class View:
 class StoredView(View):
     """A tensor as it is stored."""
 
-    def __init__(self, reader: FolderReader, stored: StoredTensor) -> None:
+    def __init__(self, reader: StepReader, stored: StoredTensor) -> None:
         super().__init__(stored.dtype, stored.shape)
         self.reader, self.stored = reader, stored
 
@@ -293,6 +293,25 @@ def read_box(view: View, box: Box) -> Tensor:
     values = torch.empty(box[1], dtype=DTYPES[view.dtype])
     view.fill(box, values)
     return values
+
+
+def unequal_elements(a: StoredView, b: StoredView, progress: Callable[[int], None] = lambda nbytes: None) -> int:
+    """How many elements of two tensors of the same dtype and shape differ in any bit. Takes tens of megabytes.
+
+    ``progress`` is called with the bytes just compared.
+
+    Raises:
+        DamageError: If bytes of either tensor are damaged.
+    """
+    count, item = 0, ITEM_BYTES[a.dtype]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
+    for box in row_pieces(a):
+        for view in (a, b):
+            if damages := view.check(box):
+                raise DamageError(str(view.reader.path), damages)
+        count += int((read_box(a, box).view(bits) != read_box(b, box).view(bits)).sum())
+        progress(math.prod(box[1]) * item)
+    return count
 
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

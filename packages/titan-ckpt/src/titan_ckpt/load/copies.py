@@ -19,7 +19,7 @@ from titan_ckpt.errors import Damage, DamageError
 from titan_ckpt.format.boxes import Box, intersect
 from titan_ckpt.format.index import StoredChunk, StoredTensor
 from titan_ckpt.format.names import BLOCK_BYTES, ITEM_BYTES
-from titan_ckpt.load.reader import FolderReader
+from titan_ckpt.load.reader import StepReader
 from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.sharding import LocalShard, local_part
 from titan_ckpt.steps.claim import boot_id
@@ -125,7 +125,7 @@ def box_copies(stored: StoredTensor, box: Box, into: Tensor) -> list[Copy]:
     return [Copy(narrow(into, box[0], common), stored, chunk, common) for chunk, common in found if common]
 
 
-def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
+def touched_blocks(reader: StepReader, copies: Mapping[str, list[Copy]]) -> set[Block]:
     """The blocks that the copies read."""
     return {
         (file, block)
@@ -134,20 +134,20 @@ def touched_blocks(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> se
     }
 
 
-def check_blocks(reader: FolderReader, blocks: Iterable[Block]) -> list[Damage]:
+def check_blocks(reader: StepReader, blocks: Iterable[Block]) -> list[Damage]:
     """Check blocks in file order. Blocks that were checked before are skipped."""
     ranges = [(file, first * BLOCK_BYTES, (last + 1) * BLOCK_BYTES) for file, first, last in block_runs(blocks)]
     reader.fetch_many(ranges)
     return [damage for file, begin, end in ranges for damage in reader.check(file, begin, end)]
 
 
-def check_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
+def check_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> list[Damage]:
     """Check the blocks that the copies read."""
     return check_blocks(reader, touched_blocks(reader, copies))
 
 
 @torch.no_grad()
-def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
+def run_copies(reader: StepReader, copies: Mapping[str, list[Copy]]) -> None:
     """Fill the targets."""
     reader.fetch_many(_file_runs(reader, copies))
     for listed in copies.values():
@@ -156,7 +156,7 @@ def run_copies(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> None:
                 into.copy_(values)
 
 
-def read_tensor(reader: FolderReader, section: str, key: str) -> Tensor:
+def read_tensor(reader: StepReader, section: str, key: str) -> Tensor:
     """Read and check a whole tensor, on the CPU.
 
     Raises:
@@ -183,7 +183,7 @@ def narrow(view: Tensor, origin: tuple[int, ...], box: Box) -> Tensor:
     return view
 
 
-def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+def _values(reader: StepReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of a copy: the target, and the values as a view of the file or of decompressed rows."""
     chunk, dtype = copy.chunk, DTYPES[copy.stored.dtype]
     if chunk.frames is None:
@@ -205,7 +205,7 @@ def _values(reader: FolderReader, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]
         yield copy.into.narrow(0, at - first, n), narrow(rows, (at, *chunk.offsets[1:]), box)
 
 
-def _file_runs(reader: FolderReader, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int, int]]:
+def _file_runs(reader: StepReader, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int, int]]:
     """File and byte range of everything that copies read; gaps shorter than a block are included."""
     for listed in copies.values():
         for copy in listed:

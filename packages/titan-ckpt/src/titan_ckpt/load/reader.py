@@ -14,7 +14,7 @@ from typing import Any
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import FRAME_BYTES, block_digests, unpack_frame
-from titan_ckpt.format.index import FileRecord, Index, StoredChunk, StoredTensor
+from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
 from titan_ckpt.format.validate import check_index, check_shared_state
@@ -22,25 +22,31 @@ from titan_ckpt.storage.files import MappedFile, fetch_all
 from titan_ckpt.storage.paths import StorePath
 
 
-class FolderReader:
-    """Reads tensors of safetensors files in a folder, without digests.
+class StepReader:
+    """Reads a committed step, with digests.
 
     Args:
-        path: The folder.
-        index: Where each tensor is. Its sizes and offsets must have been checked against the files.
+        path: The step's folder.
+
+    Raises:
+        DamageError: If the manifest or the index is damaged or malformed, or a file is missing, has another size, or is
+            outside of the step's folder.
     """
 
-    def __init__(self, path: StorePath, index: Index) -> None:
-        self.path, self.index = path, index
+    def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
+        self.manifest = Manifest.open(path)
+        with malformed_is_damage(self.manifest.path, INDEX_NAME):
+            index = self.manifest.read_index()
+            check_index(index)
+        _refuse_links_out(self.manifest.path, [record.name for record in index.files])
+        self.path, self.index = self.manifest.path, index
         self._maps: dict[int, MappedFile] = {}
+        self._checked: dict[int, set[int]] = {}
+        self._owners: dict[int, list[tuple[int, int, str]]] | None = None
 
     def bytes_of(self, file: int) -> memoryview:
         """All bytes of a file, unchecked. Writes do not change the file. Remote bytes must be fetched first."""
         return self._mapped(file).view
-
-    def fetch(self, file: int, begin: int, end: int) -> None:
-        """Fetch bytes of a remote file."""
-        self._mapped(file).fetch(begin, end)
 
     def fetch_many(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Fetch ranges (file, begin, end), several at a time."""
@@ -71,7 +77,7 @@ class FolderReader:
         """Bytes ``begin`` to ``end`` of a chunk's data, mapped or decompressed, unchecked. Writable."""
         file = self.bytes_of(chunk.file)
         at, stop = self.stored_range(tensor, chunk, begin, end)
-        self.fetch(chunk.file, at, stop)
+        self.fetch_many([(chunk.file, at, stop)])
         if chunk.frames is None:
             return file[at:stop]
         item, total = ITEM_BYTES[tensor.dtype], math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
@@ -83,38 +89,11 @@ class FolderReader:
         return memoryview(raw)[begin - first * FRAME_BYTES : end - first * FRAME_BYTES]
 
     def check(self, file: int, begin: int, end: int) -> list[Damage]:
-        """Finds nothing: there are no digests."""
-        self.fetch(file, begin, end)
-        return []
-
-
-class StepReader(FolderReader):
-    """Reads a committed step, with digests.
-
-    Args:
-        path: The step's folder.
-
-    Raises:
-        DamageError: If the manifest or the index is damaged or malformed, or a file is missing, has another size, or is
-            outside of the step's folder.
-    """
-
-    def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
-        self.manifest = Manifest.open(path)
-        with malformed_is_damage(self.manifest.path, INDEX_NAME):
-            index = self.manifest.read_index()
-            check_index(index)
-        _refuse_links_out(self.manifest.path, [record.name for record in index.files])
-        super().__init__(self.manifest.path, index)
-        self._checked: dict[int, set[int]] = {}
-        self._owners: dict[int, list[tuple[int, int, str]]] | None = None
-
-    def check(self, file: int, begin: int, end: int) -> list[Damage]:
         """Check the blocks of bytes ``begin`` to ``end`` of a file, each block once; return the damage."""
         damages: list[Damage] = []
         record = self.index.files[file]
         checked = self._checked.setdefault(file, set())
-        self.fetch(file, begin, end)
+        self.fetch_many([(file, begin, end)])
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if block in checked:
                 continue

@@ -1,13 +1,17 @@
-"""One restore: match names, check the bytes, fill the state.
+"""Restore: choose the step, match names, check the bytes, fill the state.
 
-The state does not change before every rank has matched all names and checked all blocks that it reads.
+It takes the requested step or, with ``fallback``, an older one if that is damaged. Rank 0 lists the steps, and all ranks use
+its list: a network file system may show each rank another one. If a run that saves to the same root deletes the step that is
+being read, the steps are listed again. The state does not change before every rank has matched all names and checked all
+blocks that it reads.
 """
 
 import collections
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,9 +40,72 @@ from titan_ckpt.state.leaves import reseed, set_rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
 from titan_ckpt.state.optimizer import OptimRestore
 from titan_ckpt.state.train_state import Stateful, TrainState, check_state, listed, shard_of
+from titan_ckpt.steps import leftovers, listing
 from titan_ckpt.storage.paths import StorePath
 
 _log = logging.getLogger("titan_ckpt")
+
+
+# How often the steps are listed if other processes delete them.
+_LISTINGS = 20
+
+
+def restore_newest(
+    root: StorePath,
+    state: TrainState,
+    step: int | Literal["latest"],
+    comm: ByteComm,
+    passed_over: list[tuple[int, DamageError]],
+    *,
+    verify: Verify,
+    strict: bool,
+    fallback: bool,
+) -> int:
+    """As `Checkpointer.restore`. ``passed_over`` gets the damaged steps that were not used, newest first. Collective."""
+    passed_over.clear()
+    for attempt in range(1, _LISTINGS + 1):
+        present = _listed(root, comm)
+        if step != "latest":  # it and the older ones
+            numbers = [number for number, _ in present]
+            if step not in numbers:
+                raise ValueError(f"{root} has no step {step}; it has {numbers}.")
+            present = present[: numbers.index(step) + 1]
+        if not present:
+            return 0
+        passed_over.clear()
+        for number, name in reversed(present):
+            try:
+                return restore_step(root / name, state, comm, verify, strict)
+            except (CheckpointError, OSError) as err:  # raised on every rank: all continue alike
+                if attempt < _LISTINGS and _gone(root / name, comm):
+                    break
+                if not isinstance(err, DamageError) or not fallback or number == present[0][0]:
+                    raise
+                # A new error: the traceback of this one would keep buffers and maps alive.
+                passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
+                _log.warning("step %d is not used, an older one is tried: %s", number, err)
+    raise AssertionError("unreachable: the last listing returns or raises")
+
+
+def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:
+    """Number and folder name of every step, oldest first, as rank 0 sees them."""
+
+    def find() -> list[tuple[int, str]]:
+        leftovers.await_inherited(root)
+        return [(number, path.name) for number, path in listing.step_folders(root)]
+
+    return comm.from_rank0(
+        find, f"listing {root}", lambda err: CheckpointError(f"the steps below {root} cannot be listed: {err}")
+    )
+
+
+def _gone(path: StorePath, comm: ByteComm) -> bool:
+    """Whether a step was deleted, as rank 0 sees it."""
+    gone = False
+    if comm.rank == 0:
+        with contextlib.suppress(OSError):
+            gone = listing.is_gone(path)
+    return comm.broadcast(b"1" if gone else b"") == b"1"
 
 
 def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool) -> int:
@@ -48,25 +115,16 @@ def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Ver
     rank changes. So all ranks can take another step.
     """
     doing = f"restore of {path.name}"
-    matched: list[_Restore] = []
-    comm.agree(_attempt(lambda: matched.append(_Restore(path, state, comm, strict)), path), doing)
-    (restore,) = matched
+
+    def failure(err: OSError) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be read: {err}")
+
+    restore = comm.attempt(lambda: _Restore(path, state, comm, strict), doing, failure)
     comm.agree(restore.unexpected_names(), doing)
     blocks = restore.my_share(verify)
-    comm.agree(_attempt(lambda: restore.check(blocks), path), doing)
-    comm.agree(_attempt(restore.apply, path), f"{doing}, half done")
+    comm.attempt(lambda: restore.check(blocks), doing, failure)
+    comm.attempt(restore.apply, f"{doing}, half done", failure)
     return restore.reader.manifest.step
-
-
-def _attempt(action: Callable[[], Any], path: StorePath) -> Exception | None:
-    """Run ``action``; return its error, if it fails: the other ranks must not hang."""
-    try:
-        action()
-    except OSError as err:
-        return CheckpointError(f"{path} cannot be read: {err}")
-    except Exception as err:
-        return err
-    return None
 
 
 class _Restore:

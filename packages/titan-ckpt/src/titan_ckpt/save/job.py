@@ -13,9 +13,10 @@ from titan_ckpt.format.codec import Buffer
 from titan_ckpt.format.columns import ColumnTable
 from titan_ckpt.format.index import FileRecord, Index, StoredTensor, move_boxes, pack_tensors, unpack_tensors
 from titan_ckpt.format.names import Entry
-from titan_ckpt.save.write import write_bytes, write_packed_safetensors, write_safetensors
+from titan_ckpt.save.write import write_bytes, write_safetensors
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.retention import Retention
+from titan_ckpt.storage.files import remove_tree
 from titan_ckpt.storage.paths import StorePath, decode_path, encode_path
 
 # Tensors in the arena start at multiples of this, so that every dtype is aligned.
@@ -136,8 +137,8 @@ def write_job(job: WriteJob, buffers: Iterable[Buffer | Iterable[Buffer]]) -> li
     supply = iter(buffers)
     records: list[FileRecord] = []
     for file in job.layout.files:
-        write = write_packed_safetensors if file.compress else write_safetensors
-        records.append(write(job.folder, file.name, file.entries, (next(supply) for _ in file.entries)))
+        mine = (next(supply) for _ in file.entries)
+        records.append(write_safetensors(job.folder, file.name, file.entries, mine, compress=file.compress))
     return records + [write_bytes(job.folder, name, text.encode()) for name, text in job.texts]
 
 
@@ -166,3 +167,11 @@ def commit_job(job: WriteJob, records: Iterable[FileRecord]) -> tuple[StorePath,
         metrics=lead.metrics,
     )
     return path, commit.purge(path, job.step, lead.retention, lead.distrusted)
+
+
+def commit_now(job: WriteJob, records: Iterable[FileRecord]) -> StorePath:
+    """As `commit_job`; also deletes the retired folders."""
+    path, left = commit_job(job, records)
+    for folder in left:
+        remove_tree(folder)
+    return path

@@ -9,11 +9,12 @@ same tensors, and is parsed once for all of them. Tensors that every rank cuts a
 collected and checked once. The work per tensor is then arithmetic on columns with one entry per box.
 """
 
+import functools
 import gc
 import itertools
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,49 +48,31 @@ class Piece(NamedTuple):
     """Its name in the file."""
 
 
-class Placed(NamedTuple):
-    """A box in the step: the rank whose file holds it, and its first byte in that file's data."""
-
-    rank: int
-    start: int
-    box: Box
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """All boxes of a tensor in the step, by column, in rank order."""
 
     ranks: Numbers
+    """The rank whose file holds each box."""
     starts: Numbers
+    """First byte of each box in that file's data."""
     boxes: "_Boxes"
-
-    def __iter__(self) -> Iterator[Placed]:
-        return map(Placed, self.ranks.tolist(), self.starts.tolist(), self.boxes.listed())
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
 
 class _Boxes:
-    """Boxes of a pattern in some order, also as columns."""
+    """Boxes of a pattern in some order."""
 
     def __init__(self, boxes: "list[Box]", order: Numbers) -> None:
         self._boxes, self._order = boxes, order
-        self._columns: tuple[list[Column], list[Column]] | None = None
 
-    def listed(self) -> list[Box]:
-        return [self._boxes[i] for i in self._order.tolist()]
-
-    @property
+    @functools.cached_property
     def columns(self) -> tuple[list[Column], list[Column]]:
         """Offsets and sizes, one column per dimension."""
-        if self._columns is None:
-            packed = [
-                [pack_column(np.array(column, dtype=np.int64)[self._order]) for column in side]
-                for side in _columns(self._boxes)
-            ]
-            self._columns = packed[0], packed[1]
-        return self._columns
+        offsets, sizes = (
+            [pack_column(np.array(column, dtype=np.int64)[self._order]) for column in side]
+            for side in _columns(self._boxes)
+        )
+        return offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 The ranks exchange the structure of the state with rank 0, once: the plan is kept while the structure stays the same. They
 send rank 0 their plain data. The result is a `WriteJob` and the tensors to write. The job is carried out in this process
-(`titan_ckpt.save.now`) or in the saver process (`titan_ckpt.background`). A failure on any rank is raised on every rank.
+(`save_now`) or in the saver process (`titan_ckpt.background`). A failure on any rank is raised on every rank.
 """
 
+import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,13 +20,13 @@ import xxhash
 from torch import Tensor
 
 from titan_ckpt.comm import ByteComm
-from titan_ckpt.errors import write_failure
+from titan_ckpt.errors import CheckpointError, write_failure
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import digest
 from titan_ckpt.format.columns import pack_column
-from titan_ckpt.format.index import StoredTensor
+from titan_ckpt.format.index import FileRecord, StoredTensor
 from titan_ckpt.format.names import SECTIONS, STATE_NAME, Entry, check_step, rank_state_name, shard_name
-from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob
+from titan_ckpt.save.job import Lead, SaveLayout, TensorFile, WriteJob, commit_now, write_job
 from titan_ckpt.save.plan import Held, Piece, SavePlan, decode_pieces, encode_held, encode_pieces, plan_told
 from titan_ckpt.state import optimizer
 from titan_ckpt.state.dtypes import dtype_name
@@ -45,8 +46,8 @@ def _installed() -> str:
         return "0+source"
 
 
-VERSION = _installed()
-"""The installed version of this package. It is written into every manifest."""
+VERSIONS = {"titan-ckpt": _installed(), "torch": torch.__version__}
+"""Installed versions. They are written into every manifest."""
 
 
 @dataclass(slots=True)
@@ -110,7 +111,8 @@ def plan_step(
 def plan_layout(planned: Planned, comm: ByteComm, cache: PlanCache, compress: bool) -> SaveLayout:
     """The layout of this rank's jobs; the same object while the plan stays the same."""
     if cache.layout is None:
-        cache.layout = _layout(planned, comm.rank, cache, compress)
+        files = layout_files(planned.held, planned.pieces, comm.rank, compress=compress)
+        cache.layout = SaveLayout(files, cache.file_names, cache.tensors)
     return cache.layout
 
 
@@ -150,9 +152,34 @@ def begin_job(
         shared = [json.loads(data) for data in everyone]
         texts.append((STATE_NAME, tagged_json.dump_json(merge_shared(step, shared)).decode()))
         tied = {alias: first for rank in shared for alias, first in rank["tied"].items()}
-        versions = {"titan-ckpt": VERSION, "torch": torch.__version__}
-        lead = Lead(tied, versions, planned.metrics, retention, tuple(distrusted))
+        lead = Lead(tied, VERSIONS, planned.metrics, retention, tuple(distrusted))
     return WriteJob(root / name, step, save_id, comm.rank, comm.size, layout, tuple(texts), lead)
+
+
+def save_now(job: WriteJob, planned: Planned, comm: ByteComm) -> StorePath:
+    """Write and commit in this process; return the step's folder. Collective.
+
+    Raises:
+        CheckpointError: If a rank cannot write. The step does not exist then, and earlier steps are intact.
+    """
+    doing = f"save of step {job.step}"
+
+    def failure(err: OSError) -> CheckpointError:
+        return write_failure(err, job.folder, job.rank)
+
+    def commit_all() -> str:
+        records = [FileRecord.from_json(r) for report in reports or [] for r in json.loads(report)]
+        return commit_now(job, records).name
+
+    try:
+        records = comm.attempt(lambda: write_job(job, map(tensor_bytes, planned.views())), doing, failure)
+        reports = comm.gather(tagged_json.dump_json([record.to_report() for record in records]))
+        return job.folder.parent / comm.from_rank0(commit_all, doing, failure)
+    except Exception:
+        if comm.rank == 0:
+            with contextlib.suppress(OSError):
+                commit.discard(job.folder)
+        raise
 
 
 @torch.no_grad()  # DTensor.to_local() then returns the local tensor itself
@@ -211,16 +238,17 @@ def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tup
     return cache.pieces
 
 
-def _layout(planned: Planned, rank: int, cache: PlanCache, compress: bool) -> SaveLayout:
+def layout_files(
+    held: Sequence[Held], pieces: Sequence[Piece], rank: int, *, compress: bool = False
+) -> tuple[TensorFile, ...]:
+    """The safetensors files of a rank's pieces."""
     files: list[TensorFile] = []
     for section in SECTIONS:
-        mine = [p for p in planned.pieces if p.section == section]
+        mine = [p for p in pieces if p.section == section]
         if mine:
-            entries = tuple(
-                Entry(p.name, planned.held[p.held].dtype, planned.held[p.held].boxes[p.box][1]) for p in mine
-            )
+            entries = tuple(Entry(p.name, held[p.held].dtype, held[p.held].boxes[p.box][1]) for p in mine)
             files.append(TensorFile(shard_name(section, rank), entries, compress and section == "optim"))
-    return SaveLayout(tuple(files), cache.file_names, cache.tensors)
+    return tuple(files)
 
 
 def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
@@ -240,7 +268,7 @@ def index_tensors(plan: SavePlan) -> tuple[tuple[str, ...], dict[str, dict[str, 
         dtype, shape = plan.kinds[section, key]
         offsets, sizes = places.boxes.columns
         columns = {
-            "count": len(places),
+            "count": len(places.ranks),
             "file": pack_column(numbers[section][places.ranks]),
             "start": pack_column(places.starts),
             "offsets": offsets,

@@ -1,7 +1,7 @@
 """Write one file of a step, safetensors or JSON, with block digests. It is on disk when the function returns. No torch."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 from titan_ckpt.format.codec import MIN_BYTES, BlockDigester, Buffer, Packer
 from titan_ckpt.format.index import FileRecord, Moved
@@ -16,7 +16,12 @@ _METADATA = {"format": "pt"}
 
 
 def write_safetensors(
-    folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
+    folder: StorePath,
+    name: str,
+    entries: Sequence[Entry],
+    buffers: Iterable[Buffer | Iterable[Buffer]],
+    *,
+    compress: bool = False,
 ) -> FileRecord:
     """Write a safetensors file and return its record.
 
@@ -26,32 +31,30 @@ def write_safetensors(
         entries: The tensors, in file order.
         buffers: Each tensor's bytes, little-endian and contiguous, whole or in pieces. They are taken one at a time, so a
             generator holds one tensor at a time.
+        compress: Whether to compress the tensors that shrink. A compressed tensor is U8 in the file.
 
     Raises:
         OSError: If the file cannot be written (no space, read-only, device error).
         ValueError: If a buffer has another size than its entry.
     """
-    header = encode_header(entries, _METADATA)
-
-    def pieces() -> Iterable[Buffer]:
-        yield header
-        for entry, buffer in zip(entries, buffers, strict=True):
-            given = 0
-            whole = isinstance(buffer, bytes | bytearray | memoryview)
-            for piece in cast("Iterable[Buffer]", [buffer] if whole else buffer):
-                given += memoryview(piece).nbytes
-                yield piece
-            _check_size(entry, given)
-
-    size, blocks = _write(folder, name, pieces())
-    return FileRecord(name, size, blocks, len(header))
+    reserved = len(encode_header(entries, _METADATA))
+    if compress:  # the header is known after the data: leave space for the longest one
+        reserved += len(encode_header([Entry(e.name, "U8", (e.nbytes,)) for e in entries], _METADATA))
+    data = _Data(entries, buffers, Packer() if compress else None)
+    size, blocks = _write(
+        folder, name, data, reserved, lambda: encode_header(data.stored, _METADATA, at_least=reserved)
+    )
+    moved = tuple(data.moved) if any(place.frames for place in data.moved) else ()
+    return FileRecord(name, size, blocks, reserved, moved)
 
 
-class _PackedPieces:
-    """The data of a file whose tensors are compressed if they shrink, and the place of each."""
+class _Data:
+    """The data of a safetensors file, with a ``packer`` compressed where that makes it smaller, and the place of each tensor."""
 
-    def __init__(self, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]) -> None:
-        self._entries, self._buffers, self._packer = entries, buffers, Packer()
+    def __init__(
+        self, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]], packer: Packer | None
+    ) -> None:
+        self._entries, self._buffers, self._packer = entries, buffers, packer
         self.stored: list[Entry] = []
         self.moved: list[Moved] = []
 
@@ -59,35 +62,48 @@ class _PackedPieces:
         start = planned = 0
         for entry, buffer in zip(self._entries, self._buffers, strict=True):
             whole = isinstance(buffer, bytes | bytearray | memoryview)
-            raw = memoryview(cast(Any, buffer) if whole else b"".join(cast(Any, buffer))).cast("B")
-            _check_size(entry, len(raw))
-            item, lengths = ITEM_BYTES[entry.dtype], list[int]()
-            if len(raw) >= MIN_BYTES and self._packer.gains(raw, item):
-                for frame in self._packer.frames(raw, item):
-                    lengths.append(memoryview(frame).nbytes)
-                    yield frame
-                padding = -sum(lengths) % 8  # keeps the tensors after it aligned
-                yield bytes(padding)
-                self.stored.append(Entry(entry.name, "U8", (sum(lengths) + padding,)))
-            else:
-                yield raw
-                self.stored.append(entry)
+            pieces = cast("Iterable[Buffer]", [buffer] if whole else buffer)
+            stored, lengths = entry, list[int]()
+            if self._packer is not None and entry.nbytes >= MIN_BYTES:
+                pieces = list(pieces)
+                raw = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces)).cast("B")
+                item = ITEM_BYTES[entry.dtype]
+                if len(raw) == entry.nbytes and self._packer.gains(raw, item):
+                    for frame in self._packer.frames(raw, item):
+                        lengths.append(memoryview(frame).nbytes)
+                        yield frame
+                    padding = -sum(lengths) % 8  # keeps the tensors after it aligned
+                    pieces = []
+                    yield bytes(padding)
+                    stored = Entry(entry.name, "U8", (sum(lengths) + padding,))
+            given = 0
+            for piece in pieces:
+                given += memoryview(piece).nbytes
+                yield piece
+            if not lengths and given != entry.nbytes:
+                raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
+            self.stored.append(stored)
             self.moved.append(Moved(planned, start, tuple(lengths) or None))
             planned += entry.nbytes
-            start += self.stored[-1].nbytes
+            start += stored.nbytes
 
 
-def write_packed_safetensors(
-    folder: StorePath, name: str, entries: Sequence[Entry], buffers: Iterable[Buffer | Iterable[Buffer]]
-) -> FileRecord:
-    """As `write_safetensors`, but tensors are compressed if they shrink. A compressed tensor is U8 in the file.
+def write_bytes(folder: StorePath, name: str, data: bytes) -> FileRecord:
+    """Write a small file and return its record."""
+    return FileRecord(name, *_write(folder, name, [data]))
 
-    The header is known only after the data. So space for the longest possible header is left, and it is written last.
-    """
-    as_bytes = [Entry(e.name, "U8", (e.nbytes,)) for e in entries]
-    reserved = len(encode_header(entries, _METADATA)) + len(encode_header(as_bytes, _METADATA))
-    pieces, path = _PackedPieces(entries, buffers), folder / name
-    _make_parent(folder, path)
+
+def _write(
+    folder: StorePath,
+    name: str,
+    pieces: Iterable[Buffer],
+    reserved: int = 0,
+    header: Callable[[], bytes] = lambda: b"",
+) -> tuple[int, tuple[str, ...]]:
+    """Write a file; return its size and the digests of its blocks. ``header`` is asked for the first ``reserved`` bytes last."""
+    path = folder / name
+    if path.parent != folder:  # never make ``folder``: that of a failed save must not come back
+        path.parent.mkdir(exist_ok=True)
     # The digests of blocks with a piece of the header are computed last.
     boundary = -(-reserved // BLOCK_BYTES) * BLOCK_BYTES
     beside, rest = bytearray(), BlockDigester()
@@ -97,50 +113,18 @@ def write_packed_safetensors(
         writeback.wrote(reserved)
         for piece in pieces:
             view = memoryview(piece).cast("B")
-            write_all(file, view)
-            writeback.wrote(len(view))
-            room = min(boundary - reserved - len(beside), len(view))
-            beside += view[:room]
-            rest.feed(view[room:])
-        header = encode_header(pieces.stored, _METADATA, at_least=reserved)
-        assert len(header) == reserved
-        file.seek(0)
-        write_all(file, header)
-    front = BlockDigester()
-    front.feed(header)
-    front.feed(beside)
-    moved = tuple(pieces.moved) if any(place.frames for place in pieces.moved) else ()
-    return FileRecord(name, front.size + rest.size, (*front.finish(), *rest.finish()), reserved, moved)
-
-
-def write_bytes(folder: StorePath, name: str, data: bytes) -> FileRecord:
-    """Write a small file and return its record."""
-    size, blocks = _write(folder, name, [data])
-    return FileRecord(name, size, blocks)
-
-
-def _check_size(entry: Entry, given: int) -> None:
-    if given != entry.nbytes:
-        raise ValueError(f"{entry.name} needs {entry.nbytes} bytes, got {given}.")
-
-
-def _make_parent(folder: StorePath, path: StorePath) -> None:
-    """Make ``optim/`` or ``state/``, but never ``folder``: the folder of a failed save must not come back."""
-    if path.parent != folder:
-        path.parent.mkdir(exist_ok=True)
-
-
-def _write(folder: StorePath, name: str, pieces: Iterable[Buffer]) -> tuple[int, tuple[str, ...]]:
-    path = folder / name
-    _make_parent(folder, path)
-    digester = BlockDigester()
-    with writing(path) as file:
-        writeback = Writeback(file)
-        for piece in pieces:
-            view = memoryview(piece).cast("B")
             for at in range(0, len(view), _WRITE_BYTES):
                 part = view[at : at + _WRITE_BYTES]
-                digester.feed(part)
+                room = min(boundary - reserved - len(beside), len(part))
+                beside += part[:room]
+                rest.feed(part[room:])
                 write_all(file, part)
                 writeback.wrote(len(part))
-    return digester.size, tuple(digester.finish())
+        first = header()
+        assert len(first) == reserved
+        file.seek(0)
+        write_all(file, first)
+    front = BlockDigester()
+    front.feed(first)
+    front.feed(beside)
+    return front.size + rest.size, (*front.finish(), *rest.finish())

@@ -8,14 +8,23 @@ there is always a valid copy. Deletion first renames the folder to ``.trash-*``:
 In a store that cannot rename folders, a save writes to ``step-<step>.r<revision>.<save id>`` from the start. Its last object,
 the manifest, is the commit. Deletion starts with the manifest.
 
+The serial of a commit is one more than the largest serial. In such a store, two writers that look at the same time would take
+the same one. So before its index and manifest, a writer creates ``commit-<serial>.json`` with a put that fails if the object
+exists. One writer succeeds; the other raises and commits nothing. The object names the writer's folder. If that writer was
+killed before its manifest, or its folder is gone, the next writer takes the next serial.
+
 A folder is deleted only if it has a name that this package gives and its writer is proven dead. If the storage does not
 answer, nothing is deleted.
 """
 
+import contextlib
 import datetime as dt
+import errno
+import json
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,8 +32,17 @@ from titan_ckpt.errors import DamageError
 from titan_ckpt.format.codec import digest
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.manifest import CommitRecord, Manifest, listed
-from titan_ckpt.format.names import COMMIT_NAME, INDEX_NAME, MANIFEST_NAME, check_step, remote_step_name, step_name
-from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner
+from titan_ckpt.format.names import (
+    COMMIT_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    check_step,
+    parse_turn_name,
+    remote_step_name,
+    step_name,
+    turn_name,
+)
+from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner, owner_of
 from titan_ckpt.steps.listing import (
     Revision,
     all_revisions,
@@ -34,13 +52,15 @@ from titan_ckpt.steps.listing import (
     settled_revisions,
 )
 from titan_ckpt.steps.retention import Retention
-from titan_ckpt.steps.turns import create_once, end_turn, take_turn
 from titan_ckpt.storage.files import fsync_folder, remove_tree, write_plain
-from titan_ckpt.storage.paths import StorePath, renames
+from titan_ckpt.storage.paths import ABSENT, RemotePath, StorePath, renames
 
 _log = logging.getLogger("titan_ckpt")
 
 TRASH = re.compile(r"\.trash-(?:step-\d{8,}(?:\.r\d+(?:\.[0-9a-f]{16})?)?|tmp-\d{8,}-[0-9a-f]{16})-[0-9a-f]{8}")
+
+# A writer on another machine that has no manifest after this time counts as killed.
+_FOREIGN_TURN_S = 60.0
 
 
 def begin_save(root: StorePath, step: int, owner: Process) -> tuple[StorePath, str]:
@@ -190,3 +210,72 @@ def _surplus(
     # The newest revision is deleted last. Otherwise a crash would bring the one before it back.
     revisions = sorted(found, key=lambda other: other.revision)
     return [other.path for step in retention.surplus(metrics, is_valid) for other in revisions if other.step == step]
+
+
+def create_once(path: RemotePath, data: bytes) -> None:
+    """A conditional put. It succeeds if the object has the same bytes: a client may repeat a request.
+
+    Raises:
+        FileExistsError: If the object exists with other bytes.
+    """
+    try:
+        path.create(data)
+    except FileExistsError:
+        if path.read_bytes() != data:
+            raise
+
+
+def take_turn(folder: RemotePath, serial: int) -> int:
+    """Reserve the serial of the commit of ``folder``, at least ``serial``.
+
+    Raises:
+        FileExistsError: If another writer commits at the same time.
+    """
+    root = folder.parent
+    while True:
+        path = root / turn_name(serial)
+        try:
+            create_once(path, json.dumps({"folder": folder.name, "began": time.time()}).encode())
+            break
+        except FileExistsError:
+            if (rival := _holder(path)) is not None:
+                raise _lost(root, rival) from None
+        serial += 1
+    # A later commit deletes earlier objects, so a slow writer may get an old serial.
+    later = [path.name for path in root.iterdir() if (parse_turn_name(path.name) or 0) > serial]
+    if later:
+        path.unlink(missing_ok=True)
+        raise _lost(root, later[-1])
+    return serial
+
+
+def end_turn(folder: RemotePath, serial: int) -> None:
+    """Delete the objects of earlier commits. A failure is left for the next commit."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.parent.iterdir()):
+            if 0 < (parse_turn_name(path.name) or 0) < serial:
+                path.unlink(missing_ok=True)
+
+
+def _holder(path: RemotePath) -> str | None:
+    """The folder of a reservation, if it is committed or still may be; else None."""
+    try:
+        value = json.loads(path.read_bytes())
+        folder, began = path.parent / str(value["folder"]), float(value["began"])
+    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if (folder / MANIFEST_NAME).exists():
+        return folder.name
+    owner = owner_of(folder)
+    if owner is None:
+        return None
+    waits = owner.alive if owner.local else time.time() - began < _FOREIGN_TURN_S
+    return folder.name if waits else None
+
+
+def _lost(root: RemotePath, rival: str) -> FileExistsError:
+    return FileExistsError(
+        errno.EEXIST,
+        f"another writer committed {rival} below {root} at the same time, and this step was not committed. Two runs must "
+        "not save to one folder: end one of them, or give each a folder of its own",
+    )

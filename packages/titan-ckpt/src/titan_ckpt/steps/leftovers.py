@@ -1,13 +1,25 @@
-"""What crashed saves and deletions left behind. Only proven leftovers are deleted (`titan_ckpt.steps.commit`)."""
+"""What crashed saves and deletions left behind, and savers that outlive their trainer.
+
+Only proven leftovers are deleted (`titan_ckpt.steps.commit`).
+"""
 
 import contextlib
+import os
+import time
+from pathlib import Path
 
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.manifest import Manifest
-from titan_ckpt.steps.claim import drop_dead_claim, owner_alive
+from titan_ckpt.steps.claim import drop_dead_claim, owner_alive, owner_of
 from titan_ckpt.steps.commit import TRASH, discard
-from titan_ckpt.steps.listing import all_revisions, folders_below, is_unfinished, newest_revisions
+from titan_ckpt.steps.listing import all_revisions, folders_below, is_unfinished, newest_revisions, unfinished
 from titan_ckpt.storage.paths import StorePath, renames
+
+SERVER = "titan_ckpt.background.server"
+"""The module that a saver process runs."""
+
+# How long a new Checkpointer waits for the saver of a killed trainer.
+_INHERITED_SAVE_S = 120.0
 
 
 def sweep(root: StorePath) -> list[StorePath]:
@@ -49,3 +61,25 @@ def _superseded(root: StorePath) -> list[StorePath]:
             if older and Manifest.open(last.path):
                 replaced += older
     return replaced
+
+
+def await_inherited(root: StorePath) -> None:
+    """Wait for savers whose trainer is gone or is this process: their step is the one to resume from."""
+    deadline = time.monotonic() + _INHERITED_SAVE_S
+    while time.monotonic() < deadline:
+        owners = [owner_of(path) for path in unfinished(root)]
+        if not any(owner and owner.local and owner.alive and _inherited(owner.pid) for owner in owners):
+            return
+        time.sleep(0.05)
+
+
+def _inherited(pid: int) -> bool:
+    """Whether a local process is a saver whose trainer is gone or is this process."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return False  # it has just ended
+    if len(arguments) < 6 or arguments[3] != SERVER.encode():
+        return False  # a trainer that saves by itself
+    return parent == os.getpid() or str(parent).encode() != arguments[5]

@@ -120,13 +120,8 @@ class MappedFile:
         self.view = memoryview(self._map)
         """All bytes. Writes do not change the file. A remote file has only the bytes that were fetched."""
 
-    def fetch(self, begin: int, end: int) -> None:
-        """Fetch bytes ``begin`` to ``end`` in whole blocks. Raises OSError if the store fails."""
-        for run in self.missing(begin, end):
-            self.read(*run)
-
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The requests that `fetch` would make: begin and end of each."""
+        """The requests that fetch bytes ``begin`` to ``end`` in whole blocks: begin and end of each."""
         runs: list[tuple[int, int]] = []
         for block in range(begin // _FETCH_UNIT_BYTES, -(-end // _FETCH_UNIT_BYTES)) if self._missing else ():
             at, stop = block * _FETCH_UNIT_BYTES, min((block + 1) * _FETCH_UNIT_BYTES, self._size)
