@@ -49,32 +49,29 @@ class ByteComm:
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         """Every rank's bytes, in rank order, on rank 0; None on the others."""
-        if self.size == 1:
-            return [payload]
-        if self._node is not None:
-            of_node = self._node.gather(payload)
-            of_all = None if self._leaders is None else self._leaders.gather(join_parts(of_node or []))
-            return None if of_all is None else [part for node in of_all for part in split_parts(node)]
-        lengths = self._lengths(len(payload))
-        mine = _padded(payload, max(lengths))
-        into = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else None
-        dist.gather(mine, into, group=self.group, group_dst=0)
-        return [_bytes(t, n) for t, n in zip(into, lengths, strict=True)] if into is not None else None
+        return self._collect(payload, everywhere=False)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank."""
+        return self._collect(payload, everywhere=True) or []
+
+    def _collect(self, payload: bytes, *, everywhere: bool) -> list[bytes] | None:
         if self.size == 1:
             return [payload]
         if self._node is not None:
             of_node = self._node.gather(payload)
-            of_all = None if self._leaders is None else self._leaders.all_gather(join_parts(of_node or []))
-            whole = self._node.broadcast(None if of_all is None else join_parts(of_all))
-            return [part for node in split_parts(whole) for part in split_parts(node)]
+            of_all = self._leaders and self._leaders._collect(join_parts(of_node or []), everywhere=everywhere)
+            if everywhere:
+                of_all = split_parts(self._node.broadcast(None if of_all is None else join_parts(of_all)))
+            return None if of_all is None else [part for node in of_all for part in split_parts(node)]
         lengths = self._lengths(len(payload))
         mine = _padded(payload, max(lengths))
-        into = [torch.empty_like(mine) for _ in lengths]
-        dist.all_gather(into, mine, group=self.group)
-        return [_bytes(t, n) for t, n in zip(into, lengths, strict=True)]
+        into = [torch.empty_like(mine) for _ in lengths] if everywhere or self.rank == 0 else None
+        if into is not None and everywhere:
+            dist.all_gather(into, mine, group=self.group)
+        else:
+            dist.gather(mine, into, group=self.group, group_dst=0)
+        return None if into is None else [_bytes(t, n) for t, n in zip(into, lengths, strict=True)]
 
     def scatter(self, payloads: list[bytes] | None) -> bytes:
         """Rank 0's ``payloads[i]`` on rank ``i``; other ranks pass None."""

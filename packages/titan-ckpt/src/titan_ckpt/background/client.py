@@ -40,18 +40,15 @@ class SaveJob:
         self.step = step
         self.skipped = skipped
         """Whether nothing is saved, because the previous save was in flight and ``on_busy="skip"``."""
-        self._path = path
-        self._error: str | None = None
+        self.path = path
+        """The step's folder once it is committed; None before, and for a failed or skipped save."""
+        self.error: str | None = None
+        """Why it failed; None if it did not."""
         self._done = threading.Event()
         self._staged = threading.Event()
         if path is not None or skipped:
             self._staged.set()
             self._done.set()
-
-    @property
-    def path(self) -> StorePath | None:
-        """The step's folder once it is committed; None before, and for a failed or skipped save."""
-        return self._path
 
     @property
     def staged(self) -> bool:
@@ -62,11 +59,6 @@ class SaveJob:
     def done(self) -> bool:
         """Whether the save has ended, committed or failed."""
         return self._done.is_set()
-
-    @property
-    def error(self) -> str | None:
-        """Why it failed; None if it did not."""
-        return self._error
 
     def wait(self, timeout_s: float | None = None) -> StorePath:
         """Wait until the step is committed and return its folder.
@@ -79,14 +71,14 @@ class SaveJob:
             raise TimeoutError(
                 f"step {self.step} is not committed after {timeout_s} s; it continues in the background."
             )
-        if self._path is None:
-            why = self._error or "it was skipped, because the previous save was still in flight"
+        if self.path is None:
+            why = self.error or "it was skipped, because the previous save was still in flight"
             raise CheckpointError(f"step {self.step} was not saved: {why}")
-        return self._path
+        return self.path
 
     def finish(self, path: StorePath | None, error: str | None) -> None:
         """Set the result. Called by this package."""
-        self._path, self._error = path, error
+        self.path, self.error = path, error
         self._staged.set()
         self._done.set()
 

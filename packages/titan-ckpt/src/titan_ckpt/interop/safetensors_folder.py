@@ -1,7 +1,6 @@
 """Folders of safetensors files of any writer, as views."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.names import ITEM_BYTES, parse_object
 from titan_ckpt.interop.views import RefusedView, ScaledView, View
+from titan_ckpt.storage.files import links_out
 
 HF_INDEX_NAME = "model.safetensors.index.json"
 DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -218,12 +218,8 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
 
 def _refuse_links_out(folder: Path, files: list[str]) -> None:
     """Refuse files that are links out of the folder. In a cache of the Hugging Face hub, links to its blobs are allowed."""
-    allowed = [os.path.realpath(folder)]
-    if folder.absolute().parent.name == "snapshots":
-        allowed.append(os.path.realpath(folder.absolute().parent.parent / "blobs"))
-    for name in files:
-        found = os.path.realpath(folder / name)
-        if all(os.path.commonpath([found, place]) != place for place in allowed):
-            raise ValueError(
-                f"{folder / name} is a link to {found}, out of the folder. Copy the file it links to, if you trust it."
-            )
+    parent = folder.absolute().parent
+    for name, found in links_out(folder, files, [str(parent.parent / "blobs")] if parent.name == "snapshots" else []):
+        raise ValueError(
+            f"{folder / name} is a link to {found}, out of the folder. Copy the file it links to, if you trust it."
+        )

@@ -18,7 +18,7 @@ from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
 from titan_ckpt.format.validate import check_index, check_shared_state
-from titan_ckpt.storage.files import MappedFile, fetch_all
+from titan_ckpt.storage.files import MappedFile, fetch_all, links_out
 from titan_ckpt.storage.paths import StorePath
 
 
@@ -166,28 +166,12 @@ class StepReader:
 
 
 def _refuse_links_out(folder: StorePath, names: Iterable[str]) -> None:
-    """Refuse files that are links out of the folder. The folder itself may be a link."""
+    """Refuse files that are links out of the folder."""
     if not isinstance(folder, Path):
         return
-    real = os.path.realpath(folder)
     damages = [
         Damage(name, f"is a link to {found}, out of the step's folder. Copy the file it links to, if you trust it")
-        for name in _behind_links(folder, [INDEX_NAME, *names])
-        if os.path.commonpath([real, found := os.path.realpath(folder / name)]) != real
+        for name, found in links_out(folder, [INDEX_NAME, *names])
     ]
     if damages:
         raise DamageError(str(folder), damages)
-
-
-def _behind_links(folder: Path, names: Iterable[str]) -> Iterator[str]:
-    """The files that are links or are in a linked folder. One listing per folder: there may be thousands of files."""
-    inside: dict[str, list[str]] = {}
-    for name in names:
-        inside.setdefault(name.rpartition("/")[0], []).append(name)
-    for sub, files in inside.items():
-        if sub and (folder / sub).is_symlink():
-            yield from files
-            continue
-        with os.scandir(folder / sub) as entries:
-            links = {f"{sub}/{entry.name}".lstrip("/") for entry in entries if entry.is_symlink()}
-        yield from (name for name in files if name in links)

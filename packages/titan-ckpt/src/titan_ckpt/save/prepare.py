@@ -91,16 +91,9 @@ def plan_step(
         Exception: Whatever a user's ``state_dict`` raised, on its rank; `CheckpointError` on the others.
     """
     doing = f"save of step {step}"
-    collected, parts, held, error = _take_apart(step, state, comm)
-    numbers: dict[str, float] = {}
-    try:
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError):
-        error = error or TypeError(f"metrics={metrics!r} contains something that is not a number. Pass floats.")
-    if any(not isinstance(name, str) for name in numbers):  # type: ignore[reportUnnecessaryIsInstance]
-        error = error or TypeError(f"metrics={metrics!r} has a name that is not a string. Use strings.")
-    comm.agree(error, doing)
-    assert collected is not None
+    numbers, collected, parts, held = comm.attempt(
+        lambda: (_numbers(metrics or {}), *_take_apart(step, state, comm)), doing
+    )
     known = cache.structure
     pieces = _plan(held, comm, cache, doing)
     if cache.structure != known:
@@ -182,36 +175,31 @@ def save_now(job: WriteJob, planned: Planned, comm: ByteComm) -> StorePath:
         raise
 
 
-@torch.no_grad()  # DTensor.to_local() then returns the local tensor itself
-def _take_apart(
-    step: int, state: TrainState, comm: ByteComm
-) -> tuple[Collected | None, list[LocalPart], list[Held], Exception | None]:
-    """What this rank holds, or the error that it raised."""
+def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    if any(not isinstance(name, str) for name in metrics):
+        raise TypeError(f"metrics={metrics!r} has a name that is not a string. Use strings.")
     try:
-        check_step(step)
-        collected = collect(state, comm.rank, comm.size)
-        reserved = [f"{section}.{key}" for section, key, _ in collected.tensors if key == "__metadata__"]
-        if reserved:
-            raise ValueError(f"{reserved[0]}: safetensors reserves the name '__metadata__'. Rename the tensor.")
-        parts = [
-            local_part(
-                tensor, f"{section}.{key}", shard_of(state.shards, section, key, tuple(tensor.shape), collected.model)
-            )
-            for section, key, tensor in collected.tensors
-        ]
-        held = [
-            Held(
-                section,
-                key,
-                dtype_name(part.local.dtype, f"{section}.{key}"),
-                part.shape,
-                tuple((chunk.offsets, chunk.sizes) for chunk, _ in part.boxes),
-            )
-            for (section, key, _), part in zip(collected.tensors, parts, strict=True)
-        ]
-        return collected, parts, held, None
-    except Exception as err:  # of any kind: the other ranks must not hang
-        return None, [], [], err
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as err:
+        raise TypeError(f"metrics={metrics!r} contains something that is not a number. Pass floats.") from err
+
+
+@torch.no_grad()  # DTensor.to_local() then returns the local tensor itself
+def _take_apart(step: int, state: TrainState, comm: ByteComm) -> tuple[Collected, list[LocalPart], list[Held]]:
+    """What this rank holds."""
+    check_step(step)
+    collected = collect(state, comm.rank, comm.size)
+    parts: list[LocalPart] = []
+    held: list[Held] = []
+    for section, key, tensor in collected.tensors:
+        path = f"{section}.{key}"
+        if key == "__metadata__":
+            raise ValueError(f"{path}: safetensors reserves the name '__metadata__'. Rename the tensor.")
+        part = local_part(tensor, path, shard_of(state.shards, section, key, tuple(tensor.shape), collected.model))
+        boxes = tuple((chunk.offsets, chunk.sizes) for chunk, _ in part.boxes)
+        parts.append(part)
+        held.append(Held(section, key, dtype_name(part.local.dtype, path), part.shape, boxes))
+    return collected, parts, held
 
 
 def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tuple[Piece, ...]:
@@ -221,13 +209,7 @@ def _plan(held: list[Held], comm: ByteComm, cache: PlanCache, doing: str) -> tup
     if everyone == cache.structure:
         return cache.pieces
     gathered = comm.gather(encoded)
-    error, plan = None, None
-    if gathered is not None:
-        try:
-            plan = plan_told(gathered)
-        except ValueError as err:
-            error = err
-    comm.agree(error, doing)
+    plan = comm.attempt(lambda: None if gathered is None else plan_told(gathered), doing)
     distinct = {id(p): p for p in plan.pieces} if plan else {}
     texts = {number: encode_pieces(pieces) for number, pieces in distinct.items()}
     cache.pieces = decode_pieces(comm.scatter([texts[id(p)] for p in plan.pieces] if plan else None))

@@ -6,7 +6,7 @@ continues from 60.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.errors import DamageError
@@ -57,12 +57,19 @@ def open_steps(
         OSError: If the storage does not answer, or other processes delete steps faster than they can be opened.
     """
     for _ in range(_LISTINGS):
-        opened = _open(reversed(step_folders(root)), most)
-        if opened is None:
-            continue
-        for path, err in opened[1]:
-            invalid(path, err)
-        return opened[0][::-1]
+        valid: list[Manifest] = []
+        refused: list[tuple[StorePath, Exception]] = []
+        for _, path in reversed(step_folders(root)):
+            if most is not None and len(valid) == most:
+                break
+            try:
+                valid.append(Manifest.open(path))
+            except (DamageError, ValueError) as err:
+                refused.append((path, err))
+        if not any(is_gone(path) for path, _ in refused):
+            for path, err in refused:
+                invalid(path, err)
+            return valid[::-1]
     raise TimeoutError(
         f"the steps below {root} are deleted faster than they can be read. Have the run keep more: keep_last=2 or more."
     )
@@ -161,21 +168,3 @@ def _look(path: StorePath) -> Revision | None:
     with contextlib.suppress(DamageError, ValueError):  # to open the step gives the reason
         record = CommitRecord.read(path)
     return Revision(*parsed, path, record)
-
-
-def _open(
-    folders: Iterable[tuple[int, StorePath]], most: int | None
-) -> tuple[list[Manifest], list[tuple[StorePath, Exception]]] | None:
-    """The first ``most`` valid steps, and what is wrong with the others; None if one was deleted meanwhile."""
-    valid: list[Manifest] = []
-    refused: list[tuple[StorePath, Exception]] = []
-    for _, path in folders:
-        if most is not None and len(valid) == most:
-            break
-        try:
-            valid.append(Manifest.open(path))
-        except (DamageError, ValueError) as err:
-            if is_gone(path):
-                return None
-            refused.append((path, err))
-    return valid, refused

@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +155,29 @@ def fetch_all(ranges: Iterable[tuple[MappedFile, int, int]]) -> None:
     with ThreadPoolExecutor(_PARALLEL_FETCHES, "titan-ckpt-fetch") as pool:
         for _ in pool.map(lambda request: request[0].read(*request[1:]), requests):
             pass
+
+
+def links_out(folder: Path, names: Iterable[str], allowed: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """The files that are links out of a folder, and what they link to. The folder itself may be a link.
+
+    ``allowed`` has further folders to which they may link.
+    """
+    places = [os.path.realpath(place) for place in (folder, *allowed)]
+    for name in _behind_links(folder, names):
+        found = os.path.realpath(folder / name)
+        if all(os.path.commonpath([place, found]) != place for place in places):
+            yield name, found
+
+
+def _behind_links(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """The files that are links or are in a linked folder. One listing per folder: there may be thousands of files."""
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        inside.setdefault(name.rpartition("/")[0], []).append(name)
+    for sub, files in inside.items():
+        if sub and (folder / sub).is_symlink():
+            yield from files
+            continue
+        with os.scandir(folder / sub) as entries:
+            links = {f"{sub}/{entry.name}".lstrip("/") for entry in entries if entry.is_symlink()}
+        yield from (name for name in files if name in links)
