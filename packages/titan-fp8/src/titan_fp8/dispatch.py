@@ -3,9 +3,6 @@
 Every op has a plain-torch reference, which runs anywhere, and faster implementations that need a device or a package.
 An op's ``backend`` argument is ``"auto"`` (the first of its candidates that works here) or a candidate's name. Nothing
 is imported until an op that could use it is called; `backends` says, for each op, what would run and why not the others.
-
-Opt-in candidates never run under ``"auto"``: a kernel stays opt-in until it is measured at least 5 % faster than the
-one before it.
 """
 
 import functools
@@ -26,8 +23,6 @@ class Candidate:
     """``cuda``, ``triton``, ``cublaslt``, ``bf16`` or ``reference``."""
     target: str
     """``module:function``, imported when it is first chosen."""
-    opt_in: bool = False
-    """Whether only ``backend=name`` chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class BackendReport:
     chosen: str
     """The candidate that ``backend="auto"`` runs."""
     skipped: dict[str, str]
-    """The candidates passed over on the way, and why; opt-in candidates that work say so."""
+    """The candidates passed over on the way, and why."""
 
 
 _TRITON = "titan_fp8.kernels.triton"
@@ -78,8 +73,8 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     for op, module in _TRITON_MODULES.items()
 }
 _CANDIDATES["cast_block_dual"] = (
-    # Half of the Triton kernel's instructions, but not yet measured on a device.
-    Candidate("cuda", "titan_fp8.kernels.cuda.launch:cast_block_dual", opt_in=True),
+    # half of the Triton kernel's instructions
+    Candidate("cuda", "titan_fp8.kernels.cuda.launch:cast_block_dual"),
     *_CANDIDATES["cast_block_dual"],
 )
 _CANDIDATES["scaled_mm"] = (
@@ -122,6 +117,13 @@ def implementation(op: str, device: torch.device, backend: str = "auto", case: s
     raise ValueError(f"backend={backend!r} does not implement {op}. Its backends are: {names}.")
 
 
+@functools.cache
+def implementation_below(name: str, op: str, device: torch.device) -> Callable[..., Any]:
+    """What runs on ``device`` where the candidate ``name`` of ``op`` cannot: the first after it that works."""
+    names = [candidate.name for candidate in _CANDIDATES[op]]
+    return _load(_CANDIDATES[op][_first_working(op, device, "", names.index(name) + 1)])
+
+
 def backends(device: torch.device | str | None = None) -> list[BackendReport]:
     """What ``backend="auto"`` runs for every op, and why not the candidates before it.
 
@@ -135,18 +137,14 @@ def backends(device: torch.device | str | None = None) -> list[BackendReport]:
     for op, candidates in _CANDIDATES.items():
         for case in _CASES.get(op, ("",)):
             chosen = _first_working(op, device, case)
-            skipped: dict[str, str] = {}
-            for index, candidate in enumerate(candidates):
-                problem = _problem(candidate, device, case)
-                if index != chosen and (index < chosen or candidate.opt_in):
-                    skipped[candidate.name] = problem or f"works, opt-in: pass backend={candidate.name!r}"
+            skipped = {passed.name: _problem(passed, device, case) or "" for passed in candidates[:chosen]}
             reports.append(BackendReport(f"{op}[{case}]" if case else op, candidates[chosen].name, skipped))
     return reports
 
 
-def _first_working(op: str, device: torch.device, case: str) -> int:
-    for index, candidate in enumerate(_CANDIDATES[op]):
-        if not candidate.opt_in and _problem(candidate, device, case) is None:
+def _first_working(op: str, device: torch.device, case: str, start: int = 0) -> int:
+    for index in range(start, len(_CANDIDATES[op])):
+        if _problem(_CANDIDATES[op][index], device, case) is None:
             return index
     raise AssertionError(f"{op} has no reference")
 
@@ -171,18 +169,22 @@ def _problem(candidate: Candidate, device: torch.device, case: str) -> str | Non
             return f"needs float8 conversions (compute capability 8.9), the device has {_dotted(capability)}"
         if candidate.target.startswith(f"{_TRITON}.grouped_mm") and "mx32" in case:
             return "has no 1x32 scales; products of MX operands are emulated"
-        if candidate.target.endswith(":cast_grouped") and case == "mx32":
-            return "has no 1x32 scales"
         return None
     if candidate.name == "cuda":
-        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-            return "cuda-bindings is not installed"
-        if capability < (9, 0):
-            return f"needs compute capability 9.0, the device has {_dotted(capability)}"
-        return None
+        return _cuda_problem(capability)
     if candidate.name == "cublaslt":
         return _cublaslt_problem(capability, case)
     return None
+
+
+def _cuda_problem(capability: tuple[int, int]) -> str | None:
+    if capability < (9, 0):
+        return f"needs compute capability 9.0, the device has {_dotted(capability)}"
+    try:
+        launch = importlib.import_module("titan_fp8.kernels.cuda.launch")
+    except ImportError as err:
+        return f"cuda-bindings cannot be imported ({err})"
+    return launch.build_problem("sm_{}{}a".format(*capability))
 
 
 def _cublaslt_problem(capability: tuple[int, int], case: str) -> str | None:

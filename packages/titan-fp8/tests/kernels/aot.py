@@ -94,6 +94,11 @@ KERNELS = {
         grouped_cast.cast_grouped_kernel,
         {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, {"GROUPS": 16, **E4M3}, 8,
     ),
+    "cast_grouped-mx": (
+        grouped_cast.cast_grouped_mx_kernel,
+        {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES, "E": INT, "tiles_k": INT},
+        {"GROUPS": 16, "E4M3": True, "HARDWARE": True}, 8,
+    ),
     "grouped_amax": (
         grouped_cast.grouped_amax_kernel,
         {"x": X, "offs": BITS, "offs_padded": BITS, "row_bits": BITS, "column_bits": BITS, "M": INT, "K": INT, "E": INT,

@@ -194,7 +194,7 @@ def grouped():
         got = grouped_cast.cast_grouped(x, offs, E4M3, True, "block1x128")
         expected = reference.cast_grouped(x, offs, E4M3, True, "block1x128")
         results[f"cast_grouped-{label}"] = mismatches(got, expected)
-        for scaling in ("tensor", "row"):
+        for scaling in ("tensor", "row", "mx32"):
             for dtype, pow2 in ((E4M3, True), (E5M2, False)):
                 got = grouped_cast.cast_grouped(x, offs, dtype, pow2, scaling)
                 expected = reference.cast_grouped(x, offs, dtype, pow2, scaling)

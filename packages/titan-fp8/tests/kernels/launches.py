@@ -91,7 +91,7 @@ def call_everything():
 
 def call_grouped(x, g, experts):
     offs = torch.full((experts,), x.shape[0], dtype=torch.int32)
-    for scaling in ("block1x128", "tensor", "row"):
+    for scaling in ("block1x128", "mx32", "tensor", "row"):
         grouped_cast.cast_grouped(x, offs, E4M3, True, scaling)
     w = torch.randn(experts, *x.shape).bfloat16()
     tensor_q, tensor_scale = reference.cast_tensor(reference.pad_matrix(w[0], 128), E4M3, True)

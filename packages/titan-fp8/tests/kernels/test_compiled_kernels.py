@@ -28,6 +28,7 @@ CASTS = [
     "cast_with_amax-row",
     "cast_row",
     "cast_grouped",
+    "cast_grouped-mx",
     "cast_grouped-tensor",
     "cast_grouped-row",
     "rmsnorm_cast",
@@ -35,7 +36,7 @@ CASTS = [
     "swiglu_backward_cast",
 ]
 READS = ["amax", "row_column_amax", "grouped_amax", "rms_rstd"]
-OCCUPIED = ["cast_weight", "cast_weight-rows", "cast_weights", "cast_mx_dual", "transpose_codes"]
+OCCUPIED = ["cast_weight", "cast_weight-rows", "cast_weights", "cast_mx_dual", "cast_grouped-mx", "transpose_codes"]
 ELEMENTWISE = ["rmsnorm", "rmsnorm_backward", "swiglu", "swiglu_backward"]
 PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_wgrad"]
 KERNELS = [*CASTS, *READS, *PRODUCTS, *ELEMENTWISE, "transpose_codes"]

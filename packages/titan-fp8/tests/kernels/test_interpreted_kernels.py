@@ -39,7 +39,7 @@ CASTS = [
     *(
         f"cast_grouped{how}"
         for groups in ("unaligned", "skewed", "none", "full")
-        for how in (f"-{groups}", *(f"-{s}-{groups}-{d}" for s in ("tensor", "row") for d in ("e4m3", "e5m2")))
+        for how in (f"-{groups}", *(f"-{s}-{groups}-{d}" for s in ("tensor", "row", "mx32") for d in ("e4m3", "e5m2")))
     ),
 ]
 # Relative to the largest value. Sums in another order and another exponential move a float32 by a few units in the last

@@ -123,7 +123,7 @@ def test_one_weight_equals_the_reference(shape):
 @pytest.mark.parametrize("ends", [(20, 20, 100), (0, 0, 300), (0, 0, 0), (1, 129, 300)], ids=str)
 def test_grouped_cast_equals_the_reference(ends):
     x, offs = _matrix(300, 256), torch.tensor(ends, dtype=torch.int32, device="cuda")
-    for scaling in ("block1x128", "tensor", "row"):
+    for scaling in ("block1x128", "mx32", "tensor", "row"):
         _assert_same(ops.cast_grouped(x, offs, scaling=scaling), _on_cpu(ops.cast_grouped, x, offs, scaling=scaling))
 
 
@@ -216,6 +216,6 @@ def _clean(seed):
 def test_no_cast_falls_back_to_the_reference_here():
     chosen = {report.op: report.chosen for report in backends()}
     assert {name for name, backend in chosen.items() if backend == "reference"} == {
-        "cast_grouped[mx32]", "grouped_scaled_mm[mx32·mx32]",
+        "grouped_scaled_mm[mx32·mx32]",
         "grouped_scaled_mm_wgrad[mx32]",
     }  # fmt: skip
