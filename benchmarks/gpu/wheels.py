@@ -8,6 +8,7 @@ adds torchao, which the whole-model benchmark measures beside titan-fp8 where it
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def main() -> None:
     if arguments.out is None:
         print("\n".join(names))
         return
+    if importlib.util.find_spec("pip") is None:
+        parser.error(f"{sys.executable} has no pip, which downloads the wheels. Run it with a Python that has.")
     # pydantic accepts exactly one version of its core: pip resolves that pair, and no other dependency
     core = _resolve_core(arguments.python)
     requirements = [core if name == "pydantic-core" else name for name in names]

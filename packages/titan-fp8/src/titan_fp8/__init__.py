@@ -18,6 +18,7 @@ from titan_fp8.layers.fused import norm_linears, rms_norm, swiglu, swiglu_linear
 from titan_fp8.layers.grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
 from titan_fp8.layers.linear import Float8Linear
 from titan_fp8.lifetime import ConstantWeights
+from titan_fp8.main_grad import MainGradients
 from titan_fp8.parallel.fsdp import apply_float8_all_gather
 from titan_fp8.parallel.tensor import all_gather_float8, all_gather_linears, linear_reduce_scatter
 from titan_fp8.products import (
@@ -51,6 +52,7 @@ __all__ = [
     "Float8Linear",
     "Float8RowwiseParallel",
     "Hardware",
+    "MainGradients",
     "PrepareFloat8Input",
     "QTensor",
     "Recipe",

@@ -1,6 +1,7 @@
 """On a CUDA device: kernels equal the reference bit for bit, with the hardware's conversions; products agree."""
 
 import pytest
+import titan_fp8
 import torch
 from titan_fp8 import ops, reference
 from titan_fp8.dispatch import backends
@@ -211,6 +212,22 @@ def test_fusions_agree_with_the_reference():
 
 def _clean(seed):
     return torch.randn(300, 384, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise_gw_hp"])
+def test_products_that_add_sum_like_a_product_and_an_addition(recipe):
+    layer = titan_fp8.Float8Linear(384, 256, bias=False, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+    plain = torch.nn.Linear(384, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = _clean(0)[:256].contiguous()
+    for module in (layer, plain):
+        (single,) = torch.autograd.grad(module(x).square().sum(), module.weight)
+        sums = titan_fp8.MainGradients(module)
+        with sums:
+            for _ in range(2):
+                module(x).square().sum().backward()
+        ((_, total),) = sums.items()
+        # the single one is rounded to bfloat16
+        torch.testing.assert_close(total, 2 * single.float(), rtol=2**-7, atol=2**-8 * float(total.abs().max()))
 
 
 def test_no_cast_falls_back_to_the_reference_here():

@@ -75,6 +75,27 @@ def test_weights_are_cast_once_a_step_where_the_step_is_declared(declared):
         model.zero_grad()
 
 
+def weight_casts(casts):
+    return casts.calls["cast_weight_block"] + casts.calls["cast_weight_rows"]
+
+
+@pytest.mark.parametrize("rules", [None, DEFERRING_RULES], ids=["1f1b", "weight-pass"])
+def test_weights_are_cast_once_over_the_microbatches_of_a_pipeline(rules):
+    """Forwards of several microbatches before the first backward, as a pipeline's stages run them."""
+    model = make("blockwise")
+    engine = WeightGradEngine(model, rules)
+    with Casts() as casts, titan_fp8.ConstantWeights(model):
+        losses = []
+        for index in range(3):
+            with engine.recording():
+                losses.append(loss_of(model, index))
+        for loss in losses:
+            with engine.deferring() as queue:
+                loss.backward()
+            queue.run()
+    assert weight_casts(casts) == LINEARS
+
+
 def family(name):
     torch.manual_seed(0)
     if name == "llama":

@@ -62,6 +62,32 @@ def scaled_mm_cublaslt(
     return product.to(out_dtype)
 
 
+def add_scaled_mm_cublaslt(
+    out: Tensor,
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    scaling_a: str,
+    scaling_b: str,
+    fast_accum: bool,
+) -> None:
+    """``out += a · bᵀ`` in one product, ``out`` float32 ``[M, N]``; torch 2.15, tensor and 1×128 scales.
+
+    Other arguments as in `titan_fp8.ops.scaled_mm`.
+    """
+    F.scaled_addmm_(
+        out,
+        a,
+        b.t(),
+        scale_a,
+        _RECIPES[scaling_a],
+        scale_b,
+        _RECIPES[scaling_b],
+        use_fast_accum=fast_accum,
+    )
+
+
 def scaled_mm_bf16(
     a: Tensor,
     scale_a: Tensor,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8 import products as plain_products
+from titan_fp8.layers.accumulate import add_float8, main_grad_of
 from titan_fp8.layers.eager import Products, products_for, unwatched
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe
@@ -227,7 +228,10 @@ def gradients(
             wq = weight_cast(w, call, ctx.caches[i], in_backward=True)
             part = products.input_gradient(gq, wq, recipe, out_dtype=ctx.x_dtype)
             dx = part if dx is None else dx + part
-        if need_w:
+        main = main_grad_of(w) if need_w else None
+        if main is not None:
+            add_float8(main, products, gq, xq, recipe)
+        elif need_w:
             dws[i] = products.weight_gradient(gq, xq, recipe, out_dtype=w.dtype)
     return dx, [*dws, *dbs]
 

@@ -112,6 +112,9 @@ class OptimizerStep:
         self._graphs: StepGraphs | None = None
         if cudagraphs:
             self._graphs = StepGraphs(self._eager_gradients, model.parts, device, forget=self._forget_gradients)
+        # A graph keeps only casts that it made: a block around all steps would make it cast frozen weights at every use.
+        self.frozen_weights = titan_fp8.ConstantWeights(*([] if cudagraphs else model.parts), frozen=True)
+        """Entered around all steps: weights that do not train keep their casts from one step to the next."""
 
     def __call__(self, batches: Sequence[TaskBatch], requests: Sequence[bool] = ()) -> StepResult:
         """Train on one step's micro-batches.

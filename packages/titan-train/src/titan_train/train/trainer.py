@@ -221,6 +221,7 @@ class Trainer:
             self._requests.installed(),
             CollectedTogether(self.config.train.gc_every) as collect,
             self._measure.running(),
+            self._optimizer_step.frozen_weights,
         ):
             while self.step < last:
                 result = self._train_one_step(save_due=self._minutes_due(saved_time))

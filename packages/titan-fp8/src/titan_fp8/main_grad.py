@@ -1,0 +1,79 @@
+"""`MainGradients`: weight gradients summed over micro-batches in float32, by the products themselves.
+
+Autograd sums the weight gradients of micro-batches in the weight's dtype. With bfloat16 weights, a sum of many small gradients
+stops growing after eight bits; and each sum is a pass over memory that reads and writes more than the product wrote.
+Megatron-LM calls the remedy gradient accumulation fusion: the product adds to a float32 buffer, ``weight.main_grad``.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from titan_fp8.layers.accumulate import AccumulatingLinear
+from titan_fp8.layers.linear import Float8Linear
+
+
+class MainGradients:
+    """Sums weight gradients of linear layers in float32 inside a ``with`` block, the backwards of one optimizer step::
+
+        sums = titan_fp8.MainGradients(model)
+        for microbatches in data:
+            with sums:
+                for x in microbatches:
+                    loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Inside, a backward adds to ``weight.main_grad`` and leaves ``weight.grad`` alone. On exit ``grad`` is the sum: the buffer
+    itself for float32 weights, a rounded copy for others, whose optimizer may take the sums from `items` instead. Whatever
+    reached ``grad`` another way (tied weights, compiled graphs, weight gradients that a pipeline runs apart) is added to it.
+
+    Take gradients with ``backward()``, not ``torch.autograd.grad``, which would find none for these weights. Nothing is reduced
+    over ranks: with ``DistributedDataParallel``, reduce ``main_grad``. Sharded weights are left to FSDP, which sums in float32
+    by itself.
+
+    Args:
+        models: Modules with `Float8Linear` and ``nn.Linear`` layers, after they were converted and wrapped. Layers that are
+            exactly ``nn.Linear`` become a subclass in place, with the same parameters and names.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._weights: list[nn.Parameter] = []
+        self._buffers: list[Tensor] = []
+        seen: set[int] = set()
+        for layer in (module for model in models for module in model.modules()):
+            if type(layer) is nn.Linear:
+                layer.__class__ = AccumulatingLinear
+            if not isinstance(layer, (Float8Linear, AccumulatingLinear)):
+                continue
+            if type(layer.weight) is nn.Parameter and id(layer.weight) not in seen:
+                seen.add(id(layer.weight))
+                self._weights.append(layer.weight)
+
+    def __enter__(self) -> "MainGradients":
+        if not self._buffers:
+            self._buffers = [torch.zeros_like(w, dtype=torch.float32, requires_grad=False) for w in self._weights]
+        for w, buffer in zip(self._weights, self._buffers, strict=True):
+            if not w.requires_grad:
+                continue
+            if w.grad is buffer:  # gradients were not dropped: go on with the sum
+                w.grad = None
+            else:
+                buffer.zero_()
+            w.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
+        return self
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for w, buffer in zip(self._weights, self._buffers, strict=True):
+            if not hasattr(w, "main_grad"):
+                continue
+            if w.grad is not None:
+                buffer.add_(w.grad)
+            w.grad = buffer if w.dtype == torch.float32 else buffer.to(w.dtype)
+            del w.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+
+    def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each weight with its float32 sum ``[N, K]``, of the last block."""
+        return zip(self._weights, self._buffers, strict=bool(self._buffers))
