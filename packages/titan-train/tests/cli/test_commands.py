@@ -8,9 +8,11 @@ import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from titan_fp8.dispatch import BackendReport
 from titan_train.cli import COMMANDS, main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
@@ -130,6 +132,27 @@ def test_doctor_finds_what_training_needs(capsys):
     for package in ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-cp", "titan-fp8", "titan-ckpt"):
         assert re.search(rf"^ok +{package} ", out, re.MULTILINE)
     assert out.splitlines()[-1] == "next    titan-train run quickstart"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "skipped", "expected"),
+    [
+        ("cuda", {}, "ok      float8 cast      the cuda kernel"),
+        (
+            "triton",
+            {"cuda": "cannot be compiled"},
+            "note    float8 cast      the triton kernel; cuda cannot be compiled",
+        ),
+    ],
+)
+def test_doctor_names_the_kernel_of_float8_casts(capsys, monkeypatch, chosen, skipped, expected):
+    device = SimpleNamespace(name="a GPU", total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr("titan_fp8.backends", lambda: [BackendReport("cast_block_dual", chosen, skipped)])
+    assert main(["doctor"]) == 0
+    assert f"{expected}\n" in capsys.readouterr().out
 
 
 def test_doctor_names_every_extra_that_the_package_declares(capsys):

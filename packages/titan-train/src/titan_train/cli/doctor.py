@@ -129,6 +129,7 @@ def _torch() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             yield Finding("ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        yield _float8_cast()
     else:
         yield Finding("note", "cuda", "torch sees no GPU: runs use CPU ranks (gloo), which is correct but slow")
     if not dist.is_available():
@@ -140,6 +141,15 @@ def _torch() -> Iterator[Finding]:
     yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "not in this build of torch")
     nccl = dist.is_nccl_available()
     yield Finding("ok" if nccl else "note", "nccl", "GPU process groups" if nccl else "not in this build; GPUs need it")
+
+
+def _float8_cast() -> Finding:
+    """Which kernel casts activations to float8 in 1x128 blocks, and why not the ones before it."""
+    from titan_fp8 import backends
+
+    (report,) = (report for report in backends() if report.op == "cast_block_dual")
+    reasons = "".join(f"; {name} {reason}" for name, reason in report.skipped.items())
+    return Finding("ok" if not reasons else "note", "float8 cast", f"the {report.chosen} kernel{reasons}")
 
 
 def _compiler() -> Finding:
