@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import socket
 import tarfile
 
@@ -19,6 +20,7 @@ from titan_train.tasks.diffusion.shards.encoders import Encoders
 from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
 from titan_train.tasks.diffusion.shards.write import write_folder_shard, write_tar_shard, write_tensors
+from titan_train.tasks.diffusion.source import decode_latents
 
 SIZES = SampleSizes(grid=2, channels=8, text_tokens=3, text_dim=5, pooled_dim=4)
 WRITE = {"folder": (write_folder_shard, "safetensors"), "webdataset": (write_tar_shard, "tar")}
@@ -300,6 +302,53 @@ def test_padding_of_a_text_is_encoded_and_attended_to_as_in_the_published_models
     assert not torch.allclose(call(text), call(changed), atol=1e-5)
 
 
+def test_an_empty_caption_is_the_empty_text_and_a_long_one_is_cut_as_by_diffusers(pipeline):
+    from diffusers import AutoencoderKL, FluxPipeline
+    from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+    reference = FluxPipeline(
+        scheduler=None, transformer=None, vae=AutoencoderKL.from_pretrained(pipeline / "vae"),
+        text_encoder=CLIPTextModel.from_pretrained(pipeline / "text_encoder"),
+        text_encoder_2=T5EncoderModel.from_pretrained(pipeline / "text_encoder_2"),
+        tokenizer=AutoTokenizer.from_pretrained(pipeline / "tokenizer"),
+        tokenizer_2=AutoTokenizer.from_pretrained(pipeline / "tokenizer_2"),
+    )  # fmt: skip
+    captions = ["", "a red disc at the top left " * 30]
+    text, pooled = Encoders(pipeline, text_tokens=tiny.TEXT_TOKENS).encode_texts(captions)
+    assert text.shape == (2, tiny.TEXT_TOKENS, tiny.TEXT_DIM)
+    for number, caption in enumerate(captions):
+        with torch.no_grad():
+            expected, expected_pooled, _ = reference.encode_prompt(caption, max_sequence_length=tiny.TEXT_TOKENS)
+        # one text or two in a batch: other orders of float32 sums
+        torch.testing.assert_close(text[number], expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(pooled[number], expected_pooled[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(0.3611, 0.1159), (0.18215, None), (1.0, 0.5)])
+def test_latents_of_any_autoencoder_and_raw_ones_are_decoded_as_they_were_encoded(scale, shift, pipeline, tmp_path):
+    from diffusers import AutoencoderKL
+
+    folder = tmp_path / "pipeline"
+    shutil.copytree(pipeline, folder)
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    (folder / "vae" / "config.json").write_text(json.dumps(config | {"scaling_factor": scale, "shift_factor": shift}))
+    encoders = Encoders(folder, text_tokens=tiny.TEXT_TOKENS, text=False)
+    vae = AutoencoderKL.from_pretrained(folder / "vae")
+    pixels = torch.rand(1, 3, tiny.SIDE, tiny.SIDE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        raw = vae.encode(pixels).latent_dist.mean
+        expected = vae.decode(raw).sample[0].permute(1, 2, 0)
+    scaled, _ = encoders.encode_images(pixels)
+    torch.testing.assert_close(scaled, scale * (raw - (shift or 0.0)), atol=1e-6, rtol=1e-6)
+    # what prepare wrote; and raw latents, which the run scales its own way when it reads them
+    for own in ({}, {"latent_scale": 0.7, "latent_shift": -0.3}):
+        read = scaled[0].numpy() if not own else 0.7 * (raw[0].numpy() + 0.3)
+        diffusion = DiffusionConfig(grid=tiny.GRID, text_tokens=tiny.TEXT_TOKENS, **own)
+        (found,) = decode_latents(encoders, diffusion, pack(read.astype(np.float32))[None])
+        # float32, scaled there and back
+        np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+
+
 def test_an_interrupted_preparation_continues_and_ends_with_the_same_bytes(pipeline, tmp_path, monkeypatch):
     tiny.write_images(tmp_path / "photos", 10)
     config = parse_config(tree(tmp_path, pipeline))
@@ -403,6 +452,18 @@ def test_prepare_and_run_train_on_shards_and_sample_through_the_autoencoder_with
     assert len(found["captions"]) == 3
     assert all(caption.startswith("a ") for caption in found["captions"])
     assert (tmp_path / "runs" / "r" / "samples" / "step_00000002.png").read_bytes().startswith(b"\x89PNG")
+    words = [
+        "generate",
+        str(tmp_path / "runs" / "r"),
+        "--prompt",
+        "a red disc",
+        "--prompt",
+        "",
+        "--out",
+        str(tmp_path / "a.png"),
+    ]
+    assert cli.main(words) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
