@@ -1,5 +1,6 @@
 """A step makes the host wait for the device once."""
 
+import pytest
 import torch
 from titan_train.config import parse_config
 from titan_train.data import Batch
@@ -26,10 +27,11 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_values_off_the_device_once_at_its_end():
+@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_moe_debug", "deepseek_debug"])
+def test_a_step_reads_values_off_the_device_once_at_its_end(name):
     config = parse_config(
         {
-            "model": {"name": "llama3_debug", "seq_len": 16},
+            "model": {"name": name, "seq_len": 16},
             "tokenizer": {"kind": "bytes"},
             "train": {"global_batch": 4, "microbatch": 2},
         }
@@ -63,7 +65,9 @@ def test_a_step_reads_values_off_the_device_once_at_its_end():
             result = step([batch, batch], (False, True))
     finally:
         torch.Tensor.tolist = plain
-    assert lists == [(6,)]  # loss, norm, this rank's part of the loss, labels and two requests
+    # loss, norm, this rank's part of the loss, labels and two requests; of each layer of experts their load and three losses
+    assert lists == [(6 + sum(experts + 3 for experts in model.experts.values()),)]
     assert reads.found == []
     assert result.num_labels == 64
     assert result.requests == (False, True)
+    assert bool(result.routing) == bool(model.experts)

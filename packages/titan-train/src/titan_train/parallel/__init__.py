@@ -7,7 +7,7 @@
 - `context`: each rank computes on its share of every sequence.
 - `stages`: the pipeline stages of a model. `pipeline`: their executor.
 - `data_parallel`: FSDP2, HSDP or DDP around what the others left.
-- `float8`, `activations`, `compiled`: float8 layers, activation checkpointing and offload, torch.compile.
+- `float8`, `compiled`: float8 layers, torch.compile. ``activations/``: recomputation and offload.
 - `param_shard`: which box of each parameter a rank holds. `gradients`: partial gradients, and the norm over all ranks.
 - `structure`: a model's repeated blocks and tied parameters.
 """

@@ -82,6 +82,11 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             f"float8.tp_gather='on' and float8.recipe={recipe!r}: scales of this recipe span the tokens of all ranks in the "
             "weight gradient. Use recipe 'blockwise' or 'tensorwise', or tp_gather='auto'."
         )
+    if config.activations.offload and config.compile.enabled:
+        raise ValueError(
+            "activations.offload=true and compile.enabled=true: a compiled block decides what it saves, and cannot be told "
+            "to move it. Set activations.offload=false, or compile.enabled=false."
+        )
     if config.activations.checkpoint == "budget" and not config.compile.enabled:
         raise ValueError(
             "activations.checkpoint='budget' is decided by torch.compile, which is disabled. Set compile.enabled=true, or "

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from titan_train.models.common.moe.balance import (
     LayerRouting,
+    end_routing,
     forget_routing,
     routing_statistics,
     share_routing,
-    update_expert_bias,
+    summed_routing,
 )
 from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
@@ -109,6 +110,8 @@ class OptimizerStep:
         self._device = device
         # Float8 layers cast each weight once for all micro-batches of a step.
         self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
+        self._load: tuple[Tensor, list[float]] | None = None
+        """How the last execution used the experts: on the device, and read."""
         self._graphs: StepGraphs | None = None
         if cudagraphs:
             self._graphs = StepGraphs(self._eager_gradients, model.parts, device, forget=self._forget_gradients)
@@ -140,8 +143,8 @@ class OptimizerStep:
         skipped = not (_finite(loss_value) and _finite(norm_value))
         skipped |= verdict is not None and verdict.verdict == "persistent hardware"
         routing: dict[str, LayerRouting] = {}
-        for part in self._model.parts:
-            routing |= update_expert_bias(part, self._scope.tokens_group, skip=skipped)
+        if self._load is not None:
+            routing = end_routing(self._model.parts, *self._load, skip=skipped)
         routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
         with self._timer.phase("optimizer"):
             if not skipped:
@@ -169,9 +172,13 @@ class OptimizerStep:
             sums = self._scope.sum(sums)
             grad_norm = sums[1].sqrt()
             gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
+        load = summed_routing(self._model.parts, self._scope.tokens_group)
         # the one host sync: until here the host only queued work (a pipeline's executor needs its denominator earlier)
-        read = torch.cat([torch.stack([sums[0], grad_norm, total]).double(), counts.double()]).tolist()
-        return Execution(*read[:3]), read[3:]
+        values = [torch.stack([sums[0], grad_norm, total]).double(), counts.double()]
+        read = torch.cat(values if load is None else [*values, load]).tolist()
+        known = 3 + counts.numel()
+        self._load = None if load is None else (load, read[known:])
+        return Execution(*read[:3]), read[3:known]
 
     def _rerun(
         self, batches: Sequence[TaskBatch], counts: Tensor, first: Execution, reason: str, state: RandomState

@@ -8,7 +8,7 @@ Shapes: E experts, L layers.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +103,42 @@ def update_expert_bias(
     Returns:
         How each layer's tokens were routed, by its name; empty for a model without experts.
     """
-    layers = dict(moe_layers(model))
+    total = summed_routing([model], group)
+    return {} if total is None else end_routing([model], total, total.tolist(), skip=skip)
+
+
+@torch.no_grad()
+def summed_routing(models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The step's load and losses of all layers, summed over the ranks of ``group``: for `end_routing`. Not on the host yet.
+
+    Returns:
+        ``[L * (E + 3)]`` float64, of layers with E experts each; None for models without experts.
+    """
+    layers = [layer for model in models for _, layer in moe_layers(model)]
     if not layers:
-        return {}
+        return None
     # float64 holds counts up to 2**53 exactly, so one collective serves counts and losses
-    parts = [part.double() for layer in layers.values() for part in (layer.load, layer.losses)]
-    total = torch.cat(parts)
+    total = torch.cat([part.double() for layer in layers for part in (layer.load, layer.losses)])
     if group is not None:
         dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.no_grad()
+def end_routing(
+    models: Sequence[nn.Module], total: torch.Tensor, host: Sequence[float], *, skip: bool = False
+) -> dict[str, LayerRouting]:
+    """`update_expert_bias` without its collective and host sync.
+
+    Args:
+        models: As `summed_routing` was given.
+        total: What it gave.
+        host: Its values.
+        skip: The step is dropped: biases stay.
+    """
     found: dict[str, LayerRouting] = {}
-    host, start = total.tolist(), 0
-    for fqn, layer in layers.items():
+    start = 0
+    for fqn, layer in (named for model in models for named in moe_layers(model)):
         experts = layer.args.num_experts
         if layer.expert_bias is not None and not skip:
             load = total[start : start + experts]

@@ -24,12 +24,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_train.config import ActivationsConfig
+from titan_train.parallel.activations.offload import offload_activations
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
@@ -45,7 +45,6 @@ _KEPT = (
 )
 _KEPT_PACKED = (("titan_train", "document_attention"), ("torch_attn", "_varlen_attn"))
 _KEPT_COMMUNICATION = ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce")
-_OFFLOAD_LEAST_BYTES = 1 << 20
 
 
 def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
@@ -63,8 +62,7 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], co
     for module in recomputed_modules(model, blocks, config):
         _recompute(module, context_fn)
     if config.offload:
-        for block in blocks[:-1]:  # backward begins with the last: moving it away and back hides nothing
-            _offload(block)
+        offload_activations(blocks[:-1])  # backward begins with the last: moving it away and back hides nothing
 
 
 def recomputed_modules(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> list[nn.Module]:
@@ -164,29 +162,6 @@ class _Watch(TorchDispatchMode):
         if func in self._watched:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _offload(module: nn.Module) -> None:
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-
-        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            small = tensor.numel() * tensor.element_size() < _OFFLOAD_LEAST_BYTES
-            if small or not tensor.is_cuda or tensor.untyped_storage().data_ptr() in parameters:
-                return tensor.device, tensor
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
-            return tensor.device, host.copy_(tensor, non_blocking=True)
-
-        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-            return packed[1].to(packed[0], non_blocking=True)
-
-        with saved_tensors_hooks(pack, unpack):
-            return inner(*args, **kwargs)
-
-    module.forward = forward
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
