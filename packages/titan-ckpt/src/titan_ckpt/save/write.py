@@ -1,5 +1,6 @@
 """Write one file of a step, safetensors or JSON, with block digests. It is on disk when the function returns. No torch."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
@@ -37,10 +38,12 @@ def write_safetensors(
         OSError: If the file cannot be written (no space, read-only, device error).
         ValueError: If a buffer has another size than its entry.
     """
-    reserved = len(encode_header(entries, _METADATA))
-    if compress:  # the header is known after the data: leave space for the longest one
-        reserved += len(encode_header([Entry(e.name, "U8", (e.nbytes,)) for e in entries], _METADATA))
+    header = encode_header(entries, _METADATA)
     data = _Data(entries, buffers, Packer() if compress else None)
+    if not compress:
+        return FileRecord(name, *_write(folder, name, itertools.chain([header], data)), len(header))
+    # The header is known after the data: leave space for the longest one.
+    reserved = len(header) + len(encode_header([Entry(e.name, "U8", (e.nbytes,)) for e in entries], _METADATA))
     size, blocks = _write(
         folder, name, data, reserved, lambda: encode_header(data.stored, _METADATA, at_least=reserved)
     )
