@@ -115,7 +115,48 @@ def stacks_part() -> dict:
     for name, routed in (("dense", False), ("routed", True)):
         errors = [abs(s / r.tokens_per_s - 1) for s, r in zip(speeds, rows, strict=True) if r.shape.moe is routed]
         out[name] = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
-    return out | {"pairs": order_pairs(rows, speeds)}
+    return out | {"pairs": order_pairs(rows, speeds), "floors": floors(rows)}
+
+
+def floors(rows: list[MeasuredRow]) -> dict:
+    """The least possible worst error, with every row in view, for a prediction that tells rows apart by some keys only.
+
+    One number x for speeds from a to b is wrong by (b - a) / (b + a) at least, at x = 2ab / (a + b).
+    """
+    estimates = {row.number: without_factor(row) for row in rows}
+
+    def ratio(row: MeasuredRow) -> float:
+        return row.tokens_per_s / estimates[row.number]
+
+    readings = {
+        "any function of layout and batch": (lambda r: (r.layout, r.setup), lambda r: r.tokens_per_s),
+        "any function of layout, batch and release": (
+            lambda r: (r.layout, r.setup, r.release),
+            lambda r: r.tokens_per_s,
+        ),
+        "this form, the best factor per set": (lambda r: r.set_key, ratio),
+        "this form, the best factor per set, dense or routed": (lambda r: (r.set_key, r.shape.moe), ratio),
+        "the same and release": (lambda r: (r.set_key, r.shape.moe, r.release), ratio),
+    }
+    out = {}
+    for name, (key, value) in readings.items():
+        groups: dict = {}
+        for row in rows:
+            groups.setdefault(key(row), []).append(row)
+        found = []
+        for members in groups.values():
+            low, high = min(members, key=value), max(members, key=value)
+            found.append(((value(high) - value(low)) / (value(high) + value(low)), low.number, high.number))
+        worst = max(found)
+        out[name] = {
+            "worst_at_least": worst[0],
+            "rows": worst[1:],
+            "groups_over_25_percent": sum(f[0] > 0.25 for f in found),
+        }
+        print(f"  floor, {name}: {worst[0]:.1%} (rows {worst[1]} and {worst[2]})")
+    alone = [r.number for r in rows if all(o.layout == r.layout for o in rows if o.set_key == r.set_key)]
+    print(f"  rows whose set has no other layout: {len(alone)}")
+    return out | {"rows_alone_in_their_set": alone}
 
 
 def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
@@ -181,7 +222,7 @@ def other_rows(path: str) -> dict:
             speeds.append(predicted(row, constants))
             spreads.append(0.05)
         elif row.collection == "torchtitan":
-            constants = constants_for(row.machine, row.setup, routed=row.shape.moe)
+            constants = constants_for(row.machine, row.setup, routed=row.shape.moe, model=row.shape.name)
             speeds.append(predicted(row, constants))
             spreads.append(constants.spread)
         else:

@@ -6,11 +6,12 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 from titan_train.planner.calibrate.defaults import TORCH_FIT_ROWS, torch_set, without_factor
 from titan_train.planner.calibrate.fit import fit_constants, predicted
 from titan_train.planner.calibrate.rows import load_rows
-from titan_train.planner.calibrate.software import choose_rows, leave_layout_out
+from titan_train.planner.calibrate.software import SoftwareKey, SoftwareModel, choose_rows, leave_layout_out
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import load_machine
@@ -52,8 +53,34 @@ def test_other_stacks_within_ten_percent_median_without_the_layout_that_is_predi
     assert abs(statistics.mean(errors)) <= 0.02
     inside = [abs(math.log1p(e)) <= 1.2816 * spread for e, (_, spread) in zip(errors, found, strict=True)]
     assert 0.75 <= statistics.mean(inside) <= 0.85
-    # the same layout moves by 57 % between two releases of the table: no bound on the worst row is promised beyond this one
-    assert max(map(abs, errors)) <= 0.80
+    # two rows of one set and release want factors 2.3 times apart: no fit of the factors gets every row within 25 %
+    assert max(map(abs, errors)) <= 0.70
+    assert sum(abs(error) > 0.25 for error in errors) <= 11
+
+
+def test_releases_near_in_time_and_rows_of_the_same_model_tell_more_about_a_routed_model() -> None:
+    known = SoftwareKey("bridge", "mxfp8", "gb200", True, "qwen3_30b_a3b", "26.04")
+    fitted = SoftwareModel((known,), np.array([0.3]))
+    speeds = [
+        fitted.factor(key)[0]
+        for key in (
+            known,
+            replace(known, release="26.08"),
+            replace(known, release="24.08"),
+            replace(known, release="24.08", model="gpt_oss_120b"),
+        )
+    ]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[1] > speeds[2] > speeds[3]
+    dense = replace(known, routed=False)
+    assert SoftwareModel((dense,), np.array([0.3])).factor(dense) == SoftwareModel((dense,), np.array([0.3])).factor(
+        replace(dense, model="another", release="24.08")
+    )
+
+
+@pytest.mark.parametrize("release", ["", "main", "26"])
+def test_a_release_that_is_not_a_date_has_no_place_in_time(release: str) -> None:
+    assert SoftwareKey("bridge", "bf16", "h100", True, release=release).years == 0
 
 
 def test_a_scan_gains_nothing_from_newer_matrix_units() -> None:

@@ -32,7 +32,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     machine = load_machine(arguments.hardware)
     shape, setup = shape_of_config(config), setup_of_config(config, arguments.gpus)
     constants = (
-        load_constants(arguments.constants) if arguments.constants else constants_for(machine, setup, routed=shape.moe)
+        load_constants(arguments.constants)
+        if arguments.constants
+        else constants_for(machine, setup, routed=shape.moe, model=shape.name)
     )
     found = estimate(shape, machine, setup, constants)
     print(estimate_text(found))

@@ -67,15 +67,20 @@ def software_model() -> SoftwareModel:
     return SoftwareModel.fit(choose_rows(rows), without_factor)
 
 
-def constants_for(machine: Machine, setup: Setup, *, routed: bool) -> Constants:
-    """Constants for a run on a machine, with the spread of their error."""
+def constants_for(machine: Machine, setup: Setup, *, routed: bool, model: str = "") -> Constants:
+    """Constants for a run on a machine, with the spread of their error.
+
+    ``model`` names a routed model, whose own published rows count for it on the TransformerEngine stacks.
+    """
     if setup.stack in ("eager", "compile"):
         found = torch_set().of(setup)
         known = machine.name in ("h100_500w", "h100", "h200")
         spread = _ROUTED_SPREAD if routed else _DENSE_SPREAD if known else 0.16
         return replace(found, spread=spread)
     stack = "maxtext" if setup.stack == "xla" else "bridge"
-    speed, spread = software_model().factor(SoftwareKey(stack, setup.precision, machine.name, routed))
+    fitted = software_model()
+    key = SoftwareKey(stack, setup.precision, machine.name, routed, model, fitted.newest)
+    speed, spread = fitted.factor(key)
     base = prior(setup.stack)
     return replace(
         base,

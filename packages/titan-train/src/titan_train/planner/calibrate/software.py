@@ -3,9 +3,12 @@
 The same layout runs 26 % faster half a year later from software alone, so every stack has a factor, measured over
 estimated speed, fitted on at most two rows per (stack, precision, machine). A set with few rows leans on the sets that
 resemble it: the logarithms of the factors are jointly normal, with a variance for what all dense (or all routed) models
-share, for a stack, for a set, and for a single layout (`_SPREAD`). The prediction for a new layout is the conditional mean;
-its standard deviation gives the interval. Releases of a stack are not told apart: one is faster for some models and slower
-for others, so that their differences are part of a layout's variance.
+share, for a stack, for a set, and for a single layout (`_SPREAD`). Routed models have two more, because their kernels are
+younger: one for a model within a stack, and a random walk over the stack's releases, so that releases a month apart share
+more than releases a year apart. The prediction for a new layout is the conditional mean; its standard deviation gives the
+interval. A release of its own variance does not help: one is faster for some models and slower for others.
+
+The marginal likelihood of the shipped rows is flat around these variances.
 """
 
 import math
@@ -16,8 +19,10 @@ import numpy as np
 
 from titan_train.planner.calibrate.rows import MeasuredRow
 
-_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "dense": 0.09, "routed": 0.26}
+_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "model": 0.15, "year": 0.15, "dense": 0.09, "routed": 0.18}
 _ROWS_PER_SET = 2
+_FIRST_RELEASE = 24.0
+"""Year at which the walk over releases starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,19 @@ class SoftwareKey:
     precision: str
     machine: str
     routed: bool
+    model: str = ""
+    """Name of a model whose own rows count; empty for none."""
+    release: str = ""
+    """Year and month, such as "26.04.01"; empty takes none of the releases' differences."""
+
+    @property
+    def years(self) -> float:
+        """Years from the first release to this one; 0 where it is not known."""
+        parts = self.release.split(".")
+        if len(parts) < 2 or not all(part.isdigit() for part in parts):
+            return 0.0
+        point = 0.5 if len(parts) > 2 else 0.0  # a release between two months
+        return max(0.0, int(parts[0]) - _FIRST_RELEASE + (int(parts[1]) + point) / 12)
 
 
 def key_of(row: MeasuredRow) -> SoftwareKey:
@@ -35,7 +53,7 @@ def key_of(row: MeasuredRow) -> SoftwareKey:
     stack = "bridge" if row.collection in ("bridge", "skills") else row.collection
     if row.collection == "automodel" and row.setup.task == "lora":
         stack += "-lora"
-    return SoftwareKey(stack, row.setup.precision, row.machine.name, row.shape.moe)
+    return SoftwareKey(stack, row.setup.precision, row.machine.name, row.shape.moe, row.shape.name, row.release)
 
 
 def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
@@ -63,6 +81,9 @@ def _covariance(a: SoftwareKey, b: SoftwareKey) -> float:
         total += _SPREAD["stack"] ** 2
         if (a.precision, a.machine) == (b.precision, b.machine):
             total += _SPREAD["set"] ** 2
+        if a.routed:
+            total += _SPREAD["model"] ** 2 if a.model == b.model else 0.0
+            total += _SPREAD["year"] ** 2 * min(a.years, b.years)
     return total
 
 
@@ -82,6 +103,11 @@ class SoftwareModel:
     def fit(cls, rows: Sequence[MeasuredRow], estimate: Callable[[MeasuredRow], float]) -> "SoftwareModel":
         """Condition on ``rows``; ``estimate`` gives tokens per second without a factor."""
         return cls(tuple(map(key_of, rows)), np.log([row.tokens_per_s / estimate(row) for row in rows]))
+
+    @property
+    def newest(self) -> str:
+        """The newest release among the rows."""
+        return max((key for key in self.keys), key=lambda key: key.years).release
 
     def factor(self, key: SoftwareKey) -> tuple[float, float]:
         """Measured over estimated speed, and the standard deviation of its logarithm."""

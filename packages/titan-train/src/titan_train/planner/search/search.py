@@ -132,7 +132,9 @@ class Searcher:
 
     def _constants(self, setup: Setup) -> Constants:
         if setup.precision not in self.constants:
-            self.constants[setup.precision] = constants_for(self.request.machine, setup, routed=self.request.shape.moe)
+            self.constants[setup.precision] = constants_for(
+                self.request.machine, setup, routed=self.request.shape.moe, model=self.request.shape.name
+            )
         return self.constants[setup.precision]
 
     def _costs(self, s: Setup) -> list[BlockCost]:
