@@ -18,6 +18,16 @@ CASES = {
     "llama, one device": ("llama3_1b", 1, {}),
     "llama": ("llama3_8b", 8, {}),
     "llama, pipeline": ("llama3_8b", 16, {"parallel.tp": 2, "parallel.pp": 2}),
+    "llama, pipeline on a V": (
+        "llama3_8b",
+        16,
+        {"parallel.pp": 4, "pipeline.schedule": "zbv", "train.global_batch": 64},
+    ),
+    "llama, least memory": (
+        "llama3_8b",
+        16,
+        {"parallel.pp": 4, "pipeline.schedule": "v_min", "train.global_batch": 64},
+    ),
     "gpt": ("gpt3_175b", 64, {"parallel.tp": 8, "model.seq_len": 2048}),
     "qwen3, experts": ("qwen3_30b_a3b", 8, {"parallel.ep": 8}),
     "deepseek, latent attention": ("deepseek_v2_lite", 8, {"parallel.ep": 8}),

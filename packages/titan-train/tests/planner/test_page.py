@@ -44,8 +44,8 @@ def setups() -> list[tuple[str, str, Setup]]:
         )  # fmt: skip
         out.append((model, "h100" if pp > 1 else "b200", setup))
         if pp > 1:  # with one stage per rank, and with two
-            split = dataclasses.replace(setup, schedule="zbv" if v > 1 else "zb_h1")
-            out.append((model, "h100", split))
+            others = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v") if v > 1 else ("zb_h1",)
+            out += [(model, "h100", dataclasses.replace(setup, schedule=name)) for name in others]
     return out
 
 

@@ -5,12 +5,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from titan_pipeline import build_schedule, simulate, verify
+from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.constants import prior
-from titan_train.planner.cost.step import SPLIT_SCHEDULES
+from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
 from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import search
@@ -61,9 +61,11 @@ def test_a_plan_beats_or_equals_the_layout_that_the_tables_authors_chose(asked: 
 
 
 @pytest.mark.parametrize(("schedule", "v"), [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_h2", 1), ("zbv", 2), ("dualpipe_v", 2),
+    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2), ("zb_h1", 1),
+    ("zb_h2", 1), ("interleaved_zb", 2), ("interleaved_zb", 4), ("zbv", 2), ("v_half", 2), ("v_min", 2), ("1f1b_v", 2),
+    ("dualpipe_v", 2),
 ])  # fmt: skip
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 16)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (6, 18), (8, 16)])
 def test_bubble_and_microbatches_in_flight_are_those_of_the_simulator(
     schedule: str, v: int, ranks: int, microbatches: int
 ) -> None:
@@ -72,13 +74,50 @@ def test_bubble_and_microbatches_in_flight_are_those_of_the_simulator(
         seq_len=4096, global_batch=microbatches, pp=ranks, schedule=schedule, stages_per_rank=v, equal_stages=True
     )
     # a model whose layers divide, without a head: all stages are equal
-    shape = dataclasses.replace(find_shape("llama3_8b"), vocab=0)
+    llama = find_shape("llama3_8b")
+    shape = dataclasses.replace(llama, vocab=0, blocks=(replace(llama.blocks[0], count=96),))
     terms = estimate(shape, load_machine("h100"), setup, prior("compile")).time.terms
     busy = sum(terms[name] for name in ("products", "attention", "pointwise"))
-    split = 0.03 * busy if schedule in SPLIT_SCHEDULES else 0.0
+    splits = built.splits_backward
+    assert schedule_cost(schedule, ranks, v, microbatches).splits is splits
     waiting = simulate(built).makespan_bubble
-    assert (terms["bubble"] - split) / busy == pytest.approx(waiting / (1 - waiting), rel=1e-9)
-    assert in_flight(setup, first=True) == pytest.approx(max(verify(built).peak))
+    assert (terms["bubble"] - 0.03 * busy * splits) / busy == pytest.approx(waiting / (1 - waiting), rel=1e-9)
+    peaks = verify(built).peak
+    held = in_flight(setup, first=True), in_flight(setup, first=False)
+    if splits:  # released bit by bit: the closed form bounds it
+        assert max(peaks) <= max(held) + 1e-9 < max(peaks) + 1
+    else:
+        assert held[0] == pytest.approx(peaks[0]) or schedule == "1f1b_v"
+        assert max(held) == pytest.approx(max(peaks))
+        assert held[1] == pytest.approx(peaks[-1])
+
+
+@pytest.mark.parametrize(("name", "v", "p", "m"), [
+    ("interleaved_zb", 2, 4, 6), ("interleaved_1f1b", 3, 4, 7), ("zbv", 2, 5, 5), ("zbv", 2, 5, 7), ("zbv", 2, 8, 9), ("zb_h2", 1, 4, 5),
+    ("1f1b", 1, 4, 2), ("v_min", 2, 9, 9), ("v_half", 2, 5, 6),
+])  # fmt: skip
+def test_numbers_that_a_schedule_does_not_divide_are_simulated(name: str, v: int, p: int, m: int) -> None:
+    waiting = simulate(build_schedule(name, p, m, num_chunks=v if v > 1 else None)).makespan_bubble
+    assert schedule_cost(name, p, v, m).bubble == pytest.approx(m * waiting / (1 - waiting), rel=1e-9)
+
+
+def test_a_schedule_from_a_file_counts_as_it_is_simulated(tmp_path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(build_schedule("zbv", 4, 8).to_json())
+    assert schedule_cost(str(file), 4, 2, 8).bubble == pytest.approx(schedule_cost("zbv", 4, 2, 8).bubble)
+    assert schedule_cost(str(file), 4, 2, 8).on_a_v
+    with pytest.raises(ValueError, match="is for 4 ranks and 8 microbatches; this layout has 4 and 16"):
+        schedule_cost(str(file), 4, 2, 16)
+    with pytest.raises(ValueError, match="neither a family"):
+        schedule_cost("1f2b", 4, 1, 8)
+
+
+def test_the_search_has_every_family_that_no_other_dominates() -> None:
+    names = {name for name, _ in schedules_for(8, 32, 80, (2, 4))}
+    assert names == {"1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "v_half", "v_min", "1f1b_v"}
+    # without a multiple of the ranks nothing can be interleaved, and the V with the smallest bubble is left
+    assert "zbv" in {name for name, _ in schedules_for(8, 36, 80, (2, 4))}
+    assert {*SEARCHED, "zb_auto"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

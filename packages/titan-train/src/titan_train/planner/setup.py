@@ -9,6 +9,8 @@ Sharding = Literal["ddp", "zero1", "fsdp"]
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 Loss = Literal["eager", "compiled", "fused", "chunked"]
 
+ON_A_V: frozenset[str] = frozenset({"zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v"})
+"""Schedules whose stages walk up the ranks and down again."""
 FP8: frozenset[str] = frozenset({"tensorwise", "rowwise", "blockwise", "delayed", "mxfp8"})
 
 
@@ -36,6 +38,8 @@ class Setup:
     recompute_share: float = 1.0
     """Share of the blocks that recompute is applied to."""
     precision: Precision = "bf16"
+    receive_ahead: bool = False
+    """Pipeline stages hold receive buffers for all microbatches, as torch's do; titan-pipeline receives what it needs next."""
     sharding: Sharding = "fsdp"
     reshard: bool = True
     """fsdp: free gathered parameters after forward."""
@@ -88,6 +92,11 @@ class Setup:
     def te(self) -> bool:
         """Whether the stack is TransformerEngine's."""
         return self.stack in ("te", "te_graphs")
+
+    @property
+    def head_on_first_rank(self) -> bool:
+        """Whether the first pipeline rank has the last stage too: stages walk up the ranks and down again, a V."""
+        return self.pp > 1 and self.schedule in ON_A_V
 
     def describe(self) -> str:
         """The degrees above 1 and the choices, in one line."""

@@ -13,6 +13,7 @@ from titan_train.models.arguments import model_args
 from titan_train.models.hf.folder import PREFIX, read_published, with_changes
 from titan_train.models.hf.plans import hf_plans
 from titan_train.models.registry import find_model, list_models
+from titan_train.planner.cost.schedules import stages_of
 from titan_train.planner.model.families import find_shape, flux_shape
 from titan_train.planner.model.published import shape_of_published
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
@@ -143,7 +144,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
     if train.global_batch % dp:
         raise ValueError(f"train.global_batch={train.global_batch} is not a multiple of {dp} data-parallel ranks.")
     local = train.global_batch // dp
-    stages = config.pipeline.stages_per_rank or (2 if config.pipeline.schedule in ("interleaved_1f1b", "zbv") else 1)
+    stages = config.pipeline.stages_per_rank or stages_of(config.pipeline.schedule)
     recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")
     return Setup(
         seq_len=config.model.seq_len,

@@ -215,6 +215,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         task="lora" if r.get("task") == "lora" else "pretrain",
         equal_stages=megatron,
         overlap=collection != "simumax",
+        receive_ahead=collection in ("torchtitan", "automodel"),  # torch.distributed.pipelining
         offload_activations=layers / 80,
         grad_bytes=2 if collection in ("bridge", "skills", "nemo") else 4,
     )

@@ -13,6 +13,7 @@ from titan_train.planner.comm.links import Span, gather_seconds, reduce_seconds,
 from titan_train.planner.cost.block import BlockCost, Context, block_cost
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.products import product_seconds, rates
+from titan_train.planner.cost.schedules import schedule_cost
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import ExpertsShape, ModelShape
 from titan_train.planner.setup import Setup
@@ -36,10 +37,9 @@ TERMS = {
 }
 
 
-SPLIT_SCHEDULES = frozenset({"zb_h1", "zb_h2", "zbv", "dualpipe_v", "interleaved_zb"})
-"""Schedules that compute the gradients of inputs and of weights apart."""
 _SPLIT_COST = 1.03
-"""Compute of such a schedule over that of one backward: more launches, and inputs that are read twice. A prior."""
+"""Compute of a schedule that splits backward over that of one backward: more launches, and inputs that are read twice.
+A prior."""
 _HOST_UPDATE = 60e9
 """Bytes per second that the host's optimizer streams, a device's share of the host."""
 
@@ -159,10 +159,10 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
     """Seconds of bubble, unequal stages included, and of exposed transfers."""
     s = c.setup
     p, v, m = s.pp, s.stages_per_rank, s.microbatches
-    split = s.schedule in SPLIT_SCHEDULES
-    # as titan-pipeline simulates it with equal stages; the weights' gradients fill two thirds of the bubble
-    bubble = m * (load - even) + (1 / 3 if split else 1.0) * max(0.0, p * even - load) / v
-    bubble += (_SPLIT_COST - 1) * m * even if split else 0.0
+    cost = schedule_cost(s.schedule, p, v, m)
+    # the schedule's bubble with equal stages; a rank that is loaded more waits less
+    bubble = m * (load - even) + cost.bubble / (p - 1) * max(0.0, p * even - load)
+    bubble += (_SPLIT_COST - 1) * m * even if cost.splits else 0.0
     sent = 2.0 * s.tokens * shape_dim(c) / s.tp
     link = axis_span(c.machine, c.constants, p, s.world_size // p)
     hop = sent / (link.bytes_per_s / max(1, link.per_domain)) + link.latency_s
@@ -186,11 +186,16 @@ def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[flo
     return forward + head / 3, backward + 2 * head / 3
 
 
-def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True) -> tuple[float, float]:
-    """Dense and expert parameters of one rank before sharding: the pipeline rank with the embedding, or an inner one."""
+def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True, share: float = 0.0) -> tuple[float, float]:
+    """Dense and expert parameters of one rank before sharding: the pipeline rank with the embedding, or an inner one.
+
+    ``share`` is the rank's part of the blocks; 0 takes an even one.
+    """
     dense, experts = shape.totals
-    ends = shape.head_parameters * (1 if setup.pp > 1 or shape.tied else 2) if first or setup.pp == 1 else 0
-    return (dense / setup.pp + ends) / setup.tp, experts / setup.pp / setup.ep
+    share = share or 1 / setup.pp
+    apart = setup.pp > 1 and not setup.head_on_first_rank
+    ends = shape.head_parameters * (1 if apart or shape.tied else 2) if first or setup.pp == 1 else 0
+    return (dense * share + ends) / setup.tp, experts * share / setup.ep
 
 
 def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backward: float, head: float) -> float:

@@ -8,8 +8,12 @@ Instants are compared on the first pipeline rank (most microbatches in flight) a
 Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine keeps for ever.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from titan_pipeline import balanced_cut
+
+from titan_train.planner.cost.schedules import schedule_cost
 from titan_train.planner.memory.kept import kept_token_bytes, recomputed_token_bytes
 from titan_train.planner.memory.states import (
     dummy_gradient_bytes,
@@ -17,6 +21,7 @@ from titan_train.planner.memory.states import (
     gathered_head_bytes,
     state_bytes,
 )
+from titan_train.planner.model.flops import flops_per_token
 from titan_train.planner.model.shape import Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
@@ -53,41 +58,56 @@ class MemoryPeak:
 
 
 def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
-    """The peak over the first and the last pipeline rank."""
-    ranks = [_rank_peak(shape, setup, first=True)]
-    if setup.pp > 1:
-        ranks.append(_rank_peak(shape, setup, first=False))
+    """The peak over the first and the last pipeline rank; on a V over the one with both ends and the fullest other."""
+    if setup.head_on_first_rank:
+        ends, inner = shares_on_a_v(shape, setup.pp, setup.seq_len)
+        ranks = [_rank_peak(shape, setup, first=True, share=ends), _rank_peak(shape, setup, first=False, share=inner)]
+    else:
+        ranks = [_rank_peak(shape, setup, first=True)]
+        if setup.pp > 1:
+            ranks.append(_rank_peak(shape, setup, first=False))
     return max(ranks, key=lambda peak: peak.allocated)
+
+
+def shares_on_a_v(shape: ModelShape, pp: int, seq_len: int) -> tuple[float, float]:
+    """Parts of the blocks on the rank with embedding and head, and on the fullest other, as the trainer cuts by FLOPs."""
+    key = ("on a V", pp, seq_len)
+    if key not in shape.memo:
+        body = replace(shape, vocab=0)
+        block = flops_per_token(body, seq_len, causal=False) / shape.num_layers
+        cut = _cut(shape.num_layers, round(6.0 * shape.head_parameters / block, 2), 2 * pp)
+        ranks = [cut[r] + cut[-1 - r] for r in range(pp)]
+        shape.memo[key] = ranks[0] / shape.num_layers
+        shape.memo["inner of a V", pp, seq_len] = max(ranks[1:]) / shape.num_layers
+    return shape.memo[key], shape.memo["inner of a V", pp, seq_len]
+
+
+@lru_cache(maxsize=1024)
+def _cut(layers: int, head: float, stages: int) -> list[int]:
+    costs = [1.0] * layers
+    costs[-1] += head
+    return [len(part) for part in balanced_cut(costs, stages)]
 
 
 def in_flight(setup: Setup, *, first: bool) -> float:
     """Microbatches whose activations the rank holds at most, each of the rank's share of the blocks."""
-    p, v, m = setup.pp, setup.stages_per_rank, setup.microbatches
-    if p == 1:
+    if setup.pp == 1:
         return 1.0
-    if setup.schedule == "gpipe":
-        return float(m)
-    if setup.schedule == "zb_h2":
-        return float(min(m, 2 * p - 1))
-    if setup.schedule == "dualpipe_v":
-        return min(float(m), p + 0.5)
-    if setup.schedule in ("zbv", "zb_h1"):
-        return float(min(m, p))
-    if v > 1:
-        return min(float(m), p + (p - 1) / v if first else 1 + (p - 1) / v)
-    return float(min(m, p)) if first else 1.0
+    cost = schedule_cost(setup.schedule, setup.pp, setup.stages_per_rank, setup.microbatches)
+    return cost.first if first else cost.last
 
 
-def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
+def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> MemoryPeak:
     tokens, tp = setup.tokens, setup.tp
-    parts = dict(state_bytes(shape, setup, first=True))
-    layers = kept_token_bytes(shape, setup) / setup.pp
+    parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))
+    layers = kept_token_bytes(shape, setup) * (share or 1 / setup.pp)
     kept = layers * tokens / tp * in_flight(setup, first=first)
     parts["activations"] = kept * (1 - setup.offload_activations)
     if tp > 1:
         parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
-    if setup.pp > 1 and setup.sharding == "fsdp":  # torch's stages hold buffers for every microbatch, both ways
-        parts["receive buffers"] = setup.stages_per_rank * 2 * setup.microbatches * 2.0 * tokens * shape.dim / tp
+    if setup.pp > 1 and setup.sharding == "fsdp":  # both ways
+        ahead = setup.microbatches if setup.receive_ahead else 1
+        parts["receive buffers"] = setup.stages_per_rank * 2 * ahead * 2.0 * tokens * shape.dim / tp
     parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
     working = working_set(shape, setup) * tokens / tp
     if setup.sharding == "zero1":
@@ -105,7 +125,7 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
     else:
         backward = {"block working set": working}
         loss = {}
-    if shape.vocab and (not first or setup.pp == 1):
+    if shape.vocab and (setup.pp == 1 or first is setup.head_on_first_rank):
         per_logit = _LOSS_BYTES[setup.loss]
         if setup.loss == "eager" and tp > 1:
             per_logit = 20.0
@@ -117,7 +137,7 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool) -> MemoryPeak:
     parts |= loss if at_loss else backward
     allocated = sum(parts.values())
     fragments = 1.04 if setup.sharding == "zero1" else 1.01
-    where = "first" if first else "last"
+    where = "first" if first else "fullest inner" if setup.head_on_first_rank else "last"
     rank = f" on the {where} pipeline rank" if setup.pp > 1 else ""
     instant = ("the loss's backward" if at_loss else "backward of a block") + rank
     return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)

@@ -5,14 +5,14 @@ from titan_train.planner.model.shape import ExpertsShape, ModelShape
 from titan_train.planner.setup import Setup
 
 
-def state_bytes(shape: ModelShape, setup: Setup, *, first: bool) -> dict[str, float]:
+def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> dict[str, float]:
     """What lives through the whole step.
 
     fsdp shards float32 parameters, gradients and two moments: 16 bytes over the shards. zero1 keeps bf16 parameters and
     whole gradients, and shards float32 masters and moments: 2 + 4 + 12 / shards. ddp keeps 16 bytes, and bf16 copies.
     Experts are sharded over the ranks that hold the same experts.
     """
-    dense, experts = rank_parameters(shape, setup, first=first)
+    dense, experts = rank_parameters(shape, setup, first=first, share=share)
     shard = setup.dp_shard * setup.cp
     expert_shard = max(1, shard * setup.tp // setup.ep)
     both = ((dense, shard), (experts, expert_shard))

@@ -19,7 +19,7 @@ from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.memory.states import state_bytes
 from titan_train.planner.search.space import PlanRequest, base_setup, batches, degrees
-from titan_train.planner.setup import Setup
+from titan_train.planner.setup import Precision, Setup
 
 _TIE = 0.02
 _HOST_BYTES = 128 * 2**30
@@ -74,12 +74,15 @@ class Searcher:
             for batch in batches(request, chosen):
                 setup = replace(base, async_tp=chosen["tp"] > 1, **chosen, **batch)  # type: ignore[arg-type]
                 examined += 1
-                fitted, peak = self._least_recompute(setup)
+                states = sum(state_bytes(request.shape, setup, first=not setup.head_on_first_rank).values())
+                if states > request.limit_bytes and (found or (closest and states >= closest.memory.allocated)):
+                    continue
+                fitted, peak = self._least_recompute(setup, states)
                 if peak.allocated > request.limit_bytes:
                     if closest is None or peak.allocated < closest.memory.allocated:
                         closest = self._estimate(fitted, peak)
                     continue
-                found += [self._fastest(replace(fitted, precision=precision), peak) for precision in request.precisions]
+                found += [self._fastest(at(fitted, precision), peak) for precision in request.precisions]
         ranked, tie = self._rank(distinct(found))
         families = {
             name: next((e for e in ranked if getattr(e.setup, axis) == 1), None)
@@ -96,13 +99,14 @@ class Searcher:
             closest if not found else None,
         )
 
-    def _least_recompute(self, setup: Setup) -> tuple[Setup, MemoryPeak]:
+    def _least_recompute(self, setup: Setup, states: float) -> tuple[Setup, MemoryPeak]:
         options = _RECOMPUTE_TE if setup.te else _RECOMPUTE_TORCH
         shape, limit = self.request.shape, self.request.limit_bytes
-        if sum(state_bytes(shape, setup, first=True).values()) > limit:
+        if states > limit:
             options = options[-1:]
         for option in options:
-            setup = replace(setup, **option)  # type: ignore[arg-type]
+            if option != {"recompute": setup.recompute}:
+                setup = replace(setup, **option)  # type: ignore[arg-type]
             peak = memory_peak(shape, setup)
             if peak.allocated <= limit:
                 break
@@ -156,6 +160,11 @@ class Searcher:
         near = [x for x in scored if x[0] >= scored[0][0] * (1 - _TIE)]
         first = min(near, key=lambda x: (x[1], -x[0]))
         return [first[2], *(x[2] for x in scored if x is not first)], len(near)
+
+
+def at(setup: Setup, precision: Precision) -> Setup:
+    """The setup in ``precision``."""
+    return setup if setup.precision == precision else replace(setup, precision=precision)
 
 
 def distinct(found: list[StepEstimate]) -> list[StepEstimate]:

@@ -2,12 +2,14 @@
 
 Legal: tp divides the heads and stays inside one domain; cp leaves at least 1,024 tokens per rank and cuts the sequence into
 2 x cp x tp equal parts; pp leaves each stage a block; ep divides the experts and the dp_shard x cp x tp ranks; the
-microbatch divides a rank's share of the batch; interleaved schedules need a multiple of pp microbatches.
+microbatch divides a rank's share of the batch; a pipeline has a microbatch for each rank at least, and interleaved schedules
+a multiple of pp.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, ModelShape
 from titan_train.planner.setup import Precision, Setup, Stack
@@ -93,13 +95,8 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
             continue
         if m < pp:
             continue
-        yield {"microbatch": micro, "schedule": "1f1b", "stages_per_rank": 1}
-        yield {"microbatch": micro, "schedule": "zb_h1", "stages_per_rank": 1}
-        if 2 * pp <= request.shape.num_layers:
-            yield {"microbatch": micro, "schedule": "zbv", "stages_per_rank": 2}
-        for v in _STAGES:
-            if m % pp == 0 and pp * v <= request.shape.num_layers:
-                yield {"microbatch": micro, "schedule": "interleaved_1f1b", "stages_per_rank": v}
+        for schedule, stages in schedules_for(pp, m, request.shape.num_layers, _STAGES):
+            yield {"microbatch": micro, "schedule": schedule, "stages_per_rank": stages}
 
 
 def base_setup(request: PlanRequest) -> Setup:

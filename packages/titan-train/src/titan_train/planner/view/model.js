@@ -149,8 +149,26 @@ function heaviest(layers, head, p) {
 }
 
 function rankParameters(shape, s, first) {
-  const ends = first || s.pp === 1 ? shape.head * (s.pp > 1 || shape.tied ? 1 : 2) : 0;
+  const ends = first || s.pp === 1 ? shape.head * ((s.pp > 1 && !onFirst(s)) || shape.tied ? 1 : 2) : 0;
   return [(shape.dense / s.pp + ends) / s.tp, shape.experts / s.pp / s.ep];
+}
+
+const V_SHAPED = ["zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v"];
+const SPLIT = ["zb_h1", "zbv", "v_half", "v_min", "dualpipe_v"];
+const onFirst = (s) => s.pp > 1 && V_SHAPED.includes(s.schedule);
+
+// bubble in microbatches of one rank, microbatches in flight on the first and on the last rank (cost/schedules.py)
+function scheduleCost(name, p, v, m) {
+  const idle = p - 1;
+  const both = (bubble, held) => ({ bubble, first: Math.min(m, held), last: Math.min(m, held) });
+  if (name === "zb_h1") return both(idle / 3, p);
+  if (name === "zbv") return both(idle / (m === p ? 3 : 6), p);
+  if (name === "v_half") return both((p % 2 ? 3 * p - 4 : 3 * idle) / 6, Math.floor((p + 2) / 2));
+  if (name === "v_min") return both((4 * p - (p % 3 ? 5 : 3)) / 6, Math.floor((p + 4) / 3));
+  if (name === "1f1b_v") return both(idle + ((p - 1) % 3) / 6, Math.floor((2 * p) / 3) + 1);
+  if (name === "dualpipe_v") return both(idle / 6, p + 0.5);
+  if (v === 1) return { bubble: idle, first: Math.min(m, p), last: 1 };
+  return { bubble: idle / v, first: Math.min(m, p + idle / v), last: Math.min(m, p - idle / v) };
 }
 
 function stepTime(k, costs) {
@@ -192,8 +210,8 @@ function stepTime(k, costs) {
     const one = sum(all) / layers;
     const load = heaviest(layers, head / one, p) * one;
     const even = compute / p;
-    const split = s.schedule === "zb_h1" || s.schedule === "zbv";
-    terms.bubble = m * (load - even) + (split ? 1 / 3 : 1) * Math.max(0, p * even - load) / v + (split ? 0.03 * m * even : 0);
+    const idle = (scheduleCost(s.schedule, p, v, m).bubble / (p - 1)) * Math.max(0, p * even - load);
+    terms.bubble = m * (load - even) + idle + (SPLIT.includes(s.schedule) ? 0.03 * m * even : 0);
     const link = span(machine, c, p, (p * dp * s.cp * s.tp) / p);
     const hop = ((2 * k.tokens * shape.dim) / s.tp / (link.rate / Math.max(1, link.per))) + link.latency;
     terms.pp = (v > 1 ? 0.25 : 0.5) * hop * 2 * (m * v + (p - 1));
@@ -235,12 +253,10 @@ function rankPeak(k, first, m) {
   }
   const recompute = s.recompute + (s.ep > 1 ? " ep" : "");
   const v = s.stages_per_rank;
-  let flight = 1;
-  if (s.pp > 1 && (s.schedule === "zb_h1" || s.schedule === "zbv")) flight = Math.min(m, s.pp);
-  else if (s.pp > 1) flight = v > 1 ? Math.min(m, first ? s.pp + (s.pp - 1) / v : 1 + (s.pp - 1) / v) : first ? Math.min(m, s.pp) : 1;
+  const flight = s.pp > 1 ? scheduleCost(s.schedule, s.pp, v, m)[first ? "first" : "last"] : 1;
   parts.activations = (((shape.kept[recompute] / s.pp) * tokens) / s.tp) * flight;
   if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
-  if (s.pp > 1) parts["receive buffers"] = (v * 4 * m * tokens * shape.dim) / s.tp;
+  if (s.pp > 1) parts["receive buffers"] = (v * 4 * tokens * shape.dim) / s.tp;
   parts.workspace = GIB;
   const backward = { "block working set": (shape.working[recompute] * tokens) / s.tp };
   let loss = {};
@@ -253,7 +269,7 @@ function rankPeak(k, first, m) {
     }));
     backward["gathered head"] = loss["gathered head"] = (4 * shape.head) / s.tp;
   }
-  if (shape.vocab && (!first || s.pp === 1)) {
+  if (shape.vocab && (!first || s.pp === 1 || onFirst(s))) {
     loss.logits = ((s.loss === "eager" ? (s.tp > 1 ? 20 : 14) : 6) * tokens * shape.vocab) / s.tp;
     loss["head input"] = 4 * tokens * shape.dim;
   } else loss = {};
@@ -266,7 +282,7 @@ function estimate(shape, machine, c, s) {
   const costs = shape.blocks.map((b) => blockCost(k, b));
   const { terms, m } = stepTime(k, costs);
   const peaks = [rankPeak(k, true, m)];
-  if (s.pp > 1) peaks.push(rankPeak(k, false, m));
+  if (s.pp > 1 && !onFirst(s)) peaks.push(rankPeak(k, false, m));
   const memory = peaks.reduce((x, y) => (sum(y) > sum(x) ? y : x));
   const total = sum(terms);
   const world = s.pp * s.dp_replicate * s.dp_shard * s.cp * s.tp;

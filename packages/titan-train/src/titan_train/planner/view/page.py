@@ -16,7 +16,7 @@ from titan_train.planner.memory.kept import kept_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.model.families import find_shape
 from titan_train.planner.model.shape import ExpertsShape, FeedForwardShape, ModelShape
-from titan_train.planner.setup import Setup
+from titan_train.planner.setup import ON_A_V, Setup
 
 MODELS = (
     "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b",
@@ -41,7 +41,7 @@ def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", mac
 
 def _preset(setup: Setup) -> dict[str, Any]:
     names = ("seq_len", "global_batch", "microbatch", "recompute", "precision", "stages_per_rank", *setup.degrees())
-    known = {"gpus": setup.world_size, "schedule": setup.schedule if setup.schedule in ("zb_h1", "zbv") else "1f1b"}
+    known = {"gpus": setup.world_size, "schedule": setup.schedule if setup.schedule in ("zb_h1", *ON_A_V) else "1f1b"}
     return {name: getattr(setup, name) for name in names} | known
 
 
