@@ -148,9 +148,47 @@ function heaviest(layers, head, p) {
   return best;
 }
 
-function rankParameters(shape, s, first) {
+// layers of each stage, the largest stage as small as possible; the head counts on the last layer
+function balancedCut(layers, head, stages) {
+  const total = [0];
+  for (let i = 0; i < layers; i++) total.push(total[i] + 1 + (i === layers - 1 ? head : 0));
+  let best = total.map((t, i) => (i ? t : Infinity));
+  const choices = [];
+  for (let k = 2; k <= stages; k++) {
+    const following = Array(layers + 1).fill(Infinity), choice = Array(layers + 1).fill(0);
+    for (let i = k; i <= layers; i++)
+      for (let j = k - 1; j < i; j++) {
+        const largest = Math.max(best[j], total[i] - total[j]);
+        if (largest < following[i]) { following[i] = largest; choice[i] = j; }
+      }
+    best = following;
+    choices.push(choice);
+  }
+  const ends = [layers];
+  for (const choice of choices.reverse()) ends.push(choice[ends[ends.length - 1]]);
+  const bounds = [0, ...ends.reverse()];
+  return bounds.slice(1).map((x, i) => x - bounds[i]);
+}
+
+const CUTS = new Map();
+
+// parts of the blocks on the rank with embedding and head, and on the fullest other (memory/peak.py)
+function sharesOnV(shape, s) {
+  const seen = ([each, limit]) => each * (limit ? Math.min(s.seq_len, limit) : s.seq_len);
+  const block = (shape.flops + sum(shape.scores.map(seen))) / shape.layers;
+  const head = Math.round((600 * shape.head) / block) / 100;
+  const key = [shape.layers, head, s.pp].join();
+  if (!CUTS.has(key)) {
+    const cut = balancedCut(shape.layers, head, 2 * s.pp);
+    const ranks = Array.from({ length: s.pp }, (_, r) => (cut[r] + cut[2 * s.pp - 1 - r]) / shape.layers);
+    CUTS.set(key, [ranks[0], Math.max(...ranks.slice(1))]);
+  }
+  return CUTS.get(key);
+}
+
+function rankParameters(shape, s, first, share = 1 / s.pp) {
   const ends = first || s.pp === 1 ? shape.head * ((s.pp > 1 && !onFirst(s)) || shape.tied ? 1 : 2) : 0;
-  return [(shape.dense / s.pp + ends) / s.tp, shape.experts / s.pp / s.ep];
+  return [(shape.dense * share + ends) / s.tp, (shape.experts * share) / s.ep];
 }
 
 const V_SHAPED = ["zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v"];
@@ -242,7 +280,8 @@ function stepTime(k, costs) {
 
 function rankPeak(k, first, m) {
   const { shape, s, tokens } = k;
-  const [dense, routed] = rankParameters(shape, s, true);
+  const share = onFirst(s) ? sharesOnV(shape, s)[first ? 0 : 1] : 1 / s.pp;
+  const [dense, routed] = rankParameters(shape, s, first || !onFirst(s), share);
   const shard = s.dp_shard * s.cp;
   const expertShard = Math.max(1, Math.floor((shard * s.tp) / s.ep));
   const local = dense / shard + routed / expertShard;
@@ -254,7 +293,7 @@ function rankPeak(k, first, m) {
   const recompute = s.recompute + (s.ep > 1 ? " ep" : "");
   const v = s.stages_per_rank;
   const flight = s.pp > 1 ? scheduleCost(s.schedule, s.pp, v, m)[first ? "first" : "last"] : 1;
-  parts.activations = (((shape.kept[recompute] / s.pp) * tokens) / s.tp) * flight;
+  parts.activations = ((shape.kept[recompute] * share * tokens) / s.tp) * flight;
   if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
   if (s.pp > 1) parts["receive buffers"] = (v * 4 * tokens * shape.dim) / s.tp;
   parts.workspace = GIB;
@@ -269,7 +308,7 @@ function rankPeak(k, first, m) {
     }));
     backward["gathered head"] = loss["gathered head"] = (4 * shape.head) / s.tp;
   }
-  if (shape.vocab && (!first || s.pp === 1 || onFirst(s))) {
+  if (shape.vocab && (s.pp === 1 || first === onFirst(s))) {
     loss.logits = ((s.loss === "eager" ? (s.tp > 1 ? 20 : 14) : 6) * tokens * shape.vocab) / s.tp;
     loss["head input"] = 4 * tokens * shape.dim;
   } else loss = {};
@@ -282,7 +321,7 @@ function estimate(shape, machine, c, s) {
   const costs = shape.blocks.map((b) => blockCost(k, b));
   const { terms, m } = stepTime(k, costs);
   const peaks = [rankPeak(k, true, m)];
-  if (s.pp > 1 && !onFirst(s)) peaks.push(rankPeak(k, false, m));
+  if (s.pp > 1) peaks.push(rankPeak(k, false, m));
   const memory = peaks.reduce((x, y) => (sum(y) > sum(x) ? y : x));
   const total = sum(terms);
   const world = s.pp * s.dp_replicate * s.dp_shard * s.cp * s.tp;

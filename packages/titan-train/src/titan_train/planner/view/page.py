@@ -15,6 +15,7 @@ from titan_train.planner.hardware.machine import Machine, list_machines, load_ma
 from titan_train.planner.memory.kept import kept_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.model.families import find_shape
+from titan_train.planner.model.flops import flops_per_token
 from titan_train.planner.model.shape import ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import ON_A_V, Setup
 
@@ -61,6 +62,13 @@ def shape_data(shape: ModelShape) -> dict[str, Any]:
             block |= {"hidden": b.ffn.hidden, "matrices": b.ffn.matrices}
         blocks.append(block)
     dense, experts = shape.totals
+    # what a stage's share of the blocks follows from: FLOPs of the blocks, and of attention for each token that is seen
+    scores = [
+        (b.count * 6.0 * b.attention.heads * (b.attention.head_dim + b.attention.v_dim), 2 * b.attention.window)
+        for b in shape.blocks
+        if b.attention is not None
+    ]
+    flops = flops_per_token(dataclasses.replace(shape, vocab=0), 1, causal=False) - sum(each for each, _ in scores)
     setups = {
         name + (" ep" if ep > 1 else ""): dataclasses.replace(base, recompute=name, ep=ep)  # type: ignore[arg-type]
         for name in ("none", "selective", "full")
@@ -75,6 +83,8 @@ def shape_data(shape: ModelShape) -> dict[str, Any]:
         "moe": shape.moe,
         "parameters": shape.parameters(),
         "head": shape.head_parameters,
+        "flops": flops,
+        "scores": scores,
         "dense": dense,
         "experts": experts,
         "sizes": [[d, e] for _, d, e in shape.block_sizes],
