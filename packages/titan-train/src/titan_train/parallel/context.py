@@ -139,7 +139,8 @@ class ContextParallelism:
             config, self._size, self._rank, heads, seq_len=seq_len, dtype=dtype, windowed=bool(self._windows)
         )
         self._seq_len = seq_len
-        self._groups: dict[str, dist.ProcessGroup | None] = {"group": mesh.group("cp")}
+        self._group = mesh.group("cp")
+        self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
         if self._whole.method == "usp":
             self._groups = _usp_groups(mesh, self._whole.ulysses_degree)
 
@@ -171,6 +172,10 @@ class ContextParallelism:
             attention_plan=RowsPlan(plan, windows),
             samples_consumed=batch.samples_consumed,
         )
+
+    def join(self, output: Tensor, rows: Any) -> Tensor:
+        """All ranks' outputs of rows that `cut` made, in their order; ``rows`` is their ``attention_plan``. Collective."""
+        return rows.plan.unshard(output, group=self._group)
 
     def _plan(self, **rows: Any) -> titan_cp.AttentionPlan:
         """The plan of other rows, or of a window, by the method of the whole rows."""

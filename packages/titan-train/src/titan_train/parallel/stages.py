@@ -56,7 +56,10 @@ def plan_layers(
 
 
 def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[range]:
-    """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand."""
+    """The layers of each pipeline stage, balanced by FLOPs unless the configuration cuts by hand.
+
+    The first stage has at least the layers that only it can feed; the others are then balanced among themselves.
+    """
     check_can_be_cut(whole)
     costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
     encoder: Any = getattr(whole, "encoder_flops_per_token", None)
@@ -64,6 +67,9 @@ def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[r
     head = flops_per_token(whole, config.model.seq_len) - sum(costs) - before
     stages = plan_layers(config.pipeline, costs, (before, max(0.0, head)), schedule.num_stages)
     least = getattr(whole, "first_stage_layers", 1)
+    if len(stages[0]) < least and not config.pipeline.cuts and 1 < schedule.num_stages <= len(costs) - least + 1:
+        rest = plan_layers(config.pipeline, costs[least:], (0.0, max(0.0, head)), schedule.num_stages - 1)
+        stages = [range(least), *(range(part.start + least, part.stop + least) for part in rest)]
     if len(stages[0]) < least:
         raise ValueError(
             f"pipeline stage 0 would hold {len(stages[0])} of the first {least} layers, into which {type(whole).__name__} feeds "

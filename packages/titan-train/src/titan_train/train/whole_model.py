@@ -70,12 +70,12 @@ def _through_stages(
     kept = [name for name in names if keywords.get(name) is not None]
     extras = [
         {
-            **dict.fromkeys(names),
+            **dict.fromkeys((*names, "labels")),  # without labels a head that computes the loss gives logits
             **dict(zip(kept, _rows([keywords[name] for name in kept], rows, first, each), strict=True)),
         }
         for first in range(0, each * count, each)
     ]
-    found = executor.infer([tensors if len(tensors) > 1 else tensors[0] for tensors in batches], extras=extras)
+    found = executor.infer([tensors if len(tensors) != 1 else tensors[0] for tensors in batches], extras=extras)
     device = inputs[0].device
     whole = torch.cat(found)[:rows].float().contiguous() if found else None
     last = schedule.placement[-1]
@@ -89,7 +89,7 @@ def _through_stages(
     return whole
 
 
-def _rows(tensors: Sequence[Tensor], rows: int, first: int, each: int) -> tuple[Tensor, ...]:
-    """``each`` rows from ``first``; behind the end the last one again, so that microbatches have one size."""
+def _rows(tensors: Sequence[Any], rows: int, first: int, each: int) -> tuple[Tensor, ...]:
+    """``each`` rows from ``first``; behind the end the last one again, so that microbatches have one size. Plans stay."""
     places = torch.arange(first, first + each).clamp(max=rows - 1)
-    return tuple(x if len(x) != rows else x[places.to(x.device)] for x in tensors)
+    return tuple(x[places.to(x.device)] if isinstance(x, Tensor) and len(x) == rows else x for x in tensors)

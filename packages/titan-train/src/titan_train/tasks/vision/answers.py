@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.data.loader.source import TensorBatch
+from titan_train.models.vision_language.encoder import patch_places
 from titan_train.tasks.vision.batches import ImageTextBatches
 
 
@@ -39,6 +40,7 @@ def score_answers(
         if shuffled:
             others = [items[(start + k + len(items) // 2) % len(items)] for k in range(len(batch.target))]
             batch = _with_images_of(batch, data.batch_of([[item] for item in others]))
+        batch = _apart_from_rows(batch, data.merge)
         moved = batch.on_device([tensor.to(device) for tensor in batch.tensors()])
         logits = model(*moved.inputs, **moved.keywords)
         wanted = moved.target >= 0
@@ -54,6 +56,18 @@ def guessed(data: ImageTextBatches, items: Sequence[int]) -> float:
         prompt, answer = data.items.texts(item)
         asked.setdefault(prompt, Counter())[answer] += 1
     return sum(max(counts.values()) for counts in asked.values()) / max(1, len(items))
+
+
+def _apart_from_rows(batch: TensorBatch, merge: int) -> TensorBatch:
+    """With empty images until nothing of images has as many entries as rows: a pipeline would cut it as it cuts rows."""
+    keywords: dict[str, Any] = dict(batch.keywords)
+    places, _ = patch_places([(merge, merge)], merge)
+    while len(batch.target) in (len(keywords["pixels"]), len(keywords["image_bounds"])):
+        pixels, bounds = keywords["pixels"], keywords["image_bounds"]
+        keywords["pixels"] = torch.cat((pixels, pixels.new_zeros(merge**2, pixels.shape[1])))
+        keywords["patches"] = torch.cat((keywords["patches"], places))
+        keywords["image_bounds"] = torch.cat((bounds, bounds[-1:] + merge**2))
+    return TensorBatch(batch.inputs, keywords, batch.target, batch.samples_consumed)
 
 
 def _with_images_of(batch: TensorBatch, other: TensorBatch) -> TensorBatch:

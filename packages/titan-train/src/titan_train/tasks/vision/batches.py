@@ -58,7 +58,7 @@ class ImageTextBatches(BatchSource):
             ValueError: There is no document, or one is longer than a row.
         """
         self.seed, self.seq_len, self.tokenizer = seed, seq_len, tokenizer.fingerprint
-        self.items = items
+        self.items, self.merge = items, args.merge
         self._tokenizer, self._args, self._part = tokenizer, args, part
         lengths = [self._length(item) for item in range(len(items))]
         if not lengths:

@@ -4,22 +4,25 @@ Every rank of a group runs the encoder on all images of its rows and takes the f
 across a cut: no feature is lost, and the gradients of the ranks add up to the whole.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_train.data import Batch
 from titan_train.data.loader.source import TensorBatch
 from titan_train.parallel.context import ContextParallelism
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ImageTextContext:
-    """See `titan_train.task.ContextCut`."""
+    """See `titan_train.task.ContextCut` and `WholeCut`."""
 
     rows: ContextParallelism
+    _last: tuple[Any, torch.Size] | None = None
+    """The plan of the rows that were cut last, and their shape."""
 
     def apply(self, model: nn.Module) -> None:
         """Replace the attention of the decoder; that inside images stays."""
@@ -27,20 +30,38 @@ class ImageTextContext:
 
     def cut(self, batch: TensorBatch) -> TensorBatch:
         """The tokens of this rank, with their places and features; the patches of all images stay."""
-        (tokens,) = batch.inputs
+        inputs, keywords, target = self._cut(batch.inputs, batch.keywords, batch.target)
+        return TensorBatch(inputs=inputs, keywords=keywords, target=target, samples_consumed=batch.samples_consumed)
+
+    def cut_inputs(
+        self, inputs: Sequence[Tensor], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """As `cut`, of a batch without labels."""
+        taken, kept, _ = self._cut(inputs, keywords, inputs[0])
+        self._last = (kept["attention_plan"], inputs[0].shape)
+        return taken, kept
+
+    def join(self, output: Tensor) -> Tensor:
+        """The logits of the rows that were cut last, ``[B, S, V]``."""
+        assert self._last is not None
+        plan, shape = self._last
+        return self.rows.join(output, plan).view(*shape, -1)
+
+    def _cut(
+        self, inputs: Sequence[Tensor], keywords: Mapping[str, Any], target: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor]:
+        (tokens,) = inputs
         numbers = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         flat = Batch(
             tokens=tokens,
-            labels=batch.target,
+            labels=target,
             positions=numbers,
-            cu_seqlens=batch.keywords["cu_seqlens"],
+            cu_seqlens=keywords["cu_seqlens"],
             max_seqlen=tokens.shape[1],
-            samples_consumed=batch.samples_consumed,
+            samples_consumed=0,
         )
         here = self.rows.cut(flat)
-        keywords: dict[str, Any] = {**batch.keywords, "cu_seqlens": None, "attention_plan": here.attention_plan}
-        keywords["positions"] = batch.keywords["positions"].flatten(0, 1)[here.positions]
-        keywords["image_source"] = batch.keywords["image_source"].flatten()[here.positions]
-        return TensorBatch(
-            inputs=(here.tokens,), keywords=keywords, target=here.labels, samples_consumed=batch.samples_consumed
-        )
+        kept: dict[str, Any] = {**keywords, "cu_seqlens": None, "attention_plan": here.attention_plan}
+        kept["positions"] = keywords["positions"].flatten(0, 1)[here.positions]
+        kept["image_source"] = keywords["image_source"].flatten()[here.positions]
+        return (here.tokens,), kept, here.labels

@@ -110,6 +110,8 @@ class VisionTask(Task):
 class VisionInputs(TaskInputs):
     """The open data of one run."""
 
+    samples_by_forward = True
+
     def __init__(self, config: Config) -> None:
         """Open the source that ``vision.source`` names."""
         args, vision = _args(config), config.vision
@@ -133,7 +135,10 @@ class VisionInputs(TaskInputs):
     def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
         """Score held-out answers into ``samples/``, with their images and with shuffled ones."""
         count = self._config.vision.sample_answers
-        if not count or self._held_out is None or self._config.parallel.tp > 1:  # ranks hold part of the logits
+        parallel = self._config.parallel
+        # a stage or a context rank gives the logits of its part of the vocabulary alone
+        cut_twice = parallel.tp > 1 and (parallel.pp > 1 or parallel.cp > 1)
+        if not count or self._held_out is None or cut_twice:
             return
         data, items = self._held_out, range(count)
         right = score_answers(model, data, items, shuffled=False)
