@@ -214,10 +214,10 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_started_again(job, undisturb
 @pytest.mark.slow
 @pytest.mark.skipif(not can_isolate(), reason="needs the right to make network and process namespaces")
 def test_a_network_that_goes_away_and_comes_back_loses_nothing(job, undisturbed):
-    early = ("--launch.hang-least-s", "3", "--launch.hang-factor", "3", "--launch.timeout-s", "10")
+    early = ("--launch.timeout-s", "20", "--launch.step-timeout-s", "12")
     with Isolated() as namespace:
         prefix = namespace.command([], job.folder)
-        with Disturbed(job, "partition", *early, "--launch.step-timeout-s", "8", prefix=prefix, pace=SLOW) as run:
+        with Disturbed(job, "partition", *early, prefix=prefix) as run:
             namespace.run(["ip", "link", "set", "lo", "down"])
             wait_for(lambda: "lost " in run.told())
             time.sleep(8.0)  # restarts are tried meanwhile

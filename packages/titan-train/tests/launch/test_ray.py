@@ -1,14 +1,13 @@
 """A Ray cluster of two nodes on this machine, Ray's own way to test several nodes."""
 
-import os
 import re
 import signal
 import socket
 import sys
-import time
 from importlib.util import find_spec
 
 import pytest
+from ray_nodes import SMALL, ray_cluster
 from titan_train.config import Config, LaunchConfig
 from titan_train.config.launch import RayConfig
 from titan_train.launch.job import Attempt
@@ -20,40 +19,13 @@ from titan_train.launch.launchers.ray.launcher import RayLauncher
 from titan_train.launch.launchers.ray.nodes import RayNodes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
-# Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
-os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
-
-SMALL = {"object_store_memory": 80 * 2**20}
 TWO_NODES = ("--launcher", "ray", "--launch.nproc", "1", "--launch.nnodes", "2")
 
 
 @pytest.fixture(scope="module")
 def cluster(job):
-    from ray._private import services
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", patient(services.get_node))
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, **SMALL)
-        yield cluster
-        cluster.shutdown()
-
-
-def patient(get_node):
-    """Ray gives a node 30 s to start, too short on two busy cores, by asking this until it no longer raises."""
-
-    def get(*words):
-        deadline = time.monotonic() + 300
-        while True:
-            try:
-                return get_node(*words)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-
-    return get
+    with ray_cluster(head_cpus=0, nodes=2) as nodes:
+        yield nodes
 
 
 def until(run, beginning):

@@ -1,19 +1,17 @@
 """Clusters of `ray start --head` and `ray start --address` on loopback, in a network namespace of their own."""
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from isolated import Isolated, can_isolate, wait_for
+from ray_nodes import short_folder
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed"),
@@ -74,14 +72,6 @@ class Cluster:
 
 def told(job, name):
     return (job.folder / f"{name}.told").read_text()
-
-
-@contextlib.contextmanager
-def short_folder():
-    """For Ray's files: a long path is too long for its sockets, and clusters of one folder take each other's address."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
