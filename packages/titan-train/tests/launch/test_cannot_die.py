@@ -1,6 +1,7 @@
 """Whatever happens to the disk, the clock, the memory and the network, the supervisor goes on, and so does the run."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -160,6 +161,22 @@ def test_a_clock_that_jumps_changes_nothing(job, undisturbed, faulty, jump):
         clock.unlink(missing_ok=True)
     assert job.losses(name) == undisturbed
     assert len(job.attempts(name)) == 2, run.told()
+
+
+def test_a_run_whose_folder_another_host_took_over_stops_and_writes_no_more(job):
+    with Disturbed(job, "taken-over") as run:
+        lease = json.loads((run.run / "lease.json").read_text()) | {"host": "far", "place": "far 1 2", "pid": 7}
+        (run.run / "lease.json").write_text(json.dumps(lease))
+        (run.run / "staged").mkdir(exist_ok=True)
+        (run.run / "staged" / "config.toml").write_text("the other run's")
+        metrics = (run.run / "metrics.jsonl").read_bytes()
+        assert run.ends() == 1, run.told()
+        assert ranks_of(run) == []
+    assert "was taken over by process 7 on host far" in run.told()
+    assert "Traceback" not in run.told()
+    assert (run.run / "metrics.jsonl").read_bytes() == metrics
+    assert (run.run / "staged" / "config.toml").read_text() == "the other run's"
+    assert json.loads((run.run / "lease.json").read_text()) == lease
 
 
 def can_mount():

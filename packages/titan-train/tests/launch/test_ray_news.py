@@ -7,6 +7,7 @@ import time
 
 import pytest
 from titan_train.launch.job import RankExit
+from titan_train.launch.launchers.ray import agent as agent_module
 from titan_train.launch.launchers.ray import watch as module
 from titan_train.launch.launchers.ray.job import RayAgent, RayJob
 from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
@@ -229,3 +230,31 @@ def test_the_driver_of_many_nodes_knows_every_rank_and_sees_a_failure_at_once():
     assert [exit.note for exit in job.exits(100.0)] == ["node 10.0.0.1 was lost"] * 8
     assert 58 * 8 not in job.beats()
     assert job.node_of(463) == "node 10.0.0.1 00000057"
+
+
+def test_an_agent_obeys_the_newest_supervisor_alone(monkeypatch):
+    """Ray starts a supervisor elsewhere when it believes a node lost; the one there may live on and want to grow."""
+    for name in ("ForkServer", "_Running"):
+        monkeypatch.setattr(agent_module, name, lambda *_: None)
+    monkeypatch.setattr(agent_module, "_own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(agent_module, "_interface_of", lambda _: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the agent takes away
+    agent = agent_module.NodeAgent(".", {}, "", 1, outlives_driver=False)
+    ended, orders = [], []
+
+    class Running:
+        job = agent_module.NodeJob(0, "", "", 0, 1, 1, "cpu", "")
+        ranks = type("Ranks", (), {"order": orders.append})
+        end = staticmethod(lambda: ended.append(0))
+
+    agent.start(Running.job, "first")
+    agent._running = Running
+    assert agent.adopt("second") == Running.job
+    with pytest.raises(RuntimeError, match="another supervisor has adopted this node"):
+        agent.start(Running.job, "first")
+    agent.order("STOP", "first")
+    agent.end("first")
+    assert (orders, ended) == ([], [])
+    agent.order("STOP", "second")
+    agent.end("second")
+    assert (len(orders), len(ended)) == (1, 1)

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from titan_train.run_folder import Lease
+from titan_train.run_folder import Lease, LeaseLostError
 from titan_train.run_folder import lease as module
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from titan_train.run_folder import Lease
+from titan_train.run_folder import Lease, LeaseLostError
 
 time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
 try:
@@ -114,3 +114,80 @@ def test_a_full_disk_does_not_end_the_owner(tmp_path, monkeypatch):
     with Lease(tmp_path) as lease:
         monkeypatch.setattr(module, "write_atomic", full)
         lease.attempt(1)
+
+
+def far(folder):
+    """The lease as an owner on another host holds it."""
+    content = json.dumps(owner(folder) | {"host": "far", "place": "far 1 2", "pid": 7})
+    (folder / "lease.json").write_text(content)
+    return content
+
+
+@pytest.mark.parametrize("ahead_s", [-1e6, 1e6])
+def test_hosts_whose_clocks_differ_agree_on_who_lives(tmp_path, monkeypatch, ahead_s):
+    first = Lease(tmp_path)
+    far(tmp_path)
+    now = time.time
+    monkeypatch.setattr(module.time, "time", lambda: now() + ahead_s)
+    with pytest.raises(ValueError, match="on host far"):
+        Lease(tmp_path)
+    long_ago = now() - 1000
+    os.utime(tmp_path / "lease.json", (long_ago, long_ago))
+    Lease(tmp_path).release()
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_was_taken_for_dead_stops_and_leaves_the_folder_to_the_new_owner(tmp_path):
+    told = []
+    lease = Lease(tmp_path, on_lost=told.append)
+    lease.attempt(0)
+    others = far(tmp_path)
+    with pytest.raises(LeaseLostError, match="taken over by process 7 on host far"):
+        lease.attempt(1)
+    with pytest.raises(LeaseLostError):
+        lease.check()
+    lease.release()
+    assert (tmp_path / "lease.json").read_text() == others
+    assert len(told) == 1
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_owner_looks_while_it_runs_and_mends_a_torn_lease(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_TOUCH_S", 0.01)
+    told = []
+    lease = Lease(tmp_path, on_lost=told.append)
+    mine = owner(tmp_path)
+    for content in ("{", ""):
+        (tmp_path / "lease.json").write_text(content)
+        until(lambda: (tmp_path / "lease.json").read_text() not in ("{", ""))
+        assert owner(tmp_path) == mine
+    (tmp_path / "lease.json").unlink()
+    until((tmp_path / "lease.json").exists)
+    lease.check()
+    others = far(tmp_path)
+    until(lambda: told)
+    assert (tmp_path / "lease.json").read_text() == others
+    lease.release()
+
+
+def test_a_file_system_without_links_has_one_owner_too(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with Lease(tmp_path), pytest.raises(ValueError, match="is in use"):
+        Lease(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_of_another_container_with_this_host_name_is_not_to_be_killed_here(tmp_path, holder):
+    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"place": "elsewhere"}))
+    with pytest.raises(ValueError, match=rf"on host {platform.node()} .*stop it there"):
+        Lease(tmp_path)

@@ -1,16 +1,23 @@
 """What a configuration and a run's folder may make this process run."""
 
+import importlib.util
 import json
+import marshal
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
+from titan_train.trust.record import _source_hash as source_hash
 
 MODULE = """
 from pathlib import Path
@@ -66,7 +73,8 @@ progress = "off"
 def folder(tmp_path, monkeypatch):
     """Code, a configuration and text; the state of the account is empty, and nothing of this process is left behind."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # restored afterwards
+    for name in ("PYTHONPATH", "TITAN_TRAIN_CODE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored afterwards
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
     (tmp_path / "code").mkdir()
@@ -222,6 +230,54 @@ def test_ones_own_run_goes_on_without_being_asked_until_its_code_changes(folder,
     assert main(check) == 2
     assert "has changed since" in capsys.readouterr().err
     assert main([*check, "--code", "code"]) == 0
+
+
+def test_processes_that_a_command_starts_import_nothing_from_the_working_directory(folder):
+    for name in ("multiprocessing", "selectors", "random", "torch"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'w').close()\nraise ImportError\n")
+    start = (
+        "from titan_train.launch.launchers.forked import ForkServer as S; from titan_train.config import load_config"
+    )
+    words = [sys.executable, "-P", "-c", f"{start}; S(1).validate(load_config('debug'), 1); print('valid')"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.stdout == "valid\n", done.stderr
+    assert not (folder / "imported").exists()
+
+
+def test_bytecode_beside_the_source_is_not_run(folder):
+    source = folder / "code" / "foreign_model.py"
+    text = source.read_text()
+    cache = Path(importlib.util.cache_from_source(str(source)))
+    cache.parent.mkdir()
+    evil = compile(text.replace("imported", "evil"), str(source), "exec")
+    stat = source.stat()
+    header = importlib.util.MAGIC_NUMBER + struct.pack("<III", 0, int(stat.st_mtime), stat.st_size)
+    cache.write_bytes(header + marshal.dumps(evil))  # as Python itself writes it for this source
+    assert main(["check", "tiny.toml", "--code", "code"]) == 0
+    assert (folder / "imported").exists()
+    assert not (folder / "evil").exists()
+
+
+def test_every_folder_of_a_namespace_package_and_compiled_modules_count_as_source(folder, monkeypatch):
+    for name in ("one", "two"):
+        (folder / name / "foreign_space").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(folder / name))
+    model = folder / "one" / "foreign_space" / "model.py"
+    shutil.copy(folder / "code" / "foreign_model.py", model)
+    before = source_hash("foreign_space.model:build", ())
+    model.write_text(model.read_text() + "# another line\n")
+    changed = source_hash("foreign_space.model:build", ())
+    (folder / "two" / "foreign_space" / f"fast{EXTENSION_SUFFIXES[0]}").write_bytes(b"machine code")
+    assert len({before, changed, source_hash("foreign_space.model:build", ())}) == 3
+
+
+def test_a_package_in_an_archive_is_refused(folder, monkeypatch, capsys):
+    with zipfile.ZipFile(folder / "code.zip", "w") as archive:
+        archive.writestr("foreign_zipped/__init__.py", MODULE.format(marker=str(folder / "imported")))
+    monkeypatch.syspath_prepend(str(folder / "code.zip"))
+    assert main(["check", "tiny.toml", "--model.name", "foreign_zipped:build"]) == 2
+    assert "Unpack its archive" in capsys.readouterr().err
+    assert not (folder / "imported").exists()
 
 
 def test_machine_code_in_an_exported_folder_is_loaded_only_if_this_account_wrote_it(folder, capsys, monkeypatch):

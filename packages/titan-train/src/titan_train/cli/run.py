@@ -32,7 +32,16 @@ from titan_train.observe import RunInfo, check_trackers, read_run_info
 from titan_train.plan.placement import check_placement
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
-from titan_train.run_folder import Lease, changes, discard, newest_checkpoint, run_folder, stage
+from titan_train.run_folder import (
+    TAKEN_OVER,
+    Lease,
+    LeaseLostError,
+    changes,
+    discard,
+    newest_checkpoint,
+    run_folder,
+    stage,
+)
 from titan_train.task import task_name
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
@@ -94,18 +103,29 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
         adopted = launcher.adopt(run_dir) if kept == "again" else None
         if adopted is None:
             launcher.validate(config, world_size)
-        with Lease(run_dir, chain="ray" if kept else "") as lease:
+        with Lease(run_dir, chain="ray" if kept else "", on_lost=_leave if kept else lambda _: None) as lease:
             remember_code(run_dir, source)
             from titan_train.launch.supervise.supervisor import Before
 
             before = Before(kept == "again", adopted)
             try:
-                return _supervise(config, run_dir, lease, launcher, world_size, per_node, source, before)
-            finally:
+                code = _supervise(config, run_dir, lease, launcher, world_size, per_node, source, before)
+            except LeaseLostError:  # what is staged is the other run's
+                raise
+            except BaseException:
                 discard(run_dir)
+                raise
+            discard(run_dir)
+            return code
     except BaseException:
         launcher.close()
         raise
+
+
+def _leave(message: str) -> None:
+    """End this process at once, and touch nothing: ranks that outlive it are another one's."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(TAKEN_OVER)
 
 
 def _check_place(run_dir: Path) -> None:
@@ -145,7 +165,14 @@ def _supervise(
     for change in changes(config, run_dir):
         print(f"changed  {change}")
     supervisor = Supervisor(
-        launcher, config, run_dir, ranks=world_size, unit=per_node, on_attempt=record, before=before
+        launcher,
+        config,
+        run_dir,
+        ranks=world_size,
+        unit=per_node,
+        on_attempt=record,
+        still_ours=lease.check,
+        before=before,
     )
     try:
         code = supervisor.run()
@@ -213,7 +240,7 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
     if ranks.rank != 0:
         load_task(config).prepare(config, quiet=True)
         return torchrun_worker(config, ranks, run_dir)
-    with Lease(run_dir):
+    with Lease(run_dir, on_lost=_leave):
         remember_code(run_dir, source)
         load_task(config).prepare(config)
         clear_failures(run_dir)

@@ -31,11 +31,13 @@ from titan_train.run_folder.contents import (
     run_folder,
     with_kept_model,
 )
-from titan_train.run_folder.lease import Lease
+from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError
 from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
 __all__ = [
+    "TAKEN_OVER",
     "Lease",
+    "LeaseLostError",
     "changes",
     "checkpoint_folders",
     "commit",

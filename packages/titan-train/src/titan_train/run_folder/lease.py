@@ -5,24 +5,33 @@ write to the folder and goes when the owner ends. A second run reads it and is r
 
 An owner that died leaves its lease behind, which the next run takes over. On the owner's own host the process table
 tells: the process is gone, or its number belongs to a process that started at another time. From another host only time
-tells: the owner touches the file every 10 s, so a lease that nobody touched for two minutes has no owner.
+tells: the owner touches the file every 10 s, so a lease that nobody touched for two minutes has no owner. That time is
+the file system's own, of a file written there now: the clocks of two hosts may differ by more.
+
+Time can deceive: an owner that was stopped, or cut off from the file system, may live on. So an owner reads its lease
+whenever it touches it and before every attempt, and stops if it names another one: who came last is in the right.
 """
 
 import contextlib
+import errno
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Generator
+import uuid
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan_train.files import parse_json, read_text, write_atomic
 
+TAKEN_OVER = 75
+"""Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
 _TOUCH_S = 10.0
 _DEAD_S = 120.0
 _FILE = "lease.json"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +51,29 @@ class _Owner:
     """Owners of one chain follow each other: something makes sure that only one of them lives."""
 
 
+class LeaseLostError(RuntimeError):
+    """Another run has taken the folder over: nothing may be written to it any more."""
+
+
 class Lease:
     """The right to write to a run's folder. Use it as a context manager, or call `release`."""
 
-    def __init__(self, run_dir: Path, *, chain: str = "") -> None:
+    def __init__(self, run_dir: Path, *, chain: str = "", on_lost: Callable[[str], None] = lambda _: None) -> None:
         """Take the lease; the folder is made if it is missing.
 
         Args:
             run_dir: The run's folder.
             chain: The lease of an owner with the same one is taken over at once, on any host: the caller makes sure that
                 this owner is gone. Empty: no such owner.
+            on_lost: Called once with what to tell the user when another run has taken the folder over, by any thread.
 
         Raises:
             ValueError: Another run holds it; the message names that run.
             OSError: The folder cannot be written.
         """
         self._file = run_dir / _FILE
+        self._on_lost = on_lost
+        self._lost = ""
         self._owner = _Owner(platform.node(), os.getpid(), _place(), _start_of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(run_dir):
@@ -68,21 +84,36 @@ class Lease:
                     raise ValueError(_refusal(run_dir, owner))
                 self._file.unlink(missing_ok=True)
         self._released = threading.Event()
+        self._lock = threading.Lock()  # between a touch and the release
         threading.Thread(target=self._keep_touching, name="lease", daemon=True).start()
 
     def attempt(self, number: int) -> None:
-        """Note which attempt runs. Best effort: a full disk does not end the run."""
+        """Note which attempt runs. Best effort: a full disk does not end the run.
+
+        Raises:
+            LeaseLostError: Another run has taken the folder over.
+        """
         self._owner = replace(self._owner, attempt=number)
-        with contextlib.suppress(OSError):
-            write_atomic(self._file, json.dumps(asdict(self._owner)))
+        self._renew(write=True)
+        self.check()
+
+    def check(self) -> None:
+        """Make sure that the lease is still this process's, as far as its last touch told.
+
+        Raises:
+            LeaseLostError: Another run has taken the folder over; the message names that run.
+        """
+        if self._lost:
+            raise LeaseLostError(self._lost)
 
     def release(self) -> None:
         """Give the lease back. Safe to call twice."""
-        if not self._released.is_set():
-            self._released.set()
-            with contextlib.suppress(OSError):
-                if _same(_read(self._file), self._owner):
-                    self._file.unlink()
+        with self._lock:
+            if not self._released.is_set():
+                self._released.set()
+                with contextlib.suppress(OSError):
+                    if _same(_read(self._file), self._owner):
+                        self._file.unlink()
 
     def __enter__(self) -> "Lease":
         return self
@@ -92,20 +123,43 @@ class Lease:
 
     def _link(self) -> bool:
         """Whether the lease is now this process's: linking fails if the file is there."""
-        unique = self._file.with_name(f".{_FILE}.{self._owner.host}.{self._owner.pid}")
-        unique.write_text(json.dumps(asdict(self._owner)), encoding="utf-8")
+        content = self._content()
+        unique = _beside(self._file)
+        unique.write_text(content, encoding="utf-8")
         try:
             self._file.hardlink_to(unique)
         except FileExistsError:
             return False
+        except OSError as err:
+            if err.errno not in _NO_LINKS:
+                raise
+            return _create(self._file, content)
         finally:
             unique.unlink(missing_ok=True)
         return True
 
+    def _content(self) -> str:
+        return json.dumps(asdict(self._owner))
+
     def _keep_touching(self) -> None:
         while not self._released.wait(_TOUCH_S):
-            with contextlib.suppress(OSError):
-                os.utime(self._file)
+            self._renew()
+
+    def _renew(self, *, write: bool = False) -> None:
+        """Touch the lease, or write it again; a damaged one is written, another owner's is left as it is."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._released.is_set() or self._lost:
+                return
+            with _one_at_a_time(self._file.parent):
+                owner = _read(self._file)
+                if owner is None or (write and _same(owner, self._owner)):
+                    write_atomic(self._file, self._content())
+                elif _same(owner, self._owner):
+                    os.utime(self._file)
+                else:
+                    self._lost = _taken_over(self._file.parent, owner)
+        if self._lost:
+            self._on_lost(self._lost)
 
 
 @contextlib.contextmanager
@@ -153,8 +207,35 @@ def _alive(owner: _Owner, file: Path) -> bool:
         touched = file.stat().st_mtime
     except OSError:
         return False
-    rebooted = owner.host == platform.node() and touched < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return not rebooted and time.time() - touched < _DEAD_S
+    now = _now(file.parent)
+    rebooted = owner.host == platform.node() and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return not rebooted and now - touched < _DEAD_S
+
+
+def _now(folder: Path) -> float:
+    """Seconds since the epoch by the clock that times the folder's files, which may be a server's."""
+    probe = _beside(folder / _FILE)
+    try:
+        probe.touch()
+        os.utime(probe)
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _beside(file: Path) -> Path:
+    """A name that no other process on any host uses: hosts may share theirs, and containers their process numbers."""
+    return file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+
+
+def _create(file: Path, content: str) -> bool:
+    """`Lease._link` where the file system has no links, as those of object stores. False if the file is there."""
+    try:
+        with file.open("x", encoding="utf-8") as created:
+            created.write(content)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _place() -> str:
@@ -176,10 +257,17 @@ def _start_of(pid: int) -> str:
 
 
 def _refusal(run_dir: Path, owner: _Owner) -> str:
-    here = owner.host == platform.node()
+    here = owner.place == _place()
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     way_out = f"stop it with `kill {owner.pid}`" if here else "stop it there"
     return (
         f"{run_dir} is in use: process {owner.pid} on host {owner.host} has run it since {since} (attempt {owner.attempt}). "
         f"Wait for it, {way_out}, or choose another --run.name."
+    )
+
+
+def _taken_over(run_dir: Path, owner: _Owner) -> str:
+    return (
+        f"{run_dir} was taken over by process {owner.pid} on host {owner.host}, for which this run was gone. This one writes no "
+        "more to it; that one goes on from the last finished checkpoint."
     )

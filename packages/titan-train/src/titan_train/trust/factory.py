@@ -1,5 +1,6 @@
 """Find, check and import the callable that ``model.name = "package.module:callable"`` names."""
 
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -8,14 +9,25 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+)
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_train.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+SOURCE_ONLY = "TITAN_TRAIN_CODE"
+"""The environment variable that tells ranks the folders of ``--code``."""
 
 
 def names_code(model_name: str) -> bool:
@@ -39,16 +51,21 @@ def use_code(paths: Sequence[str]) -> None:
         folder = str((path if path.is_dir() else path.parent).resolve())
         if folder not in sys.path:
             sys.path.append(folder)
-        environ = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if folder not in environ:  # ranks that are new interpreters
-            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, environ), folder])
+        for name in ("PYTHONPATH", SOURCE_ONLY):  # for ranks, which are new interpreters
+            known = list(filter(None, os.environ.get(name, "").split(os.pathsep)))
+            if folder not in known:
+                os.environ[name] = os.pathsep.join([*known, folder])
 
 
-def find_code(model_name: str) -> Path:
-    """The file or the package folder of the top-level module that a model's name leads to. Nothing is imported.
+def find_code(model_name: str) -> list[Path]:
+    """Where the top-level module that a model's name leads to lies. Nothing is imported.
+
+    Returns:
+        Its file, or the folder of its package; several folders, if it is a namespace package.
 
     Raises:
-        ValueError: It is neither installed nor below a path of `use_code`, or it is part of Python itself.
+        ValueError: It is neither installed nor below a path of `use_code`, or it is part of Python itself, or it lies in an
+            archive.
     """
     module = model_name.partition(":")[0]
     top = _top(module)
@@ -67,10 +84,16 @@ def find_code(model_name: str) -> Path:
             f"{advice}."
         )
     if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations))).resolve()
-    if not spec.origin or not Path(spec.origin).is_file():
-        raise ValueError(f"model.name={model_name!r}: {top!r} has no file. Name a module of Python source.")
-    return Path(spec.origin).resolve()
+        found = [Path(place).resolve() for place in spec.submodule_search_locations]
+    else:
+        found = [Path(spec.origin or "nowhere").resolve()]
+    for place in found:
+        if not place.exists():
+            raise ValueError(
+                f"model.name={model_name!r}: {top!r} is no file or folder ({spec.origin or place}). Unpack its archive and "
+                "name the folder with --code DIR: its source must be there to be read."
+            )
+    return found
 
 
 def import_factory(model_name: str) -> "Callable[..., nn.Module]":
@@ -87,6 +110,7 @@ def import_factory(model_name: str) -> "Callable[..., nn.Module]":
             declared to build a module.
     """
     find_code(model_name)
+    _ignore_bytecode()
     module_name, _, attribute = model_name.partition(":")
     found = _import(model_name, module_name)
     for part in attribute.split("."):
@@ -97,6 +121,34 @@ def import_factory(model_name: str) -> "Callable[..., nn.Module]":
         found = getattr(found, part)
     _check_declared(model_name, found)
     return found
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles the source whatever bytecode lies beside it, which somebody else may have made from another source."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        """Say that there is no bytecode."""
+        raise OSError(errno.ENOENT, "bytecode is not used", path)
+
+
+def _ignore_bytecode() -> None:
+    """Have Python read modules below the folders of ``--code`` from what was there to be read: their source."""
+    if _finder not in sys.path_hooks:
+        sys.path_hooks.insert(0, _finder)
+    for path in list(sys.path_importer_cache):
+        if _below_code(path):
+            del sys.path_importer_cache[path]
+
+
+def _finder(path: str) -> FileFinder:
+    if not _below_code(path):
+        raise ImportError(f"{path} was not named with --code")
+    return FileFinder(path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_FromSource, SOURCE_SUFFIXES))
+
+
+def _below_code(path: str) -> bool:
+    folders = filter(None, os.environ.get(SOURCE_ONLY, "").split(os.pathsep))
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _top(module: str) -> str:

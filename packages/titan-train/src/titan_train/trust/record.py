@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ class CodeRecord:
     paths: tuple[str, ...]
     """Folders given with ``--code``."""
     sha256: str
-    """Of the source: every Python file of the package, or the file and those beside it in a folder of ``--code``."""
+    """Of the source: every module of the package, in Python or compiled, or the file and those beside it in a folder of
+    ``--code``."""
 
 
 def admit_own_code(run_dir: Path, model_name: str, paths: Sequence[str]) -> CodeRecord | None:
@@ -148,15 +150,18 @@ def _hash_of(file: Path) -> str:
 
 
 def _source_hash(model_name: str, paths: Sequence[str]) -> str:
-    """sha256 (hex) of the source files, by their paths below the folder that holds them."""
-    place = find_code(model_name)
-    if place.is_dir():
-        root, files = place.parent, sorted(place.rglob("*.py"))
-    elif str(place.parent) in paths:
-        root, files = place.parent, sorted(place.parent.glob("*.py"))
-    else:
-        root, files = place.parent, [place]
+    """sha256 (hex) of what Python could import, by paths below the folder that holds it."""
     found = hashlib.sha256()
-    for file in files:
-        found.update(f"{file.relative_to(root)}\0{hashlib.sha256(read_bytes(file)).hexdigest()}\n".encode())
+    for place in find_code(model_name):
+        root, files = place.parent, [place]
+        if place.is_dir():
+            files = place.rglob("*")
+        elif str(root) in paths:
+            files = root.glob("*")
+        for file in sorted(file for file in files if _importable(file)):
+            found.update(f"{file.relative_to(root)}\0{hashlib.sha256(read_bytes(file)).hexdigest()}\n".encode())
     return found.hexdigest()
+
+
+def _importable(file: Path) -> bool:
+    return file.name.endswith(tuple(all_suffixes())) and file.parent.name != "__pycache__" and file.is_file()

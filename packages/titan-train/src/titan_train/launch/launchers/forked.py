@@ -27,6 +27,7 @@ from titan_train.launch.job import Board, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.validate import validate_in_child
+from titan_train.trust import without_working_directory
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
 _KILL_S = 10.0
@@ -46,13 +47,14 @@ class ForkServer:
         self._context.set_forkserver_preload(["titan_train.launch.launchers.preload"])
         from multiprocessing import forkserver
 
-        forkserver.ensure_running()
+        with without_working_directory():
+            forkserver.ensure_running()
 
     def start(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:
         """Fork one rank and return its process."""
         from titan_train.launch.rank.worker import forked_worker  # imports no torch itself
 
-        with _hidden_main():
+        with _hidden_main(), without_working_directory():
             process = self._context.Process(
                 target=forked_worker, args=(rank_job, listener, log), name=f"rank-{rank_job.ranks.rank}"
             )
@@ -66,7 +68,7 @@ class ForkServer:
             ValueError: It cannot work on this many ranks.
         """
         receiver, sender = self._context.Pipe(duplex=False)
-        with _hidden_main():
+        with _hidden_main(), without_working_directory():
             process = self._context.Process(target=validate_in_child, args=(dump_config(config), world_size, sender))
             process.start()
         sender.close()

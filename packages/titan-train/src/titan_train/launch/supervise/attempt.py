@@ -59,6 +59,7 @@ class WatchedAttempt:
         journal: Journal,
         lost_at: float | None,
         can_grow: Callable[[], bool],
+        still_ours: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare.
 
@@ -69,6 +70,7 @@ class WatchedAttempt:
             journal: Where the person is told.
             lost_at: When the attempt before this one was lost; None if none was.
             can_grow: Whether more ranks could run than this attempt has.
+            still_ours: Raises if another run has taken the folder over.
         """
         self._attempt = attempt
         self._job = job
@@ -77,6 +79,7 @@ class WatchedAttempt:
         self._journal = journal
         self._lost_at = lost_at
         self._can_grow = can_grow
+        self._still_ours = still_ours
         saved = saved_step(attempt.run_dir) or 0
         self._outcome = Outcome(from_step=saved, to_step=saved)
         self._left = set(range(attempt.world_size))
@@ -92,6 +95,7 @@ class WatchedAttempt:
         outcome = self._outcome
         while self._left:
             self._take_exits()
+            self._still_ours()
             now = time.monotonic()
             if self._failures and (now >= self._deadline or self._requests.end_now):
                 break

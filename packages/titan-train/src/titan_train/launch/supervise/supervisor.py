@@ -56,6 +56,7 @@ class Supervisor:
         ranks: int,
         unit: int = 1,
         on_attempt: Callable[[Attempt], None] = lambda _: None,
+        still_ours: Callable[[], None] = lambda: None,
         out: TextIO | None = None,
         before: "Before | None" = None,
     ) -> None:
@@ -68,6 +69,7 @@ class Supervisor:
             ranks: Ranks of the whole job.
             unit: Ranks that come and go together: those of a node.
             on_attempt: Called before each attempt.
+            still_ours: Called often; raises if another run has taken the folder over, and the ranks are ended at once.
             out: Where to tell the user; the default is stderr.
             before: What a supervisor of the same command left behind, if there was one.
 
@@ -80,6 +82,7 @@ class Supervisor:
         self._full = ranks
         self._unit = unit
         self._on_attempt = on_attempt
+        self._still_ours = still_ours
         self._journal = Journal(run_dir / "attempts.jsonl", out or sys.stderr)
         self._budget = RestartBudget(config.launch)
         self._requests = Requests()
@@ -179,6 +182,7 @@ class Supervisor:
             requests=self._requests,
             journal=self._journal,
             lost_at=self._lost_at,
+            still_ours=self._still_ours,
             can_grow=lambda: can_grow and self._could_be_larger_than(attempt.world_size),
         )
         try:

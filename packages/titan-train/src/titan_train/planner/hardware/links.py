@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.trust import without_working_directory
+
 _SMALL, _LARGE, _CALLS = 64, 2**22, 7  # bytes per rank; calls of each
 
 
@@ -44,8 +46,9 @@ def measure_links() -> list[LinkSpeed]:
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder, sender)) for rank in range(size)]
-        for rank in ranks:
-            rank.start()
+        with without_working_directory():
+            for rank in ranks:
+                rank.start()
         sender.close()
         try:
             found: list[tuple[str, float, float]] = receiver.recv() if receiver.poll(120) else []

@@ -79,6 +79,7 @@ class NodeAgent:
         self._server = ForkServer(threads_per_rank)
         self._running: _Running | None = None
         self._listener: socket.socket | None = None
+        self._term = ""  # of the supervisor that this agent obeys
         self._heard = time.monotonic()
         if outlives_driver:
             threading.Thread(target=self._end_with_the_driver, name="orphan", daemon=True).start()
@@ -103,15 +104,23 @@ class NodeAgent:
         self._listener = listener
         return {"address": f"{self._address}:{listener.getsockname()[1]}"}
 
-    def start(self, job: NodeJob) -> None:
+    def start(self, job: NodeJob, term: str) -> None:
         """Start this node's ranks."""
-        self.end()
+        if not self._obeys(term):
+            raise RuntimeError("another supervisor has adopted this node")
+        self._term = term
+        self.end(term)
         self._heard = time.monotonic()
         self._running = _Running(self._server, job, self._listener)
         self._listener = None
 
-    def job(self) -> NodeJob | None:
-        """What runs here; None if nothing does."""
+    def adopt(self, term: str) -> NodeJob | None:
+        """Obey the supervisor of this term alone: Ray may start one elsewhere while the one before it still lives.
+
+        Returns:
+            What runs here; None if nothing does.
+        """
+        self._term = term
         return None if self._running is None else self._running.job
 
     def printed(self) -> int:
@@ -136,16 +145,21 @@ class NodeAgent:
             raise RuntimeError("this node's ranks were not started")
         return self._running.news(after, output_from, timeout_s)
 
-    def order(self, name: str) -> None:
+    def order(self, name: str, term: str) -> None:
         """Pass an order on."""
-        if self._running is not None:
+        if self._running is not None and self._obeys(term):
             self._running.ranks.order(Order[name])
 
-    def end(self) -> None:
+    def end(self, term: str) -> None:
         """Kill this node's ranks."""
+        if not self._obeys(term):
+            return
         running, self._running = self._running, None
         if running is not None:
             running.end()
+
+    def _obeys(self, term: str) -> bool:
+        return self._term in ("", term)
 
     def _end_with_the_driver(self) -> None:
         """Without a driver for minutes, let the ranks save and stop, as they do when the launcher is gone; then go."""

@@ -27,6 +27,7 @@ from typing import Any
 from titan_train.config import Config, dump_config
 from titan_train.launch.launchers.ray.cluster import connect, first_line
 from titan_train.launch.launchers.ray.launcher import NAMESPACE, agent_prefix, forwarded
+from titan_train.run_folder import TAKEN_OVER
 
 KEPT = "--kept"
 """Before the configuration: this process is a supervisor that an actor keeps. Its value is ``first`` or ``again``."""
@@ -70,7 +71,7 @@ class Driver:
         self._folder = folder if Path(folder).is_dir() else None
         # what Ray tells its workers is not for a process that connects by itself
         mine = {name: value for name, value in os.environ.items() if name not in _OF_A_WORKER}
-        self._environ = mine | environ | {"PYTHONUNBUFFERED": "1"}
+        self._environ = mine | environ | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: int | None = None
         self._collected = threading.Event()
@@ -122,6 +123,8 @@ class Driver:
         for _ in range(_MOST_CRASHES):
             self._process = self._start()  # by this thread, which lives as long as the actor: see `_end_with_parent`
             code = self._process.wait()
+            if code == TAKEN_OVER:  # Ray has started this actor elsewhere: end this process, and not that actor
+                os._exit(1)
             if code >= 0:
                 break
         self._exit_code = code if code >= 0 else 1

@@ -26,6 +26,7 @@ class RayJob:
         agents: Sequence["RayAgent"],
         per_node: int,
         *,
+        term: str = "",
         printed: int = 0,
         unreachable_s: float = 0.0,
     ) -> None:
@@ -35,12 +36,14 @@ class RayJob:
             ray: The module, connected.
             agents: One per node, in the order of their ranks.
             per_node: Ranks on each node.
+            term: The supervisor's, as in `NodeAgent.adopt`.
             printed: Bytes of rank 0's output that are not to be shown again.
             unreachable_s: As in `titan_train.config.launch.RayConfig`.
         """
         self._ray = ray
         self._agents = agents
         self._per_node = per_node
+        self._term = term
         self._known: dict[int, tuple[float, NodeNews]] = {}  # node -> when it was received, what
         self._told: set[int] = set()  # ranks whose end was reported
         children = [Child(node, agent.handle, agent.name, agent.raylet) for node, agent in enumerate(agents)]
@@ -59,6 +62,7 @@ class RayJob:
         per_node: int,
         device: DeviceType,
         start_s: float,
+        term: str = "",
     ) -> "RayJob":
         """Start the ranks of an attempt.
 
@@ -73,12 +77,12 @@ class RayJob:
         text, run_dir = dump_config(attempt.config), str(attempt.run_dir.resolve())
         starting = [
             agent.handle.start.remote(
-                NodeJob(attempt.number, text, run_dir, node, per_node, size, device, store["address"])
+                NodeJob(attempt.number, text, run_dir, node, per_node, size, device, store["address"]), term
             )
             for node, agent in enumerate(agents)
         ]
         ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first look
-        return cls(ray, agents, per_node, unreachable_s=launch.ray.unreachable_s)
+        return cls(ray, agents, per_node, term=term, unreachable_s=launch.ray.unreachable_s)
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.RunningJob`."""
@@ -107,7 +111,7 @@ class RayJob:
         """See `titan_train.launch.job.RunningJob`."""
         for agent in self._agents:
             if not agent.lost:
-                agent.handle.order.remote(order.name)
+                agent.handle.order.remote(order.name, self._term)
 
     def node_of(self, rank: int) -> str:
         """The node's address and the start of its id."""
@@ -116,7 +120,7 @@ class RayJob:
 
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
-        calls = [agent.handle.end.remote() for agent in self._agents if not agent.lost]
+        calls = [agent.handle.end.remote(self._term) for agent in self._agents if not agent.lost]
         if calls:
             self._ray.wait(calls, num_returns=len(calls), timeout=_END_S)
 

@@ -38,7 +38,7 @@ _START_S = 600.0  # for an interpreter's start on a node: minutes where few core
 _ADOPT_S = 10.0  # for agents of a lost driver to answer
 _CALLS = 8  # of an agent at a time: one is held open, others order, start and end
 NAMESPACE = "titan-train"
-_FORWARDED = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_FORWARDED = ("TITAN_TRAIN_CODE", "OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class RayLauncher:
@@ -62,6 +62,7 @@ class RayLauncher:
         self._nodes = RayNodes(self._ray, launch.ray, self._bundle())
         self._start_s = max(_START_S, launch.ray.wait_s)
         self._agents: list[RayAgent] = []
+        self._term = uuid.uuid4().hex
         self._prefix = agent_prefix(outlives) if outlives is not None else ""
 
     def adopt(self, run_dir: Path) -> tuple[Attempt, RayJob] | None:
@@ -73,7 +74,9 @@ class RayLauncher:
         if not handles:
             return None
         try:
-            jobs: list[NodeJob | None] = self._ray.get([handle.job.remote() for handle in handles], timeout=_ADOPT_S)
+            jobs: list[NodeJob | None] = self._ray.get(
+                [handle.adopt.remote(self._term) for handle in handles], timeout=_ADOPT_S
+            )
         except self._ray.exceptions.RayError:  # one of them went with the driver
             jobs = [None]
         found = sorted(
@@ -82,7 +85,9 @@ class RayLauncher:
         )
         whole = found and [job.node for job, _ in found] == list(range(found[0][0].world_size // self._per_node))
         if not whole or len({job.attempt for job, _ in found}) > 1:
-            self._ray.wait([handle.end.remote() for handle in handles], num_returns=len(handles), timeout=_ADOPT_S)
+            self._ray.wait(
+                [handle.end.remote(self._term) for handle in handles], num_returns=len(handles), timeout=_ADOPT_S
+            )
             for handle in handles:
                 self._ray.kill(handle)
             return None
@@ -91,7 +96,12 @@ class RayLauncher:
         attempt = Attempt(job.attempt, parse_config(tomllib.loads(job.config_toml)), run_dir, job.world_size)
         printed = self._ray.get(self._agents[0].handle.printed.remote(), timeout=_ADOPT_S)
         return attempt, RayJob(
-            self._ray, self._agents, self._per_node, printed=printed, unreachable_s=self._launch.ray.unreachable_s
+            self._ray,
+            self._agents,
+            self._per_node,
+            term=self._term,
+            printed=printed,
+            unreachable_s=self._launch.ray.unreachable_s,
         )
 
     def capacity(self) -> int:
@@ -112,7 +122,9 @@ class RayLauncher:
         while True:
             self._hold(nodes, attempt.run_dir)
             try:
-                return RayJob.started(self._ray, self._agents, attempt, self._per_node, self.device, self._start_s)
+                return RayJob.started(
+                    self._ray, self._agents, attempt, self._per_node, self.device, self._start_s, self._term
+                )
             except self._ray.exceptions.RayActorError:  # the first node was lost this instant: it alone was waited for
                 self._agents[0].lost = True
 
