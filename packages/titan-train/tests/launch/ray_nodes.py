@@ -10,11 +10,13 @@ import time
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 SMALL = {"object_store_memory": 80 * 2**20}
 _START_S = 300  # Ray gives each of its processes 30 s to start, too short on two busy cores
-_PATIENT = {
-    "RAY_gcs_server_port_wait_time_s": _START_S,
-    "RAY_agent_register_timeout_ms": 1000 * _START_S,
-    "RAY_worker_register_timeout_seconds": _START_S,
+PATIENT = {
+    "RAY_gcs_server_port_wait_time_s": str(_START_S),
+    "RAY_raylet_start_wait_time_s": str(_START_S),
+    "RAY_agent_register_timeout_ms": str(1000 * _START_S),
+    "RAY_worker_register_timeout_seconds": str(_START_S),
 }
+"""In the environment of whatever starts a node."""
 
 
 @contextlib.contextmanager
@@ -33,8 +35,8 @@ def ray_cluster(*, head_cpus, nodes):
         patch.setattr(services, "get_node", _patient(services.get_node))
         patch.setattr(Cluster, "_wait_for_node", lambda _, node: _wait_for_node(services, node))
         patch.setenv("RAY_TMPDIR", files)
-        for name, value in _PATIENT.items():
-            patch.setenv(name, str(value))
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
         cluster = Cluster()
         try:
             unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}

@@ -1,5 +1,7 @@
+import datetime
+
 import pytest
-from titan_train.config import LaunchConfig
+from titan_train.config import LaunchConfig, load_config
 from titan_train.config.launch import RayConfig
 from titan_train.launch.rank.info import (
     count_gpus,
@@ -8,6 +10,7 @@ from titan_train.launch.rank.info import (
     ranks_per_node,
     under_torchrun,
 )
+from titan_train.train import trainer
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
@@ -53,3 +56,21 @@ def test_on_a_ray_cluster_the_ranks_of_a_node_must_be_given():
     with pytest.raises(ValueError, match=r"give the ranks per node, such as --launch.nproc 8"):
         ranks_per_node(LaunchConfig(launcher="ray", ray=RayConfig(address="head:6379")))
     assert ranks_per_node(LaunchConfig(launcher="ray", nproc=8, ray=RayConfig(address="head:6379"))) == 8
+
+
+def test_ranks_wait_for_a_late_one_as_long_as_start_up_may_take(tmp_path, monkeypatch):
+    """Eight seconds, the mesh's own default, are too short where a node reads torch from a cold disk."""
+    given = {}
+
+    class Seen(Exception):
+        pass
+
+    def build(layout, **words):
+        given.update(words)
+        raise Seen
+
+    monkeypatch.setattr(trainer, "build", build)
+    config = load_config("debug", ["--launch.timeout-s", "77", "--parallel.mode", "fsdp", "--launch.device", "cpu"])
+    with pytest.raises(Seen):
+        trainer.Trainer(config, run_dir=tmp_path)
+    assert given["agree_within"] == given["timeout"] == datetime.timedelta(seconds=77)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from isolated import Isolated, can_isolate, wait_for
-from ray_nodes import short_folder
+from ray_nodes import PATIENT, short_folder
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed"),
@@ -27,7 +27,7 @@ class Cluster:
 
     def __init__(self, namespace, folder, files, head_cpus=0):
         self.namespace, self.folder = namespace, folder
-        self.environ = os.environ | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        self.environ = os.environ | PATIENT | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         head = ("--head", "--port", "6379", "--include-dashboard=false", "--num-cpus", head_cpus)
         self.start(*head, "--temp-dir", files)
 

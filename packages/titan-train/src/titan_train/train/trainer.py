@@ -109,9 +109,8 @@ class Trainer:
         self._if_alone = contextlib.ExitStack()
         self.mesh: Mesh | None = None
         if dist.is_initialized() or mode != "none":  # alone, `build` makes a group of one and ends it on close
-            self.mesh = build(
-                layout, device_type=self.device.type, timeout=datetime.timedelta(seconds=config.launch.timeout_s)
-            )
+            patience = datetime.timedelta(seconds=config.launch.timeout_s)  # a rank may read torch from a cold disk
+            self.mesh = build(layout, device_type=self.device.type, timeout=patience, agree_within=patience)
             if world_size == 1:
                 self._if_alone.callback(self.mesh.close, barrier=False)
         self._closed = False
