@@ -9,7 +9,8 @@ import time
 # Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 SMALL = {"object_store_memory": 80 * 2**20}
-_START_S = 300  # Ray gives each of its processes 30 s to start, too short on two busy cores
+_START_S = 150  # Ray gives each of its processes 30 s to start, too short on two busy cores
+_TRIES = 3
 PATIENT = {
     "RAY_gcs_server_port_wait_time_s": str(_START_S),
     "RAY_raylet_start_wait_time_s": str(_START_S),
@@ -40,9 +41,9 @@ def ray_cluster(*, head_cpus, nodes):
         cluster = Cluster()
         try:
             unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-            cluster.add_node(num_cpus=head_cpus, **unused, **SMALL)
+            _add_node(cluster, num_cpus=head_cpus, **unused)
             for _ in range(nodes):
-                cluster.add_node(num_cpus=1, **SMALL)
+                _add_node(cluster, num_cpus=1)
             yield cluster
         finally:
             cluster.shutdown()
@@ -56,6 +57,17 @@ def short_folder():
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _add_node(cluster, **settings):
+    """A raylet on a very busy machine sometimes never registers, however long one waits: another one does."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return cluster.add_node(**settings, **SMALL)
+        except Exception:  # Ray raises no more precise type
+            if not tries_left:
+                raise
+    return None
 
 
 def _wait_for_node(services, node):

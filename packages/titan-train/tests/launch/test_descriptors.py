@@ -40,6 +40,64 @@ def test_gloo_connects_to_the_peers_that_it_talks_to():
     assert all(total == [36.0] * 3 for _, _, total in [*eager, *lazy])
 
 
+MANY = """
+import datetime, os, resource, sys, threading
+import torch
+import torch.distributed as dist
+
+ranks, groups, patience = int(sys.argv[1]), 3, datetime.timedelta(seconds=1000)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+store, gate, sums, counts = dist.HashStore(), threading.Barrier(ranks), set(), {}
+
+
+def count(what, rank):
+    gate.wait()
+    if rank == 0:
+        counts[what] = len(os.listdir("/proc/self/fd")) // ranks
+    gate.wait()
+
+
+def be(rank):
+    made = []
+    for number in range(groups):
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = patience, 1
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=sys.argv[2] == "1")]
+        made.append(dist.ProcessGroupGloo(dist.PrefixStore(str(number), store), rank, ranks, options))
+    count("made", rank)
+    for group in made:
+        total = torch.ones(4)
+        group.allreduce([total]).wait()
+        sums.add(total[0].item())
+    count("used", rank)
+
+
+threads = [threading.Thread(target=be, args=(rank,)) for rank in range(ranks)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(counts["made"], counts["used"], *sums, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [16, 344])
+def test_three_groups_of_344_ranks_stay_far_below_1024_files_a_rank(ranks):
+    """Every rank is a thread: the process has all their descriptors. 344 ranks that connect at once would have 1,041."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 25 * ranks:
+        pytest.skip("the hard limit of open files is too low for all ranks in one process")
+    words = [sys.executable, "-c", MANY, str(ranks)]
+    lazy = subprocess.run([*words, "1"], capture_output=True, text=True, check=True, timeout=800).stdout
+    made, used, total = map(float, lazy.split())
+    assert made <= used <= 24
+    assert used <= open_files_needed(1, ranks)
+    assert total == ranks
+    if ranks == 16:
+        eager = subprocess.run([*words, "0"], capture_output=True, text=True, check=True, timeout=800).stdout
+        assert float(eager.split()[0]) >= 3 * (ranks - 1)
+
+
 def test_what_is_needed_grows_with_the_ranks_where_every_pair_connects_and_on_rank_0(monkeypatch):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     assert open_files_needed(5, 341) > 1024 > open_files_needed(5, 256)
