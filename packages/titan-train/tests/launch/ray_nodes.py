@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 
-# Before Ray is imported: its nodes then take loopback for their address, as in a cluster that the command starts.
+# Before Ray is imported: its nodes then take loopback for their address, as in a cluster of the command's.
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 SMALL = {"object_store_memory": 80 * 2**20}
 _START_S = 150  # Ray gives each of its processes 30 s to start, too short on two busy cores

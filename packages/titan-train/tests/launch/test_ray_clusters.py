@@ -27,7 +27,9 @@ class Cluster:
 
     def __init__(self, namespace, folder, files, head_cpus=0):
         self.namespace, self.folder = namespace, folder
-        self.environ = os.environ | PATIENT | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        # only for clusters of one Python process, which another test may have set: `ray start` adds no node with it
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
+        self.environ = inherited | PATIENT | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         head = ("--head", "--port", "6379", "--include-dashboard=false", "--num-cpus", head_cpus)
         self.start(*head, "--temp-dir", files)
 
