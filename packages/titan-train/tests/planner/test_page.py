@@ -84,10 +84,11 @@ const move = (id, value) => {
   e.dispatchEvent(new Event("input"));
   seen.push(document.body.dataset.state + " " + document.getElementById("speed").textContent);
 };
-move("tp", 1); move("pp", 2); move("model", "llama3_405b"); move("gpus", 0);
+move("tp", 1); move("stages_per_rank", 1); move("schedule", "zbv"); move("pp", 2); move("model", "llama3_405b"); move("gpus", 0);
 document.body.dataset.seen = JSON.stringify(seen);
 document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-document.body.dataset.rects = document.querySelectorAll("#schedule rect").length;
+document.body.dataset.rects = document.querySelectorAll("#drawing rect").length;
+document.body.dataset.chosen = document.getElementById("schedule").value;
 </script></body>"""
     preset = Setup(seq_len=8192, global_batch=128, microbatch=1, dp_shard=8)
     file = tmp_path / "page.html"
@@ -96,6 +97,7 @@ document.body.dataset.rects = document.querySelectorAll("#schedule rect").length
     printed = subprocess.run([*words, file.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
     body = next(line for line in printed.splitlines() if "<body" in line)
     assert 'data-wide="0"' in body  # nothing is wider than the window
+    assert 'data-chosen="zbv"' in body  # drawing the schedule leaves its choice alone
     assert int(body.split('data-rects="')[1].split('"')[0]) > 10
     assert body.count("fits") >= 3  # at first, with tp 2, with pp 4
     assert "over" in body  # 405B on 8 devices

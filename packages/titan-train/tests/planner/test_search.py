@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from dataclasses import replace
+from importlib import resources
 
 import pytest
 from titan_pipeline import FAMILIES, build_schedule, simulate, verify
@@ -210,3 +211,22 @@ def test_more_of_a_resource_never_slows_a_step_and_more_shards_never_need_more_m
             assert estimate(shape, better, setup).time.total <= base.time.total * (1 + 1e-9)
         more = replace(setup, dp_shard=32)
         assert memory_peak(shape, more).allocated <= memory_peak(shape, setup).allocated
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gb_s = 50.0", "must be positive"),
+        ("host_gb_s = 55", "must be positive"),
+        ("ranks = 8", "must be positive"),
+        ("fp8_tflops = 1979", "must not be negative"),
+        ("latency_us = 25", "must not be negative"),
+    ],
+)
+def test_a_hardware_file_with_a_negative_figure_is_refused(tmp_path, line: str, said: str) -> None:
+    shipped = resources.files("titan_train.planner.hardware").joinpath("h100.toml").read_text()
+    assert line in shipped
+    file = tmp_path / "own.toml"
+    file.write_text(shipped.replace(line, line.replace("= ", "= -")))
+    with pytest.raises(ValueError, match=said):
+        load_machine(str(file))

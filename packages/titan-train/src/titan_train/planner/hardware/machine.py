@@ -104,8 +104,8 @@ def machine_of_device(device: str) -> Machine | None:
 
 def _parse(table: dict[str, Any], name: str) -> Machine:
     try:
-        compute, memory, links = table["compute"], table["memory"], table["links"]
-        local, network = links["local"], links["network"]
+        compute, memory = table["compute"], table["memory"]
+        local, network = table["links"]["local"], table["links"]["network"]
         held = float(compute.get("clock_share", 1.0))
         machine = Machine(
             name=table["name"],
@@ -128,6 +128,17 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
         raise ValueError(f"hardware file {name!r} lacks the key {err}: compare it with a shipped file.") from err
     except TypeError as err:
         raise ValueError(f"hardware file {name!r}: rates, bandwidths and memory must be numbers ({err}).") from err
-    if min(machine.bf16, machine.bandwidth, machine.memory_bytes, machine.local.bytes_per_s) <= 0:
-        raise ValueError(f"hardware file {name!r}: rates, bandwidths and memory must be positive.")
+    positive = (
+        machine.bf16,
+        machine.vector,
+        machine.bandwidth,
+        machine.host_bandwidth,
+        machine.memory_bytes,
+        machine.domain,
+    )
+    links = (machine.local, machine.network)
+    if min(*positive, *(link.bytes_per_s for link in links)) <= 0:
+        raise ValueError(f"hardware file {name!r}: rates, bandwidths, memory and ranks must be positive.")
+    if min(machine.fp8, machine.fp4, *(link.latency_s for link in links)) < 0:
+        raise ValueError(f"hardware file {name!r}: float8 and float4 rates and latencies must not be negative.")
     return machine
