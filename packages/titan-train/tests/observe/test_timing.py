@@ -54,6 +54,26 @@ def test_what_lies_in_validation_or_a_checkpoint_is_part_of_it(timer):
     assert not window.axes
 
 
+def test_a_message_is_hidden_while_the_rank_computes_and_exposed_while_it_waits(timer):
+    with timer.phase("forward"), timer.transfer("pp", 300):
+        timer.clock.now += 2  # computes
+        with timer.waiting("pp"):
+            timer.clock.now += 1  # waits, and the message arrives
+    with timer.phase("forward"), timer.waiting("pp"):
+        timer.clock.now += 8  # the neighbour computes, nothing is on its way
+        with timer.transfer("pp", 500):
+            timer.clock.now += 1
+    with timer.phase("validation"), timer.transfer("pp", 500):
+        timer.clock.now += 1
+    timer.steps = 1
+    window = timer.take()
+    pp = window.axes["pp"]
+    assert (pp.exposed_s, pp.moving_s, pp.hidden_s, pp.latency_s, pp.bytes_per_s) == (10, 2, 2, 1, 500)
+    pp.calls = 2
+    place = Place(1, {"pp": ((0,),)})
+    assert combine(1, place, [place.row(window)]).axes["pp"].overlapped == 0.5
+
+
 def test_another_thread_of_python_is_not_part_of_the_step(timer):
     answers = []
 
@@ -111,6 +131,28 @@ def test_a_late_rank_is_named_with_the_axis_that_waits_for_it(part, kind):
     assert (cause.kind, cause.ranks, cause.axis, cause.part) == (kind, (2,), "tp", part)
     assert "rank 2" in cause.text
     assert "axis tp" in cause.text
+
+
+@pytest.mark.parametrize(
+    ("late", "named"),
+    [((0.3, 0.3, 0.3, 0.3), True), ((2.0, 0.1, 0.1, 0.1), False), ((0.5, 0.1, 0.5, 0.1), False)],
+)
+def test_a_rank_is_slow_only_if_its_quick_steps_are_too(late, named):
+    place = Place(2, {"dp_shard": ((0, 1),)})
+    rows = []
+    for seconds in ((0.1, 0.1, 0.12, 0.1), late):
+        timer = StepTimer(clock=Clock())
+        timer.start()
+        for step in range(4):
+            with timer.phase("forward"):
+                timer.clock.now += seconds[step]
+            with timer.waiting("dp_shard"):
+                timer.clock.now += max(late) - seconds[step]
+            timer.totals("dp_shard").calls += 1
+            timer.step_made()
+        rows.append(place.row(timer.take()))
+    causes = find_causes(combine(4, place, rows), place)
+    assert [(cause.kind, cause.ranks) for cause in causes] == ([("slow rank", (1,))] if named else [])
 
 
 def test_a_stage_with_more_layers_is_unbalanced_and_one_with_as_many_is_a_slow_rank():

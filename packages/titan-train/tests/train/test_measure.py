@@ -1,18 +1,24 @@
 """The split of a step's time and the causes of slowness, measured on ranks."""
 
+import functools
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import titan_testing
 import torch
 from tiny_run import Injecting, tiny_run, write_text
 from titan_pipeline import Measurement, build_schedule
-from titan_testing import run_ranks
 from titan_train.inputs import prepare_inputs
 from titan_train.report import build_report
 from titan_train.train import Trainer
 from titan_train.train.measure import PipelineTimes
+
+run_ranks = functools.partial(titan_testing.run_ranks, timeout_s=500.0)  # what is measured here needs no quick machine
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def train(folder, name, sections, plan=""):
     """Train on this rank; what it measured of each window, the seconds of `fit`, the step times."""
     import torch.distributed as dist
 
-    config = tiny_run(folder, name, **sections)
+    config = tiny_run(folder, name, **{"launch": {"timeout_s": 400.0}} | sections)
     rank = dist.get_rank()
     rows = []
     with Trainer(config, monitor=Injecting(plan, rank, Path(folder) / "runs" / name, 0.2)) as trainer:
@@ -54,10 +60,10 @@ def test_the_parts_of_a_step_add_up_to_it(folder, axis, parallel):
     for rank, (rows, fit_s) in enumerate(results):
         assert len(rows) == 3
         for row in rows:
-            steps_made, wall_s, own, (calls, sent, exposed, *_) = row[0], row[1], row[3:10], row[10:16]
+            steps_made, wall_s, own, (calls, sent, exposed, *_) = row[0], row[1], row[3:10], row[10:17]
             assert steps_made == 4
             # it takes part in nothing else: what another axis exposes is the same number in another column
-            exposed += row[18] if len(row) > 16 else 0.0
+            exposed += row[19] if len(row) > 17 else 0.0
             assert sum(own) + exposed == pytest.approx(wall_s, rel=0.03)
             assert min(own) >= 0.0
             assert calls > 0 and sent > 0 and exposed > 0  # noqa: PT018
@@ -126,16 +132,45 @@ CAUSES = {
     "slow-data rank=1 seconds=0.5": ("slow data", [1], "tp", {"parallel": {"tp": 2}}),
     # the link slows down while the run goes on, for both of its ends
     "slow-link rank=1 axis=tp seconds=0.05 step=9": ("slow link", [0, 1], "tp", {"parallel": {"tp": 2}}),
+    "slow-link rank=1 axis=pp seconds=0.1 step=9": ("slow link", [0, 1], "pp", {"parallel": {"pp": 2}}),
     "": ("unbalanced stage", [0], "pp", {"parallel": {"pp": 2}, "pipeline": {"cuts": [7]}}),
 }
+
+
+# Busy now and then, as what else runs on a machine is; alone if nobody ends it.
+BURN = """
+import random, time
+end = time.time() + 600
+while time.time() < end:
+    until = time.time() + random.expovariate(4)
+    while time.time() < until:
+        pass
+    time.sleep(random.expovariate(8))
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", CAUSES)
 def test_an_injected_cause_is_named_by_rank_axis_and_kind(folder, plan):
     kind, ranks, axis, sections = CAUSES[plan]
-    name = kind.replace(" ", "-")
+    name = f"{kind}-{axis}".replace(" ", "-")
     model = {"model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 8}}} if axis == "pp" else {}
     run_ranks(train, 2, folder, name, {"train": {"steps": 20, "global_batch": 8}} | sections | model, plan)
     named = [(e["cause"], e["ranks"], e["axis"]) for e in events(folder, name, "straggler")]
     assert (kind, ranks, axis) in named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_no_cause_is_named_on_a_machine_that_others_keep_busy(folder, parallel):
+    name = "busy-" + "".join(parallel)
+    sections = {"parallel": parallel, "train": {"steps": 40, "global_batch": 8}}
+    burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(os.cpu_count() or 1)]
+    try:
+        run_ranks(train, 2, folder, name, sections)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert len(events(folder, name, "step_split")) == 9
+    assert events(folder, name, "straggler") == []

@@ -10,6 +10,7 @@ from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.config.metrics import ProfileConfig
 from titan_train.inputs import prepare_inputs
+from titan_train.observe.timing.matching import errors_of_clocks
 from titan_train.observe.timing.traces import read_traces, trace_file
 from titan_train.train import Trainer
 from titan_train.train.profile import in_our_words
@@ -18,7 +19,12 @@ from titan_train.train.profile import in_our_words
 def configure(folder):
     # step 8 would end a window too: a window holds all of a trace's steps, or none
     return tiny_run(
-        folder, "traced", train={"steps": 12, "global_batch": 4}, parallel={"pp": 2}, profile={"steps": "6:8"}
+        folder,
+        "traced",
+        train={"steps": 12, "global_batch": 4},
+        parallel={"pp": 2},
+        profile={"steps": "6:8"},
+        launch={"timeout_s": 400.0},
     )
 
 
@@ -33,7 +39,7 @@ def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile")
     write_text(folder)
     prepare_inputs(configure(folder), quiet=True)
-    run_ranks(train, 2, folder)
+    run_ranks(train, 2, folder, timeout_s=500.0)
     return folder / "runs" / "traced"
 
 
@@ -88,9 +94,45 @@ def test_a_rank_whose_clock_is_ahead_is_moved_back(run_dir, tmp_path):
     assert [e.get("ts") for e in first] == pytest.approx([e.get("ts") for e in second], abs=1.0)
 
 
+def test_a_clock_that_no_exchange_told_of_is_found_by_matching_collectives(run_dir, tmp_path):
+    copy = tmp_path / "run"
+    (copy / "traces").mkdir(parents=True)
+    for rank in range(2):
+        with gzip.open(trace_file(run_dir, rank), "rt") as file:
+            trace = json.load(file)
+        for event in trace["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += 3e6 * rank
+        with gzip.open(trace_file(copy, rank), "wt") as file:
+            json.dump(trace, file)
+    read_traces(copy, tmp_path / "all.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
+    starts = {(event["pid"], event["name"]): event["ts"] for event in reversed(events) if "ts" in event}
+    assert starts[0, "pp stage 0 F mb0"] < starts[1, "pp stage 1 B mb0"]
+    assert starts[1, "pp stage 1 F mb0"] < starts[0, "pp stage 0 B mb0"]
+
+
+def test_clocks_are_moved_only_where_collectives_of_their_axis_prove_them_wrong():
+    axes = {"tp": [(0, 1), (2, 3)], "pp": [(0, 2), (1, 3)]}
+    calls = {
+        0: [("tp barrier", 5.0, 6.0), ("pp barrier", 7.0, 8.0)],
+        1: [("tp barrier", 5.5, 6.1)],
+        2: [("tp barrier", 90.0, 91.0), ("pp barrier", 57.0, 58.0)],
+        3: [("tp barrier", 90.0, 91.0)],
+    }
+    assert errors_of_clocks(calls, axes) == {2: 50.0, 3: 50.0}
+
+
 def test_missing_and_damaged_traces_are_named(run_dir, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run_dir / "traces", copy / "traces")
+    with gzip.open(trace_file(copy, 1), "rt") as file:
+        trace = json.load(file)
+    trace["titan"]["row"].pop()
+    with gzip.open(trace_file(copy, 1), "wt") as file:
+        json.dump(trace, file)
+    with pytest.raises(ValueError, match="is a trace of another version"):
+        read_traces(copy)
     trace_file(copy, 1).unlink()
     with pytest.raises(ValueError, match="lacks the traces of ranks 1"):
         read_traces(copy)

@@ -123,6 +123,8 @@ class Pipeline:
             return both
 
         self.executor.around = phase
+        if isinstance(self.executor.transport, GlooTransport):
+            self.executor.transport.around_transfer = lambda num_bytes: timer.transfer("pp", num_bytes)
 
     def step(self, batches: Sequence[TaskBatch], num_labels: int) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.

@@ -9,6 +9,7 @@ action by action too (`PipelineTimes`).
 import contextlib
 import json
 import logging
+import statistics
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -62,7 +63,8 @@ class StepMeasure:
         self.work = _work(parts)
         self._device = device
         self._every, self._last, self._traced = every, last, traced
-        self._fast: dict[tuple[str, int], float] = {}
+        self._fast: dict[tuple[str, int], tuple[float, float]] = {}
+        """Seconds of the shortest call of each group so far, and of a step's compute then."""
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._named: set[tuple[str, tuple[int, ...]]] = set()
         self._windows = 0
@@ -118,9 +120,13 @@ class StepMeasure:
 
     def _new(self, split: StepSplit) -> list[Cause]:
         """The causes that the window before had too, and that were not named yet or had passed meanwhile."""
-        causes = find_causes(split, self.place, share=_SHARE, quickest=self._fast)
+        # where the machine has become busier, all takes longer: calls as much as compute
+        compute_s = statistics.median(row["forward"] + row["backward"] for row in split.low)
+        quickest = {key: s * max(1.0, compute_s / then_s) for key, (s, then_s) in self._fast.items()}
+        causes = find_causes(split, self.place, share=_SHARE, quickest=quickest)
         for key, seconds in shortest_calls(split, self.place).items():
-            self._fast[key] = min(seconds, self._fast.get(key, seconds))
+            if key not in self._fast or seconds < self._fast[key][0]:
+                self._fast[key] = seconds, max(compute_s, 1e-9)
         keys = {(cause.kind, cause.ranks) for cause in causes}
         lasting = [cause for cause in causes if (cause.kind, cause.ranks) in self._seen]
         new = [cause for cause in lasting if (cause.kind, cause.ranks) not in self._named]

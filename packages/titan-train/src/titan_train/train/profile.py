@@ -93,6 +93,7 @@ class StepProfile:
             "host": platform.node(),
             "offset_s": self._offset_s,
             "row": place.row(window, self._measure.work),
+            "blocking": self._device.type == "cpu",  # a wait ends with its collective
             "place": _place_fields(place),
         }
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as out:

@@ -310,7 +310,7 @@ class Trainer:
         if len(self.losses) == 1:  # from this process's first step on, the optimizer has all its state
             self._checkpointer.prepare(self._state())
         self._guard_nonfinite(result)
-        self._measure.timer.steps += 1
+        self._measure.timer.step_made()
         if self._profile is not None and (trace := self._profile.step_made(self.step)) is not None:
             self._event("profile_written", file=str(trace.relative_to(self.run_dir)))
         if activations:

@@ -8,7 +8,7 @@ step needs no new group. A rank that died takes its connections down, which its 
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -87,6 +87,9 @@ class GlooTransport:
         self.rank = dist.get_rank(self._group)
         self.num_ranks = dist.get_world_size(self._group)
         self.board = StoreBoard(dist.get_process_group_ranks(self._group))
+        self.around_transfer: Callable[[int], AbstractContextManager[object]] | None = None
+        """Gives a block to receive the tensors of one message in, of so many bytes: from when their sender offers them until
+        they are here, in a listening thread. `DeviceTransport`, whose tensors arrive on the device, does not use it."""
         self._receiver = Receiver()
         self._threads: list[threading.Thread] = []
         self._sent: list[tuple[Any, Tensor]] = []
@@ -215,13 +218,13 @@ class GlooTransport:
 
     def _receive_tensors(self, source: int, specs: Specs) -> Payload:
         """Called in the listening thread, in the order of the messages."""
-        payload: list[Tensor | None] = []
-        for spec in specs:
-            tensor = None if spec is None else torch.empty(spec[1], dtype=spec[0])
-            if tensor is not None:
+        payload = tuple(None if spec is None else torch.empty(spec[1], dtype=spec[0]) for spec in specs)
+        tensors = [tensor for tensor in payload if tensor is not None]
+        around = self.around_transfer
+        with nullcontext() if around is None else around(sum(t.nbytes for t in tensors)):
+            for tensor in tensors:
                 dist.recv(on_wire(tensor), group=self._group, group_src=source)
-            payload.append(tensor)
-        return tuple(payload)
+        return payload
 
     def _post(self, tensor: Tensor, target: int) -> None:
         self._sent.append((dist.isend(tensor, group=self._group, group_dst=target), tensor))

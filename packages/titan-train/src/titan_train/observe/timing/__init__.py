@@ -2,7 +2,7 @@
 
 `clock` divides a rank's time over phases, without overlap. `collectives` takes the time in which a rank waits for others
 out of them, by mesh axis. `split` puts the ranks' figures together; `causes` names what holds the run up; `traces`
-reads the ranks' traces, and `host_clocks` compares machines' clocks. Only `collectives` and `host_clocks` import torch.
+reads the ranks' traces, `host_clocks` and `matching` put them on one clock. Only `collectives` and `host_clocks` import torch.
 """
 
 from titan_train.observe.timing.causes import Cause, find_causes

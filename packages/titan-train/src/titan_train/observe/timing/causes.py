@@ -10,12 +10,15 @@ other rank waits for it in collectives, it waits for nobody.
     no rank is late, but even the shortest call of a
       group takes long                                 the link is slow
 
+A busy machine makes any step of any rank late. So ranks are compared by quarters of their steps: a rank is slow if even its
+quick steps take longer than the slow ones of the others; of data, which comes in bursts, if its mean does.
+
 The shortest call is one to which all ranks came together, so it is the link's own time. It is compared with the other
 groups of the axis, and with the quickest window of the run so far.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,16 +105,16 @@ def shortest_calls(split: StepSplit, place: Place) -> dict[tuple[str, int], floa
 
 
 def _late_ranks(split: StepSplit, place: Place, least_s: float) -> list[Cause]:
-    """Ranks whose own time is above the median of the ranks that do the same work."""
+    """Ranks whose own time is above that of the median of the ranks that do the same work."""
     causes: list[Cause] = []
     everybody = list(range(place.world_size))
     alike = [(part, everybody) for part in ("data", "host")]  # whatever a rank computes
     alike += [(part, peers) for peers in _peers(place) for part in _COMPUTE]
     for part, peers in alike:
         if len(peers) > 1:
-            values = {rank: split.rows[rank][part] for rank in peers}
-            usual = statistics.median_low(list(values.values()))
-            for rank, value in values.items():
+            usual = statistics.median_low([split.high[rank][part] for rank in peers])
+            for rank in peers:
+                value = split.rows[rank][part] if part == "data" else split.low[rank][part]
                 if value - usual >= least_s:
                     kind = "slow data" if part == "data" else "slow rank"
                     causes.append(Cause(kind, (rank,), _waited_on(split, place, rank), part, value - usual, usual))
@@ -123,15 +126,16 @@ def _unbalanced(split: StepSplit, place: Place, least_s: float) -> list[Cause]:
     if len(set(place.stages)) < 2:
         return []
     ranks_of = {s: tuple(r for r, stage in enumerate(place.stages) if stage == s) for s in sorted(set(place.stages))}
-    seconds = {
-        s: min(sum(split.rows[rank][part] for part in ("forward", "backward")) for rank in ranks)
-        for s, ranks in ranks_of.items()
-    }
-    slowest = max(seconds, key=lambda s: seconds[s])
-    usual = statistics.median_low([value for s, value in seconds.items() if s != slowest])
-    if seconds[slowest] - usual < least_s:
+
+    def computes(rows: Sequence[Mapping[str, float]]) -> dict[int, float]:
+        return {s: min(rows[r]["forward"] + rows[r]["backward"] for r in ranks) for s, ranks in ranks_of.items()}
+
+    seconds, low, high = computes(split.rows), computes(split.low), computes(split.high)
+    slowest = max(low, key=lambda s: low[s])
+    usual = statistics.median_low([value for s, value in high.items() if s != slowest])
+    excess = low[slowest] - usual
+    if excess < least_s:
         return []
-    excess = seconds[slowest] - usual
     # ranks of a stage slow down together when it holds too much; of a stage of one rank, what it holds must tell
     first = ranks_of[slowest]
     if len(first) == 1 and not _explained(split, {s: ranks[0] for s, ranks in ranks_of.items()}, seconds, slowest):

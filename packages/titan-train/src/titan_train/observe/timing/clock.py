@@ -12,7 +12,8 @@ of `--profile.steps` divide a GPU's own time.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -30,6 +31,8 @@ class AxisTotals:
     """What this rank sends, as the usual algorithms do it: an all-reduce of n bytes sends 2 (k - 1) / k * n."""
     exposed_s: float = 0.0
     """The rank did nothing else: starting and waiting, also for ranks that come later."""
+    moving_s: float = 0.0
+    """Of the exposed time of a pipeline, that in which a message was on its way; the rest waits for a neighbour to compute."""
     hidden_s: float = 0.0
     """Under way while the rank computed. An operation found finished counts until it was asked for, so this is at most."""
     latency_s: float = 0.0
@@ -53,6 +56,10 @@ class Window:
     phases: dict[str, float]
     """Seconds by phase, waiting for other ranks left out."""
     axes: dict[str, AxisTotals]
+    low: dict[str, float]
+    """Seconds of a phase that a quarter of the steps stayed below."""
+    high: dict[str, float]
+    """Seconds of a phase that a quarter of the steps took longer than."""
 
 
 @dataclass(slots=True)
@@ -65,20 +72,23 @@ class StepTimer:
     running: bool = False
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     axes: dict[str, AxisTotals] = field(default_factory=dict[str, AxisTotals])
+    _by_step: list[list[float]] = field(default_factory=list[list[float]])
+    _before: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
     _stack: list[str] = field(default_factory=lambda: ["host"])
     _mark: float = 0.0
     _began: float = 0.0
     _thread: int = 0
     waits: bool = False
     """Inside a block of `waiting`, whose collectives are not counted a second time."""
+    _waited_s: float = 0.0
+    _waits_since: float = 0.0
 
     def start(self) -> None:
         """Begin a window; the calling thread is the one whose time is divided."""
         self._began = self._mark = self.clock()
         self._thread = threading.get_ident()
-        self.steps, self.running = 0, True
-        self.phases = dict.fromkeys(PHASES, 0.0)
-        self.axes = {}
+        self.running = True
+        self._reset()
 
     def phase(self, name: str) -> "_Phase":
         """A block whose time goes to the phase ``name``, one of `PHASES`; blocks may lie in each other."""
@@ -87,6 +97,24 @@ class StepTimer:
     def waiting(self, axis: str) -> "_Waiting":
         """A block in which the rank waits for others on ``axis``."""
         return _Waiting(self, axis)
+
+    @contextmanager
+    def transfer(self, axis: str, num_bytes: int) -> Generator[None]:
+        """A block, in any thread, in which a message comes in: exposed where the rank waits meanwhile, else hidden."""
+        began, waited_s = self.clock(), self._waited()
+        yield
+        if not self.running or self._stack[-1] in _APART:
+            return
+        seconds = self.clock() - began
+        waited_s = min(seconds, max(0.0, self._waited() - waited_s))
+        totals = self.totals(axis)
+        totals.moving_s += waited_s
+        totals.hidden_s += seconds - waited_s
+        totals.add_call(seconds, num_bytes)
+
+    def _waited(self) -> float:
+        """Seconds spent in blocks of `waiting` until now."""
+        return self._waited_s + (self.clock() - self._waits_since if self.waits else 0.0)
 
     def totals(self, axis: str) -> AxisTotals:
         """Of one axis, in this window."""
@@ -117,11 +145,27 @@ class StepTimer:
         """End the window and begin the next."""
         now = self.clock()
         self._add(now)
-        window = Window(self.steps, now - self._began, self.phases, self.axes)
-        self.steps, self._began = 0, now
+        mean = [self.phases[name] / max(1, self.steps) for name in PHASES]
+        columns = [sorted(values) for values in zip(*(self._by_step or [mean]), strict=True)]
+        low, high = ({n: _quantile(c, q) for n, c in zip(PHASES, columns, strict=True)} for q in (0.25, 0.75))
+        window = Window(self.steps, now - self._began, self.phases, self.axes, low, high)
+        self._began = now
+        self._reset()
+        return window
+
+    def step_made(self) -> None:
+        """Count a step that has ended."""
+        self._add(self.clock())
+        now = [self.phases[name] for name in PHASES]
+        self._by_step.append([after - before for after, before in zip(now, self._before, strict=True)])
+        self._before = now
+        self.steps += 1
+
+    def _reset(self) -> None:
+        self.steps = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
         self.axes = {}
-        return window
+        self._by_step, self._before = [], [0.0] * len(PHASES)
 
     def stop(self) -> None:
         """Divide no more time until the next `start`."""
@@ -142,6 +186,24 @@ class StepTimer:
         self._add(self.clock())
         self._stack.pop()
 
+    def begin_wait(self) -> None:
+        """Begin to wait; `waiting` does it as a block."""
+        self._waits_since, self.waits = self.clock(), True
+
+    def end_wait(self, axis: str) -> None:
+        """End the wait."""
+        seconds = self.clock() - self._waits_since
+        self._waited_s += seconds
+        self.waits = False
+        self.waited(axis, seconds)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Between the two nearest of some values in rising order."""
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    return ordered[below] + (at - below) * (ordered[min(below + 1, len(ordered) - 1)] - ordered[below])
+
 
 class _Phase:
     __slots__ = ("_name", "_timer")
@@ -160,7 +222,7 @@ class _Phase:
 
 
 class _Waiting:
-    __slots__ = ("_axis", "_began", "_counts", "_timer")
+    __slots__ = ("_axis", "_counts", "_timer")
 
     def __init__(self, timer: StepTimer, axis: str) -> None:
         self._timer = timer
@@ -169,12 +231,10 @@ class _Waiting:
     def __enter__(self) -> None:
         self._counts = self._timer.counts_here()
         if self._counts:
-            self._began = self._timer.clock()
-            self._timer.waits = True
+            self._timer.begin_wait()
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None
     ) -> None:
         if self._counts:
-            self._timer.waits = False
-            self._timer.waited(self._axis, self._timer.clock() - self._began)
+            self._timer.end_wait(self._axis)

@@ -10,7 +10,8 @@ replaced by versions that read a clock before and after. The group says which ax
 Cost: about two microseconds per call.
 
 Limits: collectives inside compiled code, and the backward of expert parallelism's exchange, start in C++: they count as
-compute. Waiting for a pipeline's neighbour counts on ``pp``, whether the message or the neighbour's work takes the time.
+compute. Waiting for a pipeline's neighbour counts on ``pp``, whether the message or the neighbour's work takes the time;
+its messages arrive in threads, which `StepTimer.transfer` times.
 """
 
 import time
@@ -107,7 +108,7 @@ class CollectiveMeter:
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if not timer.counts_here():
-                return self._received(original, operation, group, args, kwargs)
+                return original(group, *args, **kwargs)
             axis, size = self.axis_of(group)
             began = time.perf_counter()
             if self.delays:
@@ -128,16 +129,6 @@ class CollectiveMeter:
 
         return call
 
-    def _received(
-        self, original: Callable[..., Any], operation: str, group: dist.ProcessGroup, args: Any, kwargs: Any
-    ) -> Any:
-        """A call that is no part of this rank's time. A pipeline's threads receive: how long that takes tells the link."""
-        began = time.perf_counter()
-        work = original(group, *args, **kwargs)
-        if operation == "recv" and work is not None and self.timer.running:
-            self._works[work] = (self.axis_of(group)[0], began, began, _bytes(args[0]), True)
-        return work
-
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         timer = self.timer
 
@@ -147,10 +138,7 @@ class CollectiveMeter:
                 return original(work, *args, **kwargs)
             axis, began, issued, sent, timed = known
             if not timer.counts_here():
-                result = original(work, *args, **kwargs)
-                if timed and timer.running:
-                    timer.totals(axis).add_call(time.perf_counter() - began, sent)
-                return result
+                return original(work, *args, **kwargs)
             asked = time.perf_counter()
             finished = work.is_completed()
             with nullcontext() if self.label is None else self.label(f"{axis} wait"):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from titan_train.observe.timing.clock import PHASES, AxisTotals, Window
 
 _BEFORE = 3  # steps, wall_s, work
-_PER_AXIS = ("calls", "sent_bytes", "exposed_s", "hidden_s", "latency_s", "bytes_per_s")
+_PER_STEP = ("calls", "sent_bytes", "exposed_s", "moving_s", "hidden_s")
+_PER_AXIS = (*_PER_STEP, "latency_s", "bytes_per_s")
 
 
 class Spread(NamedTuple):
@@ -55,14 +56,14 @@ class Place:
         row = [float(window.steps), window.wall_s / steps, work, *(window.phases[name] / steps for name in PHASES)]
         for axis in self.axes:
             totals = window.axes.get(axis, AxisTotals())
-            row += [getattr(totals, name) / steps for name in _PER_AXIS[:4]]
+            row += [getattr(totals, name) / steps for name in _PER_STEP]
             row += [totals.latency_s, totals.bytes_per_s]
-        return row
+        return row + [quarter[name] for quarter in (window.low, window.high) for name in PHASES]
 
     @property
     def width(self) -> int:
         """Numbers in a row."""
-        return _BEFORE + len(PHASES) + len(_PER_AXIS) * len(self.axes)
+        return _BEFORE + 3 * len(PHASES) + len(_PER_AXIS) * len(self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class AxisSplit:
     sent_bytes: float
     """Of the rank that sends most."""
     exposed_s: Spread
+    moving_s: Spread
+    """Of a pipeline, the exposed time in which a message was on its way; 0 on other axes."""
     hidden_s: Spread
     latency_us: float | None
     """The shortest call of any rank; None if nothing was waited for."""
@@ -82,8 +85,11 @@ class AxisSplit:
 
     @property
     def overlapped(self) -> float:
-        """Share of the communication, at the median rank, that ran under compute; in [0, 1]."""
-        total = self.exposed_s.median + self.hidden_s.median
+        """Share of the communication, at the median rank, that ran under compute; in [0, 1]. Of a pipeline's messages, while
+        they are on their way: waiting for a neighbour to compute is a bubble, which no link shortens.
+        """
+        exposed_s = self.moving_s if self.moving_s.most > 0 else self.exposed_s
+        total = exposed_s.median + self.hidden_s.median
         return self.hidden_s.median / total if total > 0 else 0.0
 
 
@@ -102,6 +108,10 @@ class StepSplit:
     """Only the axes on which something was sent."""
     rows: tuple[Mapping[str, float], ...] = ()
     """Each rank's own seconds by part; an axis is called ``exposed:tp``."""
+    low: tuple[Mapping[str, float], ...] = ()
+    """Each rank's seconds by phase that a quarter of its steps stayed below."""
+    high: tuple[Mapping[str, float], ...] = ()
+    """Each rank's seconds by phase that a quarter of its steps took longer than."""
     latencies: tuple[Mapping[str, float], ...] = ()
     """Each rank's shortest call, in seconds, by axis."""
     work: tuple[float, ...] = ()
@@ -159,6 +169,8 @@ def combine(step: int, place: Place, rows: Sequence[Sequence[float]]) -> StepSpl
             | {f"exposed:{name}": totals[rank].exposed_s for name, totals in columns.items()}
             for rank, row in enumerate(rows)
         ),
+        low=tuple(dict(zip(PHASES, row[-2 * len(PHASES) :], strict=False)) for row in rows),
+        high=tuple(dict(zip(PHASES, row[-len(PHASES) :], strict=True)) for row in rows),
         latencies=tuple({n: t[rank].latency_s for n, t in columns.items()} for rank in range(len(rows))),
         work=tuple(row[2] for row in rows),
     )
@@ -183,6 +195,7 @@ def _axis(totals: Sequence[AxisTotals]) -> AxisSplit:
         calls=max(t.calls for t in totals),
         sent_bytes=max(t.sent_bytes for t in totals),
         exposed_s=Spread.of([t.exposed_s for t in totals]),
+        moving_s=Spread.of([t.moving_s for t in totals]),
         hidden_s=Spread.of([t.hidden_s for t in totals]),
         latency_us=1e6 * min(latencies) if latencies else None,
         gb_s=rate / 1e9 if rate > 0 and math.isfinite(rate) else None,

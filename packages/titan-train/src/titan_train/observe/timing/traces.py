@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_train.files import parse_json
 from titan_train.observe.timing.causes import Cause, find_causes
+from titan_train.observe.timing.matching import calls_of, errors_of_clocks
 from titan_train.observe.timing.split import Place, StepSplit, combine
 
 
@@ -52,7 +53,7 @@ def read_traces(run_dir: Path, out: Path | None = None) -> Traces:
     if not files:
         raise ValueError(f"{run_dir} holds no traces. Run it with --profile.steps FIRST:LAST, such as 10:13.")
     abouts: dict[int, dict[str, Any]] = {}
-    events: list[dict[str, Any]] = []
+    events: dict[int, list[dict[str, Any]]] = {}
     for file in files:
         trace = _read(file)
         about = trace["titan"]
@@ -61,7 +62,7 @@ def read_traces(run_dir: Path, out: Path | None = None) -> Traces:
             for event in trace["traceEvents"]:
                 if "ts" in event:
                     event["ts"] -= 1e6 * about["offset_s"]
-                events.append(event)
+            events[int(about["rank"])] = trace["traceEvents"]
     newest = max(about["steps"][1] for about in abouts.values())
     abouts = {rank: about for rank, about in abouts.items() if about["steps"][1] == newest}
     first = next(iter(abouts.values()))
@@ -72,15 +73,28 @@ def read_traces(run_dir: Path, out: Path | None = None) -> Traces:
             f"{folder_of(run_dir)} lacks the traces of ranks {', '.join(map(str, missing))}. Each machine writes its own: copy "
             "the files of the others there."
         )
+    for rank, about in abouts.items():
+        if len(about["row"]) != place.width:
+            raise ValueError(
+                f"{trace_file(run_dir, rank)} is a trace of another version of titan-train. Trace the steps again."
+            )
     split = combine(newest, place, [abouts[rank]["row"] for rank in range(place.world_size)])
     if out is not None:
-        start = min((event["ts"] for event in events if "ts" in event), default=0.0)
-        for event in events:
-            if "ts" in event:
-                event["ts"] -= start
+        if first.get("blocking"):
+            calls = {rank: calls_of(events[rank]) for rank in abouts}
+            for rank, ahead_us in errors_of_clocks(calls, place.groups).items():
+                _move(events[rank], -ahead_us)
+        together = [event for rank in sorted(events) for event in events[rank]]
+        _move(together, -min((event["ts"] for event in together if "ts" in event), default=0.0))
         with gzip.open(out, "wt", encoding="utf-8", compresslevel=3) as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+            json.dump({"traceEvents": together, "displayTimeUnit": "ms"}, file)
     return Traces(split, find_causes(split, place), first["steps"][0], place, missing)
+
+
+def _move(events: list[dict[str, Any]], by_us: float) -> None:
+    for event in events:
+        if "ts" in event:
+            event["ts"] += by_us
 
 
 def _read(file: Path) -> dict[str, Any]:
