@@ -5,7 +5,8 @@ Problem: a clock may be set while a run goes on, and hosts may share a name, so 
 ranks have in common bounds from both sides how far their clocks are apart. A clock that is within all bounds is left alone;
 one outside of them is moved to their middle, right to about half of the shortest collective.
 
-Limit: an accelerator's collective ends later than the call that waits for it; traces with those are not compared.
+Limits: ranks that share no collective of an axis with others (a pipeline's stages only send) are not compared with them. An
+accelerator's collective ends later than the call that waits for it; traces with those are not compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
