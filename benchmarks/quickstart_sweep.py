@@ -34,17 +34,18 @@ def shape(dim: int, layers: int, heads: int, ffn: int, vocab: int) -> list[str]:
 
 CANDIDATES: dict[str, list[str]] = {
     "shipped": [],
-    "wide-4096": [*shape(256, 4, 4, 704, 4096), "--optimizer.lr", "2e-3"],
-    "mid-4096": [*shape(192, 4, 3, 512, 4096), "--optimizer.lr", "4e-3"],
-    "mid-2048": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3"],
-    "mid-2048-hot": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "8e-3"],
+    "hot": ["--optimizer.lr", "4e-3"],
+    "cosine": ["--schedule.name", "cosine"],
+    "long-decay": ["--schedule.decay-steps", "{60 % of the steps}"],
+    "batch-4": ["--train.global-batch", "4"],
+    "short": ["--model.seq-len", "128"],
+    "unmasked": ["--data.document-mask", "false"],
+    "vocab-2048": [*shape(256, 4, 4, 704, 2048)],
+    "deep": [*shape(192, 6, 3, 512, 4096), "--optimizer.lr", "3e-3"],
+    "mid-4096": [*shape(192, 4, 3, 512, 4096), "--optimizer.lr", "3e-3"],
+    "mid-2048": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "3e-3"],
     "narrow-2048": [*shape(128, 4, 2, 384, 2048), "--optimizer.lr", "5e-3"],
-    "narrow-1024": [*shape(128, 4, 2, 384, 1024), "--optimizer.lr", "5e-3"],
-    "mid-2048-short": [
-        *shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3", "--model.seq-len", "128", "--train.global-batch", "16",
-    ],
-    "mid-2048-unmasked": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "4e-3", "--data.document-mask", "false"],
-}  # fmt: skip
+}
 WARM_UP, TIMED = 3, 8
 
 
@@ -56,6 +57,7 @@ def configure(words: list[str], folder: Path, steps: int, tokens: int) -> Config
         "--metrics.progress", "off", "--metrics.report", "false", "--validation.sample-tokens", "0",
         "--validation.every", str(steps),
     ]  # fmt: skip
+    words = [word.replace("{60 % of the steps}", str(6 * steps // 10)) for word in words]
     config = load_config("quickstart", [*words, *fixed])
     batch = config.train.global_batch * config.model.seq_len
     return load_config("quickstart", [*words, *fixed, "--validation.steps", str(-(-tokens // batch))])

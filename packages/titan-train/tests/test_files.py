@@ -21,8 +21,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         write_atomic(file, "new", sync=True)
+    assert caught.value.filename == str(file)  # not a temporary name
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 

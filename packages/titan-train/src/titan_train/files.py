@@ -108,7 +108,7 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> Non
         sync: Flush to the disk before the rename, so that the file survives a power failure.
 
     Raises:
-        OSError: The file cannot be written; ``path`` and its folder are as before.
+        OSError: The file cannot be written; ``path``, which the error names, and its folder are as before.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -121,7 +121,9 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> Non
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as err:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(err, OSError):
+            err.filename = str(path)  # what was to be written, not the temporary name
         raise

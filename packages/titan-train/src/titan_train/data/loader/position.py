@@ -45,7 +45,8 @@ def check_state(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_d
         change = f"{field} was {saved[field]!r} when the state was saved and is {current[field]!r} now: {meaning}"
         if not allow_data_change:
             raise ValueError(
-                f"{change}. Samples would repeat or be left out. Restore the setting, or pass allow_data_change=True."
+                f"{change}. Samples would repeat or be left out. Restore the setting, or allow it: "
+                "checkpoint.allow_data_change=true (allow_data_change=True of a data loader)."
             )
         _logger.warning("%s; continuing after %d samples as asked", change, samples)
     return samples
