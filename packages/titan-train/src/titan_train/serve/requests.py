@@ -96,7 +96,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if isinstance(content, list):  # the form with parts, of which only text can be read
         texts = [part["text"] for part in content if _is_text(part)]
         if len(texts) < len(content):
-            raise BadRequestError(f"{where}.content holds a part that is not text. Send text only.", where)
+            raise BadRequestError(
+                f"{where}.content holds a part that is not text. Send text only; about images, use titan-train generate --image.",
+                where,
+            )
         content = "".join(texts)
     if not isinstance(content, str):
         raise BadRequestError(f"{where}.content must be a text.", where)
