@@ -1,8 +1,9 @@
 """What does measuring where a step's time goes cost?
 
 Method: one run on two gloo ranks (FSDP), in chunks of 20 steps, the measurement (`metrics.split_every = 20`: phases, every
-collective, one gather and record per chunk) on in every second chunk. CPU time of the thread that trains, on each rank, over a chunk, so that
-other work on the machine counts little; neighbouring chunks are paired, and the median of the ratios is the cost.
+collective, one gather and record per chunk) on in every second chunk. CPU time of the thread that trains, on each rank, over
+a chunk, so that other work on the machine counts little; neighbouring chunks are paired, and the median of the ratios is the
+cost.
 Output: a line per model, then one JSON object. Limits: gloo on CPU; the collectives of a GPU step are as many, its step
 longer. Example: python benchmarks/split_overhead.py
 """

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -78,6 +78,7 @@ class TextTask(Task):
 class TextInputs(Inputs):
     """The open data of one run, and what its validations continue."""
 
+    samples_by_forward: ClassVar[bool] = False  # sampling keeps keys and values in the model
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt; empty where nothing is sampled."""
     sample_tokens: int
