@@ -206,6 +206,21 @@ def test_a_changed_data_order_is_refused_on_resume(folder):
         Trainer(config)
 
 
+def test_a_resumed_run_has_the_optimizer_settings_of_its_configuration(folder):
+    train(folder, "settings", {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}}, until=2, save=True)
+    run = {"dir": str(Path(folder) / "runs"), "name": "settings", "seed": 7}
+    asked = {"lr": 5e-4, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    with Trainer(configure(folder, run=run, optimizer=asked)) as trainer:
+        assert trainer.step == 2
+        decayed, undecayed = trainer.optimizer.param_groups
+        assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.3, 0.0)
+        for group in (decayed, undecayed):
+            assert (group["lr"], group["betas"], group["eps"]) == (5e-4, (0.8, 0.9), 1e-6)
+            assert all("exp_avg" in trainer.optimizer.state[p] for p in group["params"])
+    with pytest.raises(ValueError, match="holds the state of 'adamw', which 'sgd' cannot use"):
+        Trainer(configure(folder, run=run, optimizer={"name": "sgd"}))
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_so(folder):
     run_ranks(train, 2, folder, "damaged", {"checkpoint": {"every": 5}}, until=10)
     run_dir = Path(folder) / "runs" / "damaged"

@@ -38,7 +38,7 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.observe.timing import Cause, StepSplit, split_line
-from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.optim import build_optimizer, build_scheduler, put_back, settings_of
 from titan_train.parallel.apply import build_parallel_model, describe_layout
 from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
@@ -462,7 +462,10 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
+        settings = settings_of(self.optimizer)
         step = self._checkpointer.restore(self._state(), fallback=True)
+        if step:
+            put_back(settings, self.optimizer)
         if step == 0 and self.config.model.init:
             tokenizer = getattr(self._inputs, "tokenizer", None)
             if tokenizer is not None:
