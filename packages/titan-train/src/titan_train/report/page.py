@@ -63,20 +63,20 @@ class LossView:
     marks: list[EventMarks]
 
 
-def build_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+def build_report(run: str | Path | RunFolder, out: str | Path | None = None) -> Path:
     """Write the report of a run.
 
     Args:
-        run_dir: The run's folder: finished, going on, or left by a crash.
-        out: The file to write; ``run_dir/report.html`` by default.
+        run: Its folder, or what was read of it. The run is finished, going on, or left by a crash.
+        out: The file to write; ``report.html`` in the folder by default.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: If ``run_dir`` is not the folder of a run.
+        ValueError: If ``run`` is not the folder of a run.
     """
-    folder = read_folder(run_dir)
+    folder = run if isinstance(run, RunFolder) else read_folder(run)
     target = Path(out) if out is not None else folder.path / REPORT_NAME
     events = _told(folder.history.events)
     html = render(

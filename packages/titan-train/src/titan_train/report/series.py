@@ -74,7 +74,9 @@ def thin(
         # the last member stands for the bucket, so that the newest step is where it belongs
         thinned.x.append(x[members[-1]])
         thinned.mean.append(math.fsum(finite) / len(finite) if finite else math.nan)
-        least, most = ([v for i in members if math.isfinite(v := values[i])] for values in (low or y, high or y))
+        least, most = (
+            [v for i in members if math.isfinite(v := values[i])] if values else finite for values in (low, high)
+        )
         thinned.low.append(min(least, default=math.nan))
         thinned.high.append(max(most, default=math.nan))
     return thinned

@@ -102,13 +102,16 @@ def when(stamp: Any) -> str:
     return stamp[:16].replace("T", " ") + " UTC" if isinstance(stamp, str) and len(stamp) >= 16 else "–"
 
 
-def summarize(run_dir: str | Path) -> str:
+def summarize(run: str | Path | RunFolder) -> str:
     """The run in a few lines of text.
 
+    Args:
+        run: Its folder, or what was read of it.
+
     Raises:
-        ValueError: If ``run_dir`` is not the folder of a run.
+        ValueError: If ``run`` is not the folder of a run.
     """
-    folder = read_folder(run_dir)
+    folder = run if isinstance(run, RunFolder) else read_folder(run)
     lines = [f"{folder.name}: {folder.status}", setting(folder)]
     if folder.attempts and folder.attempts[-1].get("error"):
         lines.append(f"error: {folder.attempts[-1]['error']}")

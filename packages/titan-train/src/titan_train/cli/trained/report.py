@@ -12,10 +12,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
 
     from titan_train.report import build_report, summarize
+    from titan_train.report.folder import read_folder
     from titan_train.run_folder import read_config
 
     read_config(arguments.run_dir)  # says so if this is not a run's folder
-    page = build_report(arguments.run_dir, arguments.out)
-    print(summarize(arguments.run_dir))
+    folder = read_folder(arguments.run_dir)
+    page = build_report(folder, arguments.out)
+    print(summarize(folder))
     print(f"report   {page}")
     return 0
