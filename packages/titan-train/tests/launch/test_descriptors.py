@@ -22,9 +22,12 @@ def held():
 def groups_of_all(lazy):
     """Descriptors that two groups of all ranks take, and those that are there after a sum over each."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+    gate = dist.new_group(backend="gloo")  # a fast rank's sum would connect to a slow one that has not counted yet
+    dist.barrier(gate)
     before = held()
     made = [dist.new_group(backend="gloo") for _ in range(2)]
     after = held()
+    dist.barrier(gate)
     total = torch.ones(3)
     for group in made:
         dist.all_reduce(total, group=group)

@@ -57,7 +57,7 @@ def test_only_deepseek_v3s_expert_biases_are_buffers() -> None:
 def test_all_shipped_models_build_on_the_meta_device_in_seconds() -> None:
     started = time.process_time()  # processor time: what else runs on the machine does not count
     models = [build_model(ModelConfig(name=name), vocab_size=None) for name in list_models()]
-    assert time.process_time() - started < 5.0
+    assert time.process_time() - started < 20.0  # with memory and random numbers for them it would be hours
     assert all(p.is_meta for model in models for p in model.parameters())
 
 

@@ -1,7 +1,6 @@
 """A Hugging Face folder as transformers reads it."""
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ class HfModel:
         files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
         safe = {"trust_remote_code": False, "local_files_only": True}
-        seeing = "vision_config" in json.loads((folder / "config.json").read_bytes())
+        seeing = hasattr(transformers.AutoConfig.from_pretrained(folder, **safe), "vision_config")
         kind: Any = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
         # transformers would draw what is missing at random, and only warn
         loaded, report = kind.from_pretrained(
