@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 # not the schedule's, and not those that say on which device a state lies, which has to fit the restored state
-_LEFT = ("params", "lr", "frozen", "fused", "foreach", "capturable")
+_LEFT = ("params", "lr", "fused", "foreach", "capturable")
 _KINDS = {"betas": "adamw", "momentum": "sgd"}
 
 
@@ -34,4 +34,6 @@ def put_back(settings: Sequence[dict[str, Any]], optimizer: torch.optim.Optimize
                     f"Resume with optimizer.name={saved!r}, or start another run from the weights: titan-train export RUN "
                     "--to hf, then model.init='hf:DIR'."
                 )
-        group.update(ours)
+        if "frozen" not in ours:  # the schedule keeps it up to date where the configuration freezes anything
+            group.pop("frozen", None)
+        group.update({key: value for key, value in ours.items() if key != "frozen"})
