@@ -2,7 +2,7 @@
 
 - `trainer`: `Trainer` composes a run from a `Config`: inputs, model, optimizer, checkpoints, records.
 - `step`: one optimizer step. `graphs`: its forward and backward as a CUDA graph. `rerun`: a suspect step once more.
-- `validate`: the loss on held-out data. `whole_model`: the model as one module under any layout, for samples.
+- `validate`: the loss on held-out data. `whole_model`: what the task samples then, with the model as one module.
 - `measure`: where the time of steps goes. `profile`: traces of some. `inspect_step`: the activations of one.
 - `process`: the rank's device, seeds and garbage collection.
 - `reduce_scope`: what this rank contributes to sums over all ranks.

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, LocalShard, TrainState
 from titan_mesh import Mesh, build
@@ -55,7 +54,7 @@ from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
 from titan_train.train.validate import validation_loss
 from titan_train.train.warm_start import load_init
-from titan_train.train.whole_model import WholeModel, can_be_whole
+from titan_train.train.whole_model import sample
 
 log = logging.getLogger(__name__)
 
@@ -393,39 +392,13 @@ class Trainer:
             )
         record = self._inputs.record(self.step, found.loss, found.counted)
         record = dataclasses.replace(record, parts=found.parts)
-        sampled = self._sample()
+        sampled = sample(self._inputs, self.model, self.mesh, self.config.parallel, self.run_dir, self.step)
         for tracker in self._trackers:
             tracker.log_validation(record)
         if self._progress is not None:
             self._progress.validation(record)
             if sampled:
                 self._progress.sample(self.step, sampled)
-
-    @torch.no_grad()
-    def _sample(self) -> str | None:
-        """Let the task sample, where every rank can run the whole model forward."""
-        parallel = self.config.parallel
-        if self.mesh is not None and (parallel.pp > 1 or parallel.cp > 1):
-            if not self._inputs.samples_by_forward or not can_be_whole(self.model):
-                return None
-            module = WholeModel(self.model, self.mesh)
-        else:
-            (module,) = self.model.parts
-        module.eval()
-        # samples have other shapes than training: compiled blocks would be compiled again for each
-        with torch.compiler.set_stance("force_eager"), self._whole_logits(module):
-            sampled = self._inputs.sample(module, self.run_dir, self.step)
-        module.train()
-        return sampled
-
-    def _whole_logits(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Where tensor parallelism cuts the vocabulary, a block in which the model gives all of it."""
-        if self.mesh is None or self.config.parallel.tp == 1 or isinstance(module, WholeModel):
-            return contextlib.nullcontext()
-        from titan_train.generation.tensor import whole_logits
-
-        plan = self.config.parallel.tp_plan
-        return whole_logits(module, self.mesh.group("tp"), cuts=self.model.cuts, plan=plan)
 
     def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
         return DataLoader(

@@ -1,10 +1,12 @@
-"""The whole model as one module, for samples during training under a layout that cuts layers or tokens apart.
+"""Samples during training, and the whole model as one module for them where a layout cuts layers or tokens apart.
 
 Under data and tensor parallelism a rank's module takes and returns whole tensors as it is. A pipeline stage or a context rank
 does not: here inputs are cut as batches are, the stages run forward, and every rank gets the whole output.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from titan_mesh import Mesh
 from torch import Tensor, nn
 
+from titan_train.config.parallel import ParallelConfig
 from titan_train.models import accepted_inputs
 from titan_train.parallel.apply import ParallelModel
 from titan_train.parallel.pipeline import Pipeline
-from titan_train.task import WholeCut
+from titan_train.task import TaskInputs, WholeCut
 
 _MOST_DIMS = 8
 
@@ -93,3 +96,37 @@ def _rows(tensors: Sequence[Any], rows: int, first: int, each: int) -> tuple[Ten
     """``each`` rows from ``first``; behind the end the last one again, so that microbatches have one size. Plans stay."""
     places = torch.arange(first, first + each).clamp(max=rows - 1)
     return tuple(x[places.to(x.device)] if isinstance(x, Tensor) and len(x) == rows else x for x in tensors)
+
+
+@torch.no_grad()
+def sample(
+    inputs: TaskInputs, model: ParallelModel, mesh: Mesh | None, parallel: ParallelConfig, run_dir: Path, step: int
+) -> str | None:
+    """Let the task sample, where every rank can run the whole model forward. Collective.
+
+    Returns:
+        What the task says to the person who watches; None if nothing was sampled.
+    """
+    if mesh is not None and (parallel.pp > 1 or parallel.cp > 1):
+        if not inputs.samples_by_forward or not can_be_whole(model):
+            return None
+        module = WholeModel(model, mesh)
+    else:
+        (module,) = model.parts
+    module.eval()
+    # samples have other shapes than training: compiled blocks would be compiled again for each
+    with torch.compiler.set_stance("force_eager"), _whole_logits(module, model, mesh, parallel):
+        sampled = inputs.sample(module, run_dir, step)
+    module.train()
+    return sampled
+
+
+def _whole_logits(
+    module: nn.Module, model: ParallelModel, mesh: Mesh | None, parallel: ParallelConfig
+) -> contextlib.AbstractContextManager[None]:
+    """Where tensor parallelism cuts the vocabulary, a block in which the model gives all of it."""
+    if mesh is None or parallel.tp == 1 or isinstance(module, WholeModel):
+        return contextlib.nullcontext()
+    from titan_train.generation.tensor import whole_logits
+
+    return whole_logits(module, mesh.group("tp"), cuts=model.cuts, plan=parallel.tp_plan)
