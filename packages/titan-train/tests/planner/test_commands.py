@@ -33,9 +33,11 @@ def test_plan_writes_configuration_picture_and_page(tmp_path: Path, capsys: pyte
     assert (tmp_path / "plan.svg").exists()
 
 
-def test_plan_compares_two_of_its_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--explain", "1", "2"]) == 0
+def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--explain", "1", "2"]
+    assert main([*words, "--out", str(tmp_path / "plan")]) == 0
     assert "B - A" in capsys.readouterr().out
+    assert (tmp_path / "plan.toml").exists()
 
 
 def test_plan_refuses_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,10 @@ from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
+from titan_train.planner.comm.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
+from titan_train.planner.cost.step import rank_parameters
 from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import search
@@ -155,6 +157,35 @@ def test_what_cannot_fit_is_refused_with_the_term_and_the_smallest_change() -> N
     text = refuse_search(asked, ranking.closest)
     assert "Largest use: optimizer" in text
     assert "Smallest number of devices that fits: 128." in text
+
+
+def test_a_batch_that_no_layout_shares_evenly_is_refused_with_the_nearest() -> None:
+    asked = request("llama3_8b", 3, 8192, 64)
+    ranking = search(asked)
+    assert ranking.closest is None
+    assert "evenly: 63 or 66." in refuse_search(asked, ranking.closest)
+    assert search(replace(asked, global_batch=66)).best
+
+
+def test_many_devices_share_parameters_in_groups_because_rings_grow_with_their_members() -> None:
+    best = search(request("llama3_8b", 4096, 8192, 8192)).best[0].setup
+    assert 8 <= best.dp_shard * best.cp <= 512
+    machine = load_machine("h100")
+    groups = [span(machine, n, 1, local_share=0.8, network_share=0.8) for n in (8, 128, 2048)]
+    assert groups[2].ring_s == pytest.approx(8.4e-6 + 1792 * 3.4e-6 + 255 * 14e-6)
+    assert gather_seconds(1e6, groups[2], calls=2) - gather_seconds(1e6, groups[2]) == pytest.approx(groups[2].ring_s)
+    assert reduce_seconds(64, groups[2]) < 0.1 * gather_seconds(64, groups[2])
+    assert groups[0].ring_s == groups[0].tree_s
+    across = span(machine, 128, 8, local_share=0.8, network_share=0.8)  # one member a node
+    assert across.ring_s == across.tree_s
+
+
+def test_an_inner_rank_of_a_v_holds_blocks_with_experts_alone() -> None:
+    shape = find_shape("deepseek_v3")
+    setup = Setup(seq_len=4096, global_batch=256, pp=16, schedule="v_min", stages_per_rank=2, dp_shard=8, ep=8)
+    routed = sum(n * experts for n, _, experts in shape.block_sizes)
+    assert rank_parameters(shape, setup, first=False, share=4 / 61)[1] == pytest.approx(4 / 58 * routed / 8)
+    assert rank_parameters(shape, setup, first=False, share=1.0)[1] == pytest.approx(routed / 8)
 
 
 def test_one_setup_that_does_not_fit_names_a_change_that_fits() -> None:

@@ -59,8 +59,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         if not min(a, b) >= 1 or max(a, b) > len(ranking.best):
             raise ValueError(f"--explain {a} {b}: the list has {len(ranking.best)} setups; give two numbers of it.")
         print(comparison_text(ranking.best[a - 1], ranking.best[b - 1]))
-        return 0
-    print(ranking_text(ranking))
+    else:
+        print(ranking_text(ranking))
     if arguments.out:
         svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))

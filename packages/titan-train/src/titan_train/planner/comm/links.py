@@ -1,4 +1,9 @@
-"""Seconds of one collective: latency by a tree, bandwidth by a ring, on the slowest link that the group spans.
+"""Seconds of one collective: latency by a tree or a ring, bandwidth by a ring, on the slowest link that the group spans.
+
+NCCL has rings alone for all-gathers and reduce-scatters between nodes of several devices, so that their latency grows with
+the number of ranks: 3.4 microseconds a step inside a node, 14 a step between nodes (NCCL's own tuning tables,
+src/graph/tuning.cc, ring, "simple" protocol). All-reduces have trees, and groups of one member a node use PAT (NCCL 2.23),
+a tree too.
 
 A group is described by its size and by the stride between neighbours in rank order. Groups that lie inside one domain
 use the local link. Across domains the members that share a domain add up their network links, so that a group of
@@ -9,6 +14,8 @@ import math
 from dataclasses import dataclass
 
 from titan_train.planner.hardware.machine import Machine
+
+_RING_START_S, _RING_LOCAL_S, _RING_NETWORK_S = 8.4e-6, 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,20 @@ class Span:
     per_domain: int
     """Members that share a domain."""
 
+    @property
+    def tree_s(self) -> float:
+        """Latency of one collective that a tree serves."""
+        return self.latency_s * (math.log2(self.size) + 1)
+
+    @property
+    def ring_s(self) -> float:
+        """Latency of one all-gather or reduce-scatter."""
+        if self.local or self.per_domain == 1:
+            return self.tree_s
+        domains = -(-self.size // self.per_domain)
+        steps = (self.size - domains) * _RING_LOCAL_S + (domains - 1) * _RING_NETWORK_S
+        return max(self.tree_s, _RING_START_S + steps)
+
 
 def span(machine: Machine, size: int, stride: int, *, local_share: float, network_share: float) -> Span:
     """The link of a group; the shares are the parts of the nominal bandwidths that collectives reach."""
@@ -34,17 +55,22 @@ def span(machine: Machine, size: int, stride: int, *, local_share: float, networ
     return Span(size, min(local, network), machine.network.latency_s, False, members)
 
 
-def gather_seconds(num_bytes: float, group: Span) -> float:
-    """All-gather or reduce-scatter of ``num_bytes`` in total."""
+def gather_seconds(num_bytes: float, group: Span, calls: float = 1) -> float:
+    """All-gather or reduce-scatter of ``num_bytes`` in total, in so many calls."""
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
-    n = group.size
-    return num_bytes * (n - 1) / n / group.bytes_per_s + group.latency_s * (math.log2(n) + 1)
+    return _moved_once(num_bytes, group) + calls * group.ring_s
 
 
-def reduce_seconds(num_bytes: float, group: Span) -> float:
-    """All-reduce."""
-    return 2 * gather_seconds(num_bytes, group)
+def reduce_seconds(num_bytes: float, group: Span, calls: float = 1) -> float:
+    """All-reduce of ``num_bytes`` in total, in so many calls."""
+    if group.size <= 1 or num_bytes <= 0:
+        return 0.0
+    return 2 * (_moved_once(num_bytes, group) + calls * group.tree_s)
+
+
+def _moved_once(num_bytes: float, group: Span) -> float:
+    return num_bytes * (group.size - 1) / group.size / group.bytes_per_s
 
 
 def exchange_seconds(
@@ -57,9 +83,9 @@ def exchange_seconds(
     n = group.size
     if n <= 1 or num_bytes <= 0:
         return 0.0
-    latency = group.latency_s * (math.log2(n) + 1)
+    latency = group.tree_s
     if group.local:
-        return num_bytes * (n - 1) / n / group.bytes_per_s + latency
+        return _moved_once(num_bytes, group) + latency
     outside = num_bytes * (n - group.per_domain) / n * copies / (machine.network.bytes_per_s * network_share)
     inside = num_bytes * (group.per_domain - 1) / n / machine.local.bytes_per_s
     return max(outside, inside) + latency

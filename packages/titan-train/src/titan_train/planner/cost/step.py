@@ -189,9 +189,12 @@ def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[flo
 def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True, share: float = 0.0) -> tuple[float, float]:
     """Dense and expert parameters of one rank before sharding: the pipeline rank with the embedding, or an inner one.
 
-    ``share`` is the rank's part of the blocks; 0 takes an even one.
+    ``share`` is the rank's part of the blocks; 0 takes an even one. An inner rank with a share of its own holds blocks with
+    experts alone, where it can: a model's dense blocks are its first.
     """
     dense, experts = shape.totals
+    if share and not first and experts:
+        experts *= min(1 / share, shape.num_layers / sum(n for n, _, routed in shape.block_sizes if routed))
     share = share or 1 / setup.pp
     apart = setup.pp > 1 and not setup.head_on_first_rank
     ends = shape.head_parameters * (1 if apart or shape.tied else 2) if first or setup.pp == 1 else 0
@@ -214,12 +217,12 @@ def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backwar
     reduce_bytes = s.grad_bytes * train
 
     def both(num: float, where: Span, bytes_each: float) -> float:
-        return gather_seconds(num * bytes_each, where)
+        return gather_seconds(num * bytes_each, where, _calls(s, shape, num, where))
 
     gather = both(dense, group, gather_bytes) + both(experts, expert_group, gather_bytes)
     reduce = both(dense, group, reduce_bytes) + both(experts, expert_group, reduce_bytes)
-    across = reduce_seconds(dense * reduce_bytes / shard, replicas) + reduce_seconds(
-        experts * reduce_bytes / expert_shards, replicas
+    across = reduce_seconds(dense * reduce_bytes / shard, replicas, _calls(s, shape, dense, replicas)) + reduce_seconds(
+        experts * reduce_bytes / expert_shards, replicas, _calls(s, shape, experts, replicas)
     )
     f, b = forward / s.pp, backward / s.pp
     if not s.overlap:
@@ -239,6 +242,13 @@ def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backwar
     each = max(0.0, gather - window_f) + max(0.0, reduce + across - window_b)
     hidden = gather + reduce + across - each
     return each + c.constants.contention * hidden
+
+
+def _calls(setup: Setup, shape: ModelShape, parameters: float, group: Span) -> float:
+    """Collectives in which so many parameters are gathered or reduced: one a block, or Megatron's buckets."""
+    if setup.sharding == "fsdp":
+        return shape.num_layers / setup.pp + 1
+    return math.ceil(parameters / max(40e6, 1e6 * group.size))
 
 
 def _offload(c: Context, shape: ModelShape, compute: float) -> float:

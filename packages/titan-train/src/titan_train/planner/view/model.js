@@ -12,15 +12,30 @@ function span(machine, c, size, stride) {
   return { size, rate: Math.min(local, machine.network_bytes * c.network * per), latency: machine.network_latency, local: false, per };
 }
 
-function gather(bytes, g) {
+const treeLatency = (g) => g.latency * (Math.log2(g.size) + 1);
+
+function ringLatency(g) {
+  if (g.local || g.per === 1) return treeLatency(g);
+  const domains = Math.ceil(g.size / g.per);
+  return Math.max(treeLatency(g), 8.4e-6 + (g.size - domains) * 3.4e-6 + (domains - 1) * 14e-6);
+}
+
+const movedOnce = (bytes, g) => (bytes * (g.size - 1)) / g.size / g.rate;
+
+function gather(bytes, g, calls = 1) {
   if (g.size <= 1 || bytes <= 0) return 0;
-  return (bytes * (g.size - 1)) / g.size / g.rate + g.latency * (Math.log2(g.size) + 1);
+  return movedOnce(bytes, g) + calls * ringLatency(g);
+}
+
+function allReduce(bytes, g, calls = 1) {
+  if (g.size <= 1 || bytes <= 0) return 0;
+  return 2 * (movedOnce(bytes, g) + calls * treeLatency(g));
 }
 
 function exchange(bytes, g, machine, share) {
   if (g.size <= 1 || bytes <= 0) return 0;
-  const latency = g.latency * (Math.log2(g.size) + 1);
-  if (g.local) return (bytes * (g.size - 1)) / g.size / g.rate + latency;
+  const latency = treeLatency(g);
+  if (g.local) return movedOnce(bytes, g) + latency;
   const outside = (bytes * (g.size - g.per)) / g.size / (machine.network_bytes * share);
   return Math.max(outside, (bytes * (g.per - 1)) / g.size / machine.local_bytes) + latency;
 }
@@ -188,7 +203,8 @@ function sharesOnV(shape, s) {
 
 function rankParameters(shape, s, first, share = 1 / s.pp) {
   const ends = first || s.pp === 1 ? shape.head * ((s.pp > 1 && !onFirst(s)) || shape.tied ? 1 : 2) : 0;
-  return [(shape.dense * share + ends) / s.tp, (shape.experts * share) / s.ep];
+  const fuller = onFirst(s) && !first && shape.routed ? Math.min(1 / share, shape.layers / shape.routed) : 1;
+  return [(shape.dense * share + ends) / s.tp, (shape.experts * fuller * share) / s.ep];
 }
 
 const V_SHAPED = ["zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v"];
@@ -261,9 +277,10 @@ function stepTime(k, costs) {
   const expertGroup = span(machine, c, expertShards, s.ep);
   const [dense, routed] = rankParameters(shape, s, true);
   const bytes = s.precision === "tensorwise" ? 1 : 2;
-  const g = gather(dense * bytes, group) + gather(routed * bytes, expertGroup);
-  const reduce = gather(dense * 4, group) + gather(routed * 4, expertGroup);
-  const across = 2 * gather((dense * 4) / shard, replicas) + 2 * gather((routed * 4) / expertShards, replicas);
+  const calls = layers / p + 1;
+  const g = gather(dense * bytes, group, calls) + gather(routed * bytes, expertGroup, calls);
+  const reduce = gather(dense * 4, group, calls) + gather(routed * 4, expertGroup, calls);
+  const across = allReduce((dense * 4) / shard, replicas, calls) + allReduce((routed * 4) / expertShards, replicas, calls);
   const f = forward / p, b = backward / p;
   if (p === 1) {
     const exposed = Math.max(0, g - f) + Math.max(0, g + reduce + across - b);
