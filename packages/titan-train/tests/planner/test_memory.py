@@ -31,6 +31,8 @@ CASES = {
     "gpt": ("gpt3_175b", 64, {"parallel.tp": 8, "model.seq_len": 2048}),
     "qwen3, experts": ("qwen3_30b_a3b", 8, {"parallel.ep": 8}),
     "deepseek, latent attention": ("deepseek_v2_lite", 8, {"parallel.ep": 8}),
+    "flux": ("flux_dev", 8, {}),
+    "flux, recomputed": ("flux_dev", 16, {"activations.checkpoint": "full", "train.microbatch": 2}),
 }
 
 
@@ -58,10 +60,12 @@ COMPILED = {
 
 def compare(case: tuple, *, closed_form: bool) -> None:
     name, gpus, settings = case
-    given = {"model.name": name, "model.seq_len": 4096, "train.dtype": "bf16", "train.global_batch": 2 * gpus}
+    base = name if name.startswith("flux") else "llama3_1b"
+    given = {"model.name": name, "train.dtype": "bf16", "train.global_batch": 2 * gpus}
+    given |= {} if base == name else {"model.seq_len": 4096}
     given |= {"train.microbatch": 1, "compile.enabled": "false", "launch.nproc": min(gpus, 8)}
     given |= {"launch.nnodes": max(1, gpus // 8), **settings}
-    config = load_config("llama3_1b", [word for key, value in given.items() for word in (f"--{key}", str(value))])
+    config = load_config(base, [word for key, value in given.items() for word in (f"--{key}", str(value))])
     plan = plan_run(config, gpus)
     model = build_model(config.model, vocab_size=None)
     ranks = estimate_ranks(
