@@ -57,9 +57,11 @@ def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path, capsys
     assert machine.verified
     assert machine.bf16 > 1e9
     lines = capsys.readouterr().out.split("between ranks here")[1].splitlines()
-    rows = {line[:20].strip(): line[20:].split() for line in lines[1:6]}
-    assert list(rows) == ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and recv"]
-    assert all(float(latency) > 0 and float(rate) > 0 for latency, _, rate in rows.values())
+    rows = {line[:20].strip(): line[20:].split() for line in lines[1:]}
+    assert list(rows) == ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and recv", "stage to stage"]
+    assert all(float(latency) > 0 and float(rate) > 0 for latency, _, rate, *_ in rows.values())
+    axes = {axis.strip(",") for _, _, _, *names in rows.values() for axis in names}
+    assert axes == {"dp_replicate", "dp_shard", "tp", "cp", "ep", "pp"}
 
 
 def test_dry_run_shows_the_memory_of_each_pipeline_rank_and_the_transfers(capsys: pytest.CaptureFixture[str]) -> None:

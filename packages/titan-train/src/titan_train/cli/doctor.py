@@ -68,10 +68,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         from titan_train.planner.hardware.links import measure_links
 
         print(
-            f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   the same per mesh axis of a run: titan-train trace RUN"
+            f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   mesh axes; as a run has it: titan-train trace RUN"
         )
         for speed in measure_links():
-            print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}")
+            print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}   {speed.axes}")
         return 0
 
     from rich.console import Console

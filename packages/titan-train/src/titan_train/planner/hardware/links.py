@@ -1,7 +1,8 @@
 """How fast the ranks of this machine talk to each other when nothing else runs: latency and bandwidth of each collective.
 
 The same figures as a run records for each mesh axis (`titan-train trace`), so the two can be compared. Two ranks on CPU, one
-per GPU where there are several.
+per GPU where there are several. Pipeline stages do not meet in collectives: their messages are measured through the transport
+that a run uses.
 """
 
 import datetime
@@ -21,15 +22,30 @@ from titan_train.trust import without_working_directory
 _SMALL, _LARGE, _CALLS = 64, 2**22, 7  # bytes per rank; calls of each
 
 
+_AXES = {
+    "all-reduce": "dp_replicate, tp",
+    "all-gather": "dp_shard, tp, cp",
+    "reduce-scatter": "dp_shard, tp, cp",
+    "all-to-all": "ep, cp",
+    "send and recv": "cp",
+    "stage to stage": "pp",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """One collective on the idle machine."""
+    """One collective, or the messages between neighbouring pipeline stages, on the idle machine."""
 
     operation: str
     latency_us: float
     """Median time of a call of 64 bytes."""
     gb_s: float
     """What a rank sends per second in a call of 4 MiB, the fastest of a few."""
+
+    @property
+    def axes(self) -> str:
+        """The mesh axes whose communication this is."""
+        return _AXES[self.operation]
 
 
 def measure_links() -> list[LinkSpeed]:
@@ -84,6 +100,8 @@ def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
         small = statistics.median(_times(operation[1], _SMALL, device))
         sent, large = operation[2] * _LARGE, min(_times(operation[1], _LARGE, device))
         rows.append((operation[0], 1e6 * small, sent / max(large, 1e-9) / 1e9))
+    small, large = _stage_times(rank, size, device)
+    rows.append(("stage to stage", 1e6 * statistics.median(small), _LARGE / max(min(large), 1e-9) / 1e9))
     if rank == 0:
         sender.send(rows)
     dist.barrier()
@@ -132,6 +150,46 @@ def _operations(size: int, device: Any) -> list[tuple[str, Callable[[int], Calla
         ("all-to-all", exchange, others),
         ("send and recv", ring, 1),
     ]
+
+
+def _stage_times(rank: int, size: int, device: Any) -> tuple[list[float], list[float]]:
+    """Seconds of messages between the first two stages, small and large: half of each way there and back."""
+    import torch
+    from titan_pipeline.runtime import DeviceTransport, GlooTransport
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if device.type == "cpu":
+        transport = GlooTransport()
+    else:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("pp",))
+        transport = DeviceTransport(mesh, "pp", range(size), device)
+    # by rank: the keys of its messages, an activation for stage 1 and its gradient for stage 0, and where they go
+    keys = [[(kind, target, n) for n in range(_CALLS + 1)] for kind, target in ((0, 1), (1, 0))]
+
+    def make(count: int) -> Callable[[], object]:
+        hidden = (torch.ones(count // 4, device=device),)
+        taking_part = rank < 2
+        transport.begin(
+            {1 - rank: keys[1 - rank]} if taking_part else {}, {1 - rank: _CALLS + 1} if taking_part else {}
+        )
+        turns = iter(range(_CALLS + 1))
+
+        def call() -> None:
+            turn = next(turns)
+            if rank == 0:
+                transport.send(1, keys[0][turn], hidden)
+            if taking_part:
+                transport.receive(1 - rank, keys[1 - rank][turn])
+            if rank == 1:
+                transport.send(0, keys[1][turn], hidden)
+
+        return call
+
+    found: list[list[float]] = []
+    for count in (_SMALL, _LARGE):
+        found.append([seconds / 2 for seconds in _times(make, count, device)])
+        transport.close_step(None, ())
+    return found[0], found[1]
 
 
 def _times(make: Callable[[int], Callable[[], object]], count: int, device: Any) -> list[float]:
