@@ -54,23 +54,25 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         place = Path(arguments.bench)
         if place.is_dir() or not place.absolute().parent.is_dir():
             raise ValueError(f"--bench {arguments.bench}: there is no such folder to write a file in. Make it first.")
-        from titan_train.planner.hardware.measure import write_machine
+        from titan_train.planner.hardware.links import measure_links
+        from titan_train.planner.hardware.measure import this_device, write_machine
 
-        table = write_machine(Path(arguments.bench))
-        memory = table["memory"]
+        links = measure_links()
+        table = write_machine(place, links=[speed for speed in links if speed.device == this_device()])
+        measured, memory = table["measured"], table["memory"]
+        float8 = measured["float8_product_tflops"]
         print(
-            f"{table['title']}: products {table['compute']['bf16_tflops']:.3f} TFLOP/s, memory "
-            f"{memory['bandwidth_tb_s'] * 1e3:.1f} GB/s, {memory['capacity_gib']:.1f} GiB; written to {arguments.bench}"
+            f"{table['title']}: products {measured['product_tflops']:.3f} TFLOP/s, "
+            f"{f'float8 {float8:.0f}, ' if float8 else ''}memory {measured['copy_gb_s']:.1f} GB/s, "
+            f"{memory['capacity_gib']:.1f} GiB; written to {arguments.bench}"
         )
         for operation, found in table["kernels"].items():
             times = ", ".join(f"{name} {micros:,.0f} us" for name, micros in found["microseconds"].items())
             print(f"kernels.{operation}: {found['chosen']} ({times})")
-        from titan_train.planner.hardware.links import measure_links
-
         print(
             f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   mesh axes; as a run has it: titan-train trace RUN"
         )
-        for speed in measure_links():
+        for speed in links:
             print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}   {speed.axes}")
         return 0
 

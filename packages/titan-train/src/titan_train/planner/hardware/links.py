@@ -19,7 +19,7 @@ from typing import Any
 
 from titan_train.trust import without_working_directory
 
-_SMALL, _LARGE, _CALLS = 64, 2**22, 7  # bytes per rank; calls of each
+_SMALL, _LARGE, _CALLS = 64, {"cpu": 2**22, "cuda": 2**26}, 7  # bytes per rank; calls of each
 
 
 _AXES = {
@@ -40,7 +40,10 @@ class LinkSpeed:
     latency_us: float
     """Median time of a call of 64 bytes."""
     gb_s: float
-    """What a rank sends per second in a call of 4 MiB, the fastest of a few."""
+    """What a rank sends per second in a large call (4 MiB a rank, 64 MiB on GPUs), the fastest of a few."""
+    ranks: int
+    device: str
+    """cpu or cuda."""
 
     @property
     def axes(self) -> str:
@@ -79,7 +82,7 @@ def measure_links() -> list[LinkSpeed]:
         raise RuntimeError(
             "two ranks on this machine could not talk to each other; see the error above, if there is one."
         )
-    return [LinkSpeed(*row) for row in found]
+    return [LinkSpeed(*row, ranks=size, device="cuda" if gpus > 1 else "cpu") for row in found]
 
 
 def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
@@ -96,12 +99,13 @@ def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
         "nccl" if gpus else "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
     )
     rows: list[tuple[str, float, float]] = []
+    large_bytes = _LARGE[device.type]
     for operation in _operations(size, device):
         small = statistics.median(_times(operation[1], _SMALL, device))
-        sent, large = operation[2] * _LARGE, min(_times(operation[1], _LARGE, device))
+        sent, large = operation[2] * large_bytes, min(_times(operation[1], large_bytes, device))
         rows.append((operation[0], 1e6 * small, sent / max(large, 1e-9) / 1e9))
     small, large = _stage_times(rank, size, device)
-    rows.append(("stage to stage", 1e6 * statistics.median(small), _LARGE / max(min(large), 1e-9) / 1e9))
+    rows.append(("stage to stage", 1e6 * statistics.median(small), large_bytes / max(min(large), 1e-9) / 1e9))
     if rank == 0:
         sender.send(rows)
     dist.barrier()
@@ -186,7 +190,7 @@ def _stage_times(rank: int, size: int, device: Any) -> tuple[list[float], list[f
         return call
 
     found: list[list[float]] = []
-    for count in (_SMALL, _LARGE):
+    for count in (_SMALL, _LARGE[device.type]):
         found.append([seconds / 2 for seconds in _times(make, count, device)])
         transport.close_step(None, ())
     return found[0], found[1]

@@ -1,60 +1,131 @@
-"""Measure the machine at hand, and write its hardware file: product rates, copies, the host link, one link class,
-and the elementwise kernels.
+"""Measure the machine at hand, and write its hardware file: products, copies, the host link, the links between ranks, and
+the elementwise kernels.
 
-Each figure is the best of a few repetitions: a machine file states what the machine can do, and efficiencies are the
-constants' part. Several ranks (`titan-train doctor --bench` under torchrun) also measure all-gathers of two sizes, from
-which latency and bandwidth follow; alone, the links of a shipped file of the same kind are kept.
+A hardware file states nominal rates, of which kernels reach a part (`titan_train.planner.cost.constants`). What is measured
+here is what kernels reach, so the file gets the rate of which that is the part: of a device with a shipped file the data
+sheet's peaks and the share of the clock that it holds, of another the measured rates over the prior efficiencies.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan_train.planner.cost.constants import prior
+from titan_train.planner.hardware.links import LinkSpeed
+from titan_train.planner.hardware.machine import Machine, load_machine, machine_of_device
 
 _SIZES = {"cpu": 1024, "cuda": 8192}
 
 
-def measure_machine(device: str = "auto") -> dict[str, Any]:
-    """The table of a hardware file."""
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """What kernels reach on one device. SI units."""
+
+    device: str
+    """The name that the driver reports."""
+    products: float
+    """FLOP/s of a large product: bfloat16 on a GPU, float32 on a CPU."""
+    products8: float
+    """FLOP/s of a large float8 product; 0 where there are no such units."""
+    copies: float
+    """Bytes a second, read and written, of a large copy in the device's memory."""
+    host: float
+    """Bytes a second from the device to the host, one direction."""
+    memory_bytes: float
+
+
+def this_device() -> str:
+    """What would be measured: cuda or cpu."""
     import torch
 
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def measure_machine(device: str = "auto", links: Sequence[LinkSpeed] = ()) -> dict[str, Any]:
+    """The table of a hardware file; ``links`` are those between ranks on devices of this kind."""
     from titan_train.kernels.measure import measure_kernels
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = this_device()
+    return hardware_table(measure_rates(device), links) | {"kernels": measure_kernels(device)}
+
+
+def hardware_table(rates: MeasuredRates, links: Sequence[LinkSpeed]) -> dict[str, Any]:
+    """The hardware file of a device that reaches these rates."""
+    known = machine_of_device(rates.device)
+    share = prior("compile")
+    peak, peak8 = rates.products / share.matmul, rates.products8 / share.matmul8
+    compute = {"bf16_tflops": peak / 1e12, "fp8_tflops": peak8 / 1e12}
+    if known is not None and known.name != "cpu":
+        nominal = {"bf16": known.bf16, "fp8": known.fp8, "fp4": known.fp4, "vector": known.vector}
+        compute = {f"{name}_tflops": rate / known.bf16 * known.peak / 1e12 for name, rate in nominal.items()}
+        compute["clock_share"] = min(1.0, peak / known.peak)
+    return {
+        "name": known.name if known is not None else rates.device.lower().replace(" ", "_"),
+        "title": rates.device,
+        "source": "measured by titan-train doctor --bench"
+        + (", peaks of the data sheet" if "clock_share" in compute else ""),
+        "verified": True,
+        "compute": compute,
+        "memory": {
+            "capacity_gib": rates.memory_bytes / 2**30,
+            "bandwidth_tb_s": rates.copies / share.bandwidth / 1e12,
+            "host_gb_s": rates.host / 1e9,
+        },
+        "measured": {
+            "product_tflops": rates.products / 1e12,
+            "float8_product_tflops": rates.products8 / 1e12,
+            "copy_gb_s": rates.copies / 1e9,
+        },
+        "links": _links(known, rates.device, links),
+    }
+
+
+def measure_rates(device: str) -> MeasuredRates:
+    """Time products and copies, each the best of a few repetitions."""
+    import torch
+
     size = _SIZES[device]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
     b = torch.randn(size, size, device=device, dtype=dtype)
-    flops = 2 * size**3 / _best(lambda: a @ b, device)
     # a copy reads and writes, 256 MiB at least so that no cache holds it
     source = torch.empty(2**26, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * 4 * 2**26 / _best(lambda: target.copy_(source), device)
+    copies = 2 * 4 * 2**26 / _best(lambda: target.copy_(source), device)
     if device == "cuda":
-        host = torch.empty(2**26, pin_memory=True)
-        host_rate = 4 * 2**26 / _best(lambda: host.copy_(source, non_blocking=True), device)
-        name, capacity = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
+        pinned = torch.empty(2**26, pin_memory=True)
+        host = 4 * 2**26 / _best(lambda: pinned.copy_(source, non_blocking=True), device)
+        name, memory = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
     else:
-        name, capacity, host_rate = "CPU", _host_gib(), bandwidth / 2
-    links = _links(device)
-    return {
-        "name": name.lower().replace(" ", "_"),
-        "title": name,
-        "source": "measured by titan-train doctor --bench",
-        "verified": True,
-        "compute": {"bf16_tflops": flops / 1e12, "fp8_tflops": 0.0},
-        "memory": {"capacity_gib": capacity, "bandwidth_tb_s": bandwidth / 1e12, "host_gb_s": host_rate / 1e9},
-        "links": links,
-        "kernels": measure_kernels(device),
-    }
+        name, memory, host = "CPU", _host_bytes(), copies / 2
+    flops = 2 * size**3
+    return MeasuredRates(name, flops / _best(lambda: a @ b, device), _products8(a, b, device), copies, host, memory)
 
 
-def write_machine(path: Path, device: str = "auto") -> dict[str, Any]:
+def _products8(a: Any, b: Any, device: str) -> float:
+    """FLOP/s of a float8 product with one scale a tensor; 0 where the device has none."""
+    import torch
+
+    if device != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        return 0.0
+    one = torch.ones((), device=device)
+    left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+
+    def product() -> Any:
+        return torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    return 2 * len(a) ** 3 / _best(product, device)
+
+
+def write_machine(path: Path, device: str = "auto", links: Sequence[LinkSpeed] = ()) -> dict[str, Any]:
     """Measure, write the file, return its table."""
     import tomli_w
 
-    table = measure_machine(device)
+    table = measure_machine(device, links)
     path.write_text(tomli_w.dumps(table))
     return table
 
@@ -75,41 +146,19 @@ def _best(work: Callable[[], object], device: str, repetitions: int = 5) -> floa
     return best
 
 
-def _host_gib() -> float:
+def _host_bytes() -> float:
     import os
 
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _links(device: str) -> dict[str, Any]:
-    """The links' table: measured where several ranks run, else a shipped machine's."""
-    import torch.distributed as dist
-
-    from titan_train.planner.hardware.machine import load_machine
-
-    like = load_machine("h100" if device == "cuda" else "cpu")
+def _links(known: Machine | None, device: str, links: Sequence[LinkSpeed]) -> dict[str, Any]:
+    """The links' table: a shipped machine's, with what all-gathers between the ranks here reached."""
+    like = known or load_machine("cpu" if device == "CPU" else "h100")
     local = {"ranks": like.domain, "gb_s": like.local.bytes_per_s / 1e9, "latency_us": like.local.latency_s * 1e6}
     network = {"gb_s": like.network.bytes_per_s / 1e9, "latency_us": like.network.latency_s * 1e6}
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        rate, latency = _measure_gather(device)
-        local |= {"gb_s": rate / 1e9, "latency_us": latency * 1e6}
+    for speed in links:
+        if speed.operation == "all-gather":
+            steps = math.log2(speed.ranks) + 1
+            local |= {"gb_s": speed.gb_s / prior("compile").local, "latency_us": max(1.0, speed.latency_us / steps)}
     return {"local": local, "network": network}
-
-
-def _measure_gather(device: str) -> tuple[float, float]:
-    """Bytes per second and seconds of latency, from all-gathers of a short and a long message."""
-    import math
-
-    import torch
-    import torch.distributed as dist
-
-    n = dist.get_world_size()
-    seconds: list[float] = []
-    sizes = (2**10, 2**22)
-    for count in sizes:
-        part = torch.empty(count, device=device)
-        whole = torch.empty(n * count, device=device)
-        seconds.append(_best(lambda p=part, w=whole: dist.all_gather_into_tensor(w, p), device))
-    sent = [4 * count * (n - 1) for count in sizes]
-    rate = (sent[1] - sent[0]) / max(1e-9, seconds[1] - seconds[0])
-    return rate, max(1e-6, (seconds[0] - sent[0] / rate) / (math.log2(n) + 1))

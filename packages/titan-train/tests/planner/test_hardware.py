@@ -1,0 +1,47 @@
+"""The hardware file that doctor --bench writes: the planner gets out of it what was measured."""
+
+import pytest
+import tomli_w
+from titan_train.planner import Machine, load_machine
+from titan_train.planner.cost.constants import prior
+from titan_train.planner.hardware.links import LinkSpeed
+from titan_train.planner.hardware.measure import MeasuredRates, hardware_table
+
+SHARE = prior("compile")
+
+
+def written(tmp_path, rates: MeasuredRates, links=()) -> Machine:
+    file = tmp_path / "machine.toml"
+    file.write_text(tomli_w.dumps(hardware_table(rates, links)))
+    return load_machine(str(file))
+
+
+def test_a_device_that_no_file_describes_gets_the_rates_of_which_kernels_reach_what_was_measured(tmp_path) -> None:
+    rates = MeasuredRates("NVIDIA Z900", 1.4e15, 2.4e15, 6e12, 1e11, 2**37)
+    machine = written(tmp_path, rates)
+    assert machine.bf16 * SHARE.matmul == pytest.approx(1.4e15)
+    assert machine.fp8 * SHARE.matmul8 == pytest.approx(2.4e15)
+    assert machine.bandwidth * SHARE.bandwidth == pytest.approx(6e12)
+    assert machine.name == "nvidia_z900"
+
+
+def test_a_known_device_keeps_its_data_sheet_and_the_clock_that_it_holds(tmp_path) -> None:
+    shipped = load_machine("h100")
+    full = written(tmp_path, MeasuredRates("NVIDIA H100 80GB HBM3", 0.72 * shipped.peak, 1.2e15, 2.9e12, 5e10, 2**36))
+    assert (full.name, full.peak, full.fp8, full.vector) == ("h100", shipped.peak, shipped.fp8, shipped.vector)
+    assert full.bf16 == full.peak  # no device runs above its nominal clock
+    capped = written(tmp_path, MeasuredRates("NVIDIA H100 80GB HBM3", 0.56 * shipped.peak, 1.0e15, 2.9e12, 5e10, 2**36))
+    assert capped.peak == shipped.peak  # of MFU
+    assert capped.bf16 == pytest.approx(0.8 * shipped.bf16)
+    assert capped.fp8 == pytest.approx(0.8 * shipped.fp8)
+
+
+def test_links_between_ranks_here_replace_those_of_the_file(tmp_path) -> None:
+    rates = MeasuredRates("NVIDIA H100 80GB HBM3", 7e14, 1.2e15, 2.9e12, 5e10, 2**36)
+    speeds = [LinkSpeed("all-gather", 48.0, 312.0, 8, "cuda"), LinkSpeed("all-reduce", 90.0, 300.0, 8, "cuda")]
+    machine = written(tmp_path, rates, speeds)
+    assert machine.local.bytes_per_s * SHARE.local == pytest.approx(312e9)
+    assert machine.local.latency_s == pytest.approx(12e-6)
+    shipped = load_machine("h100")
+    assert machine.network.bytes_per_s == shipped.network.bytes_per_s
+    assert written(tmp_path, rates).local.bytes_per_s == shipped.local.bytes_per_s
