@@ -4,8 +4,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from titan_train.cli import main
 from titan_train.planner import load_machine
+from titan_train.planner.hardware.measure import MeasuredRates, hardware_table
 
 
 def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +33,39 @@ def test_plan_writes_configuration_picture_and_page(tmp_path: Path, capsys: pyte
     assert config["model"]["name"] == "qwen3_0.6b"
     assert "const DATA" in (tmp_path / "plan.html").read_text()
     assert (tmp_path / "plan.svg").exists()
+
+
+def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own(tmp_path: Path, capsys) -> None:
+    rates = MeasuredRates("NVIDIA Z900", 1.4e15, 2.4e15, 6e12, 1e11, 2**37)
+    hardware, constants, stem = tmp_path / "z900.toml", tmp_path / "constants.toml", tmp_path / "plan"
+    hardware.write_text(tomli_w.dumps(hardware_table(rates, [])))
+    constants.write_text("matmul = 0.35\nmatmul8 = 0.3\n")
+    words = ["plan", "quickstart", "--gpus", "2", "--global-batch", "8", "--hardware", str(hardware)]
+    assert main([*words, "--out", str(stem)]) == 0
+    assert "8 sequences of 256 tokens" in capsys.readouterr().out
+    assert '"machine": "nvidia_z900"' in (tmp_path / "plan.html").read_text()
+    written = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert written["extends"] == "quickstart"
+    assert "name" not in written["model"]
+    assert main(["check", f"{stem}.toml"]) == 0
+    again = ["plan", f"{stem}.toml", "--gpus", "2", "--global-batch", "8", "--out", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert main(["check", str(tmp_path / "again.toml")]) == 0
+
+    def best(*more: str) -> float:
+        capsys.readouterr()
+        assert (
+            main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--hardware", str(hardware), *more]) == 0
+        )
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1 "))
+        return float(row.split()[1].replace(",", ""))
+
+    assert best("--constants", str(constants)) < 0.8 * best()
+
+
+def test_plan_of_a_diffusion_model_has_its_own_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "flux_schnell", "--gpus", "8", "--global-batch", "64"]) == 0
+    assert "64 sequences of 4,352 tokens" in capsys.readouterr().out
 
 
 def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

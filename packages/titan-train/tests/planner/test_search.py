@@ -165,6 +165,8 @@ def test_a_batch_that_no_layout_shares_evenly_is_refused_with_the_nearest() -> N
     assert ranking.closest is None
     assert "evenly: 63 or 66." in refuse_search(asked, ranking.closest)
     assert search(replace(asked, global_batch=66)).best
+    shared = request("llama3_8b", 8, 8192, 64, fixed={"ep": 7})
+    assert "nearest" not in refuse_search(shared, search(shared).closest)
 
 
 def test_many_devices_share_parameters_in_groups_because_rings_grow_with_their_members() -> None:

@@ -19,16 +19,20 @@ if TYPE_CHECKING:
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 2 where nothing fits."""
     parser.add_argument(
-        "model", metavar="MODEL", help="shipped configuration, hf:DIR, or a model the planner knows (flux_dev, ...)"
+        "model",
+        metavar="MODEL",
+        help="a model (titan-train list), a configuration or its file, hf:DIR, or one that only the "
+        "planner knows (kimi_k2, ...)",
     )
     parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
-    parser.add_argument("--seq-len", type=integer(1), default=8192, help="tokens in a sequence")
+    parser.add_argument("--seq-len", type=integer(1), help="tokens in a sequence; default the configuration's, or 8192")
     parser.add_argument("--global-batch", type=integer(1), required=True, help="sequences in one optimizer step")
     parser.add_argument(
         "--precision", action="append", help="bf16, tensorwise, rowwise, blockwise, mxfp8; may be repeated"
     )
     parser.add_argument("--stack", default="compile", choices=("compile", "eager", "te", "te_graphs"), help="software")
+    parser.add_argument("--constants", help="file of titan-train calibrate, instead of the shipped constants")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="such as tp=8; may be repeated")
     parser.add_argument(
         "--max-mem", type=number(0), default=0.0, help="GiB that may be allocated; default 92 %% of the device"
@@ -65,25 +69,38 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))
         html = Path(f"{arguments.out}.html")
-        html.write_text(page(ranking.best[0].setup, request.shape, request.machine.name))
+        html.write_text(page(ranking.best[0].setup, request.shape, request.machine))
         print(f"\npicture: {svg}\npage with sliders, set to the first: {html}")
-        if request.shape.name in list_models() or request.shape.name.startswith(PREFIX):
+        base = configuration_of(arguments.model)
+        if base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX):
             toml = Path(f"{arguments.out}.toml")
             nproc = min(request.machine.domain, 8)
-            toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc))
+            toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc, base=base))
             print(f"configuration: {toml}; check it with titan-train check {toml}")
         else:
             print(f"no configuration: {request.shape.name} is not a shipped model")
     return 0
 
 
+def configuration_of(model: str) -> str:
+    """The shipped configuration, or the file, that MODEL names; empty where it is a model's own name."""
+    from titan_train.config import list_configs
+    from titan_train.models.registry import list_models
+
+    if model.endswith(".toml"):
+        return str(Path(model).resolve())
+    return model if model in list_configs() and model not in list_models() else ""
+
+
 def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     """The search that the words ask for."""
+    from titan_train.config import list_configs, load_config
     from titan_train.models.hf.folder import PREFIX
+    from titan_train.planner.calibrate.runs import load_constants
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.translate import is_diffusion, shape_named, unplanned_degrees
+    from titan_train.planner.translate import is_diffusion, shape_named, shape_of_config, unplanned_degrees
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -92,22 +109,29 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         if not (number.isdecimal() and number.isascii() and int(number[:9]) > 0):
             raise ValueError(f"--fix {word!r} must be AXIS=N, such as tp=8.")
         fixed[axis] = int(number)
-    if arguments.model.startswith(PREFIX):
-        fixed = unplanned_degrees(arguments.model) | fixed
-    if is_diffusion(arguments.model):  # its tensor parallelism keeps tokens whole, which the memory model does not know
+    config = None
+    if base := configuration_of(arguments.model):
+        config = load_config(base)
+    elif arguments.model in list_configs():
+        config = load_config(arguments.model)
+    name = config.model.name if config is not None else arguments.model
+    if name.startswith(PREFIX):
+        fixed = unplanned_degrees(name) | fixed
+    if is_diffusion(name):  # its tensor parallelism keeps tokens whole, which the memory model does not know
         fixed = {"tp": 1} | fixed
     for precision in arguments.precision or ():
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
     return PlanRequest(
-        shape=shape_named(arguments.model),
+        shape=shape_of_config(config) if base and config is not None else shape_named(arguments.model),
         machine=machine,
         gpus=arguments.gpus,
-        seq_len=arguments.seq_len,
+        seq_len=arguments.seq_len or (config.model.seq_len if config is not None else 8192),
         global_batch=arguments.global_batch,
         stack=arguments.stack,
         precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
+        constants=load_constants(arguments.constants) if arguments.constants else None,
     )

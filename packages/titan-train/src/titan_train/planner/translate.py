@@ -198,18 +198,20 @@ def _diffusion_lines(seq_len: int) -> list[str]:
     )
 
 
-def config_toml(name: str, setup: Setup, *, nproc: int) -> str:
+def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
     """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced.
 
-    A diffusion model extends its own shipped configuration, and reads shards from the folder ``features``.
+    A diffusion model extends its own shipped configuration, and reads shards from the folder ``features``. ``base`` is the
+    configuration that the model came from, with its data.
     """
-    s, diffusion = setup, is_diffusion(name)
+    s, diffusion = setup, is_diffusion(name) and not base
+    inherited = base or ("flux_dev" if diffusion else "llama3_1b")
     lines = [
         f"# {s.describe()}, for {s.world_size} devices; written by titan-train plan.",
-        'extends = "flux_dev"' if diffusion else 'extends = "llama3_1b"',
+        f"extends = {json.dumps(inherited)}",
         "",
         "[model]",
-        f"name = {json.dumps(name)}",
+        *([] if base else [f"name = {json.dumps(name)}"]),
         f"seq_len = {s.seq_len}",
         "",
         "[train]",

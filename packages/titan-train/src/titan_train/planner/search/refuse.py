@@ -99,11 +99,14 @@ def refuse_search(request: PlanRequest, closest: StepEstimate | None) -> str:
     given = f"{request.shape.name} on {request.gpus} x {request.machine.title} at {request.seq_len:,} tokens"
     if closest is None:
         whole = request.global_batch // request.gpus * request.gpus
-        near = [str(batch) for batch in (whole, whole + request.gpus) if batch not in (0, request.global_batch)]
+        near = " or ".join(str(batch) for batch in (whole, whole + request.gpus) if batch)
+        nearest = (
+            f" The nearest batch that all devices can share evenly: {near}." if request.global_batch != whole else ""
+        )
         return (
             f"{given}: no legal layout. The global batch ({request.global_batch}) must be a multiple of the data-parallel "
-            "ranks, and the sequence must divide over cp and tp; change the batch or the fixed degrees. "
-            f"The nearest batch that all devices can share evenly: {' or '.join(near)}."
+            "ranks, and the sequence must divide over cp and tp; change the batch or the fixed degrees."
+            f"{nearest}"
         )
     name, size = breaking_term(closest.memory)
     text = (

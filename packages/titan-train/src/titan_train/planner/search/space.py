@@ -9,6 +9,7 @@ a multiple of pp.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, ModelShape
@@ -33,6 +34,8 @@ class PlanRequest:
     """Degrees that are given, such as {"tp": 8}."""
     max_memory_gib: float = 0.0
     """0 takes 92 % of the machine's memory: allocated is not reserved, and estimates of pipelines read low."""
+    constants: Constants | None = None
+    """A set of one's own (`titan-train calibrate`) instead of the shipped ones."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_len", "global_batch"):

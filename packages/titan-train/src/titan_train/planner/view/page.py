@@ -25,14 +25,16 @@ MODELS = (
 )  # fmt: skip
 
 
-def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", machine: str = "h100") -> str:
-    """The page's HTML; ``preset`` is where its sliders stand at first."""
+def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", machine: str | Machine = "h100") -> str:
+    """The page's HTML; ``preset`` is where its sliders stand at first. A measured machine stands beside the shipped ones."""
+    here = load_machine(machine) if isinstance(machine, str) else machine
     shape = find_shape(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else model.name
     data = {
         "shapes": {known: shape_data(find_shape(known)) for known in MODELS} | {name: shape_data(shape)},
-        "machines": {name: machine_data(load_machine(name)) for name in list_machines()},
-        "preset": {"model": name, "machine": machine, **(_preset(preset) if preset else {})},
+        "machines": {known: machine_data(load_machine(known)) for known in list_machines()}
+        | {here.name: machine_data(here)},
+        "preset": {"model": name, "machine": here.name, **(_preset(preset) if preset else {})},
     }
     folder = resources.files("titan_train.planner.view")
     script, html = (folder.joinpath(name).read_text() for name in ("model.js", "page.html"))

@@ -8,16 +8,21 @@ from titan_train.planner.search.search import Ranking, outside
 _GIB = 2.0**30
 
 
+def count_text(number: float) -> str:
+    """A number of parameters in billions or, where it is small, in millions."""
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
 def estimate_text(e: StepEstimate) -> str:
     """Where the time and the memory of one setup go."""
     low, high = e.interval
     lines = [
-        f"{e.shape.name}, {e.shape.parameters() / 1e9:.2f} B parameters, on {e.setup.world_size} x {e.machine.title}",
+        f"{e.shape.name}, {count_text(e.shape.parameters())} parameters, on {e.setup.world_size} x {e.machine.title}",
         f"setup    {e.setup.describe()}",
         f"speed    {e.tokens_per_s:,.0f} tokens/s/device (80 % interval {low:,.0f} to {high:,.0f}); step {e.time.total:.3f} s",
         (
             f"MFU      {e.mfu(causal=True):.1%} with causal attention by half, {e.mfu(causal=False):.1%} in full; "
-            f"of {e.machine.peak / 1e12:,.0f} TFLOP/s bf16"
+            f"of {e.machine.peak / 1e12:,.{0 if e.machine.peak > 1e13 else 3}f} TFLOP/s bf16"
         ),
         (
             f"memory   {e.memory.allocated_gib:.1f} GiB allocated, {e.memory.reserved_gib:.1f} GiB reserved, "
