@@ -1,6 +1,7 @@
 """A kind of model of the user's own: its data, its loss and its validation through the public protocol."""
 
 import hashlib
+import subprocess
 import sys
 
 import numpy as np
@@ -124,3 +125,8 @@ def test_a_task_is_found_by_name_and_an_unknown_one_is_refused(tmp_path):
 def test_context_parallelism_is_refused_by_a_task_without_it(tmp_path):
     with pytest.raises(ValueError, match="RegressionTask does not say how its batches are cut"):
         RegressionTask().context(configure(tmp_path, parallel={"cp": 2}), None, None, None)
+
+
+def test_the_task_of_text_prepares_data_without_torch() -> None:
+    code = "import sys, titan_train.tasks.text; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

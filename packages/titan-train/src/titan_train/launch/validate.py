@@ -4,6 +4,7 @@ The model is built on the meta device, which needs torch. The command line does 
 process forked from the server that has.
 """
 
+import contextlib
 import tomllib
 from multiprocessing.connection import Connection
 
@@ -49,5 +50,6 @@ def validate_in_child(config_toml: str, world_size: int, sender: Connection) -> 
         problem = str(err)
     except BaseException:
         problem = ""
-    sender.send(problem)
+    with contextlib.suppress(OSError):  # a command that was interrupted no longer listens
+        sender.send(problem)
     sender.close()

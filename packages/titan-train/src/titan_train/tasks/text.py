@@ -1,23 +1,27 @@
-"""Text: packed documents, next-token cross-entropy, bits per byte, continued prompts. The task of every decoder."""
+"""Text: packed documents, next-token cross-entropy, bits per byte, continued prompts. The task of every decoder.
+
+`titan-train run` prepares the data through this module in a process without torch, which only methods of the ranks import.
+"""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
-import torch
-from titan_mesh import Mesh
-from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.files import write_atomic
 from titan_train.inputs import Inputs, open_inputs, prepare_inputs, vocab_size_without_training
-from titan_train.models import unwrap
-from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
-from titan_train.parallel.context import ContextParallelism, Heads
 from titan_train.task import Task, TaskInputs
+
+if TYPE_CHECKING:
+    import torch
+    from titan_mesh import Mesh
+    from torch import Tensor, nn
+
+    from titan_train.parallel.context import ContextParallelism
 
 _HELD_OUT_PROMPTS, _HELD_OUT_TOKENS = 2, 16
 
@@ -41,17 +45,22 @@ class TextTask(Task):
             TaskInputs, TextInputs.of(open_inputs(config), config)
         )  # frozen: the protocol would let fields be set
 
-    def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
+    def loss(self, config: Config, vocab_size: int | None) -> "Callable[[Tensor, Any], Tensor]":
         """The sum of the cross-entropy over valid labels, in nats."""
+        from titan_train.models.common.loss import whole_vocabulary_loss
+
         return whole_vocabulary_loss(vocab_size or 0, z_loss=config.train.z_loss)
 
-    def count(self, batch: Any) -> Tensor:
+    def count(self, batch: Any) -> "Tensor":
         """Labels that are predicted."""
+        from titan_train.models.common.loss import count_valid
+
         return count_valid(batch.target)
 
-    def why_no_samples(self, config: Config, model: nn.Module) -> str | None:
+    def why_no_samples(self, config: Config, model: "nn.Module") -> str | None:
         """Pipeline and context parallelism have no forward of a few tokens, and some models no key-value cache."""
         from titan_train.generation.cache import supports_cache
+        from titan_train.models import unwrap
 
         asked, parallel = config.validation, config.parallel
         if not (asked.sample_tokens and asked.every):
@@ -61,8 +70,10 @@ class TextTask(Task):
                 return f"parallel.{name}={degree} leaves each rank {why}"
         return None if supports_cache(model) else f"{type(unwrap(model)).__name__} does not support the key-value cache"
 
-    def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> ContextParallelism:
+    def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
         """Rows are cut over the ranks; documents of a row stay apart."""
+        from titan_train.parallel.context import ContextParallelism, Heads
+
         heads = Heads.of(model, config.parallel.tp)
         return ContextParallelism(
             config.context,
@@ -106,7 +117,7 @@ class TextInputs(Inputs):
             multiple_of=parallel.tp if parallel.sequence_parallel else 1,
         )
 
-    def sample(self, model: nn.Module, run_dir: Path, step: int) -> str | None:
+    def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """Continue the prompts into ``samples/``, with the same draws at every validation of the run.
 
         A model without key-value cache is not sampled: each token would cost the whole text again.
@@ -117,9 +128,12 @@ class TextInputs(Inputs):
         if not self.prompts:
             return None
         # here: `titan-train check` asks for the task of a configuration, and needs none of this
+        import torch
+
         from titan_train.generation.cache import supports_cache
         from titan_train.generation.decode import generate
         from titan_train.generation.sampling import Sampling
+        from titan_train.models import unwrap
 
         if not supports_cache(model):
             return None

@@ -33,6 +33,19 @@ _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot t
 _KILL_S = 10.0
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Generator[None]:
+    """What starts inside, and its children, never see Ctrl-C, which a terminal sends to all of them: it is for this process."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # which would unblock the signal once more
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ForkServer:
     """The process that has imported torch. It warms up in the background from the moment it is made."""
 
@@ -47,7 +60,7 @@ class ForkServer:
         self._context.set_forkserver_preload(["titan_train.launch.launchers.preload"])
         from multiprocessing import forkserver
 
-        with without_working_directory():
+        with without_working_directory(), _interrupts_blocked():
             forkserver.ensure_running()
 
     def start(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:

@@ -1,0 +1,71 @@
+"""Ctrl-C, which a terminal sends to the command and to everything it started: one line, and nothing is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions are looked up with ps")
+WORDS = [
+    "run",
+    "debug",
+    "--launch.nproc",
+    "2",
+    "--launch.device",
+    "cpu",
+    "--train.steps",
+    "100000",
+    "--run.dir",
+    "runs",
+]
+
+
+def started(folder: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_train", *WORDS], cwd=folder, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+def in_session(session: int, words: str) -> list[str]:
+    lines = subprocess.run(
+        ["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    rows = [line.split(maxsplit=2) for line in lines[1:]]
+    return [row[2] for row in rows if int(row[0]) == session and row[1][0] != "Z" and words in row[2]]
+
+
+def interrupted(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=120)  # until all that it started has closed its output
+    # ranks that train end after a step, with a checkpoint
+    saved = process.returncode == 0 and "run the same command to continue" in printed
+    assert process.returncode == 130 or saved, printed
+    assert "Traceback" not in printed
+    assert printed.count("interrupted") <= 1
+    deadline = time.monotonic() + 20
+    while in_session(process.pid, "") and time.monotonic() < deadline:  # the last are just ending
+        time.sleep(0.1)
+    assert not in_session(process.pid, "")
+
+
+def test_while_the_server_of_ranks_imports_torch(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    deadline = time.monotonic() + 60
+    while not in_session(process.pid, "forkserver") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    interrupted(process)
+    assert not (tmp_path / "runs").exists()  # nothing was written for a run that no rank validated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 15.0, 20.0])
+def test_at_any_moment(tmp_path: Path, seconds: float) -> None:
+    process = started(tmp_path)
+    time.sleep(seconds)
+    interrupted(process)
