@@ -26,24 +26,28 @@ from titan_train.config import Config
 from titan_train.inputs import prepare_inputs
 
 
-def shape(dim: int, layers: int, heads: int, ffn: int, vocab: int) -> list[str]:
+def shape(dim: int, layers: int, heads: int, ffn: int, vocab: int, more: str = "") -> list[str]:
     """Settings of a model's size."""
-    args = f"{{ dim = {dim}, num_layers = {layers}, num_heads = {heads}, ffn_dim = {ffn} }}"
+    heads_and_keys = f"num_heads = {heads}, num_kv_heads = {max(1, heads // 2)}"
+    args = f"{{ dim = {dim}, num_layers = {layers}, {heads_and_keys}, ffn_dim = {ffn}{more} }}"
     return ["--model.args", args, "--tokenizer.vocab-size", str(vocab)]
 
 
 CANDIDATES: dict[str, list[str]] = {
     "shipped": [],
+    "cool": ["--optimizer.lr", "2e-3"],
     "hot": ["--optimizer.lr", "4e-3"],
     "cosine": ["--schedule.name", "cosine"],
     "long-decay": ["--schedule.decay-steps", "{60 % of the steps}"],
     "batch-4": ["--train.global-batch", "4"],
+    "batch-16": ["--train.global-batch", "16", "--optimizer.lr", "4e-3"],
     "short": ["--model.seq-len", "128"],
     "unmasked": ["--data.document-mask", "false"],
-    "vocab-2048": [*shape(256, 4, 4, 704, 2048)],
-    "deep": [*shape(192, 6, 3, 512, 4096), "--optimizer.lr", "3e-3"],
-    "mid-4096": [*shape(192, 4, 3, 512, 4096), "--optimizer.lr", "3e-3"],
-    "mid-2048": [*shape(192, 4, 3, 512, 2048), "--optimizer.lr", "3e-3"],
+    "tied": shape(192, 4, 4, 512, 4096, ", tied_embeddings = true"),
+    "theta": shape(192, 4, 4, 512, 4096, ", rope_theta = 10000.0"),
+    "vocab-2048": shape(192, 4, 4, 512, 2048),
+    "deep": shape(192, 6, 4, 512, 4096),
+    "wide": [*shape(256, 4, 4, 704, 4096), "--optimizer.lr", "2e-3"],
     "narrow-2048": [*shape(128, 4, 2, 384, 2048), "--optimizer.lr", "5e-3"],
 }
 WARM_UP, TIMED = 3, 8
