@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,18 @@ WORDS = [
 ]
 
 
-def started(folder: Path) -> subprocess.Popen:
+TORCH_THAT_WAITS = """
+import pathlib, time
+while not pathlib.Path({go!r}).exists():
+    time.sleep(0.02)
+raise ImportError("not today")
+"""
+
+
+def started(folder: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "titan_train", *WORDS], cwd=folder, text=True, start_new_session=True,
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
@@ -40,8 +50,10 @@ def in_session(session: int, words: str) -> list[str]:
     return [row[2] for row in rows if int(row[0]) == session and row[1][0] != "Z" and words in row[2]]
 
 
-def interrupted(process: subprocess.Popen) -> None:
+def interrupted(process: subprocess.Popen, then: Callable[[], object] = lambda: None) -> None:
     os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=60)
+    then()
     printed, _ = process.communicate(timeout=120)  # until all that it started has closed its output
     # ranks that train end after a step, with a checkpoint
     saved = process.returncode == 0 and "run the same command to continue" in printed
@@ -55,11 +67,15 @@ def interrupted(process: subprocess.Popen) -> None:
 
 
 def test_while_the_server_of_ranks_imports_torch(tmp_path: Path) -> None:
-    process = started(tmp_path)
+    go = tmp_path / "go"
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(TORCH_THAT_WAITS.format(go=str(go)))
+    path = os.pathsep.join([str(tmp_path / "slow"), os.environ.get("PYTHONPATH", "")])
+    process = started(tmp_path, PYTHONPATH=path)
     deadline = time.monotonic() + 60
     while not in_session(process.pid, "forkserver") and time.monotonic() < deadline:
         time.sleep(0.01)
-    interrupted(process)
+    interrupted(process, go.touch)
     assert not (tmp_path / "runs").exists()  # nothing was written for a run that no rank validated
 
 
