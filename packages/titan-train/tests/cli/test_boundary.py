@@ -1,5 +1,7 @@
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from titan_train.cli import main
@@ -36,6 +38,20 @@ def test_what_the_system_throws_is_one_line_and_an_exit_code(error, code, words,
     assert words in err
     assert err.count("\n") == 1
     assert len(err) < 300
+
+
+def test_an_interrupt_in_a_finalizer_still_ends_the_command(capsys):
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def command():
+        Finalized()
+        time.sleep(20)
+        return 0
+
+    assert exit_code(command) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):

@@ -96,11 +96,14 @@ def test_missing_resources_are_named_with_what_the_cluster_has(job, cluster):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
+def test_a_lost_ray_node_is_replaced_by_another(job, cluster):
+    longer = ("--train.steps", "200", "--checkpoint.every", "20")  # it must go on until the node is removed
+    code, said = job.supervise("undisturbed-200", *longer)
+    assert code == 0, said
     while len(cluster.worker_nodes) < 3:
         cluster.add_node(num_cpus=1, **SMALL)
     with job.start(
-        "lost-node", *TWO_NODES, "--ray.address", cluster.address, "--faults", "slow rank=0 factor=9"
+        "lost-node", *TWO_NODES, *longer, "--ray.address", cluster.address, "--faults", "slow rank=0 factor=9"
     ) as run:
         told = until(run, "slow     rank 0 (node")[-1]
         node_id = re.search(r"node \S+ ([0-9a-f]+)", told)[1]
@@ -111,7 +114,7 @@ def test_a_lost_ray_node_is_replaced_by_another(job, undisturbed, cluster):
     assert run.returncode == 0, output
     assert f"({node_id}) was lost: " in output
     assert "state-dump" not in output
-    assert job.losses("lost-node") == undisturbed
+    assert job.losses("lost-node") == job.losses("undisturbed-200")
 
 
 @pytest.mark.slow

@@ -191,3 +191,21 @@ def test_a_process_of_another_container_with_this_host_name_is_not_to_be_killed_
     (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"place": "elsewhere"}))
     with pytest.raises(ValueError, match=rf"on host {platform.node()} .*stop it there"):
         Lease(tmp_path)
+
+
+def test_a_file_elsewhere_is_not_written_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    run_dir, scratch = tmp_path / "runs/a", tmp_path / "scratch"
+    run_dir.mkdir(parents=True)
+    scratch.mkdir()
+    (run_dir / "checkpoints").symlink_to(scratch)  # as one does where the home is small
+    Lease(run_dir).release()
+    for name in ("metrics.jsonl", "logs/rank-1.log"):
+        path = run_dir / name
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(precious)
+        with pytest.raises(ValueError, match="is a link to"):
+            Lease(run_dir)
+        path.unlink()
+    assert precious.read_text() == "kept"

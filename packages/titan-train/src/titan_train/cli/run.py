@@ -180,6 +180,8 @@ def _supervise(
         for info in infos[-1:]:
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # set by `main`, for an actor's process
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and over: a second stop must not make a failure of it
     try:
         return _finish(config, run_dir, infos[-1], code, attempts_before)
     except OSError as err:  # the run is over, and what it saved is there

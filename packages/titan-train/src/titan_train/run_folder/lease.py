@@ -68,7 +68,7 @@ class Lease:
             on_lost: Called once with what to tell the user when another run has taken the folder over, by any thread.
 
         Raises:
-            ValueError: Another run holds it; the message names that run.
+            ValueError: Another run holds it; the message names that run. Or a file in it is a symbolic link.
             OSError: The folder cannot be written.
         """
         self._file = run_dir / _FILE
@@ -76,6 +76,7 @@ class Lease:
         self._lost = ""
         self._owner = _Owner(platform.node(), os.getpid(), _place(), _start_of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
+        _refuse_linked_files(run_dir)
         with _one_at_a_time(run_dir):
             while not self._link():
                 owner = _read(self._file)
@@ -160,6 +161,16 @@ class Lease:
                     self._lost = _taken_over(self._file.parent, owner)
         if self._lost:
             self._on_lost(self._lost)
+
+
+def _refuse_linked_files(run_dir: Path) -> None:
+    """A run appends to its files and cuts them: through a link it would do so to a file elsewhere."""
+    for path in (*run_dir.iterdir(), *run_dir.glob("logs/*"), *run_dir.glob("hangs/*/*")):
+        if path.is_symlink() and not path.is_dir():
+            raise ValueError(
+                f"{path} is a link to {path.readlink()}, and a run would write to that file. Replace the link by a copy, "
+                "or give another --run.name. Folders may be links."
+            )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]], **settings: Any) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted: Ctrl-C ends it as it should end.
 
     Args:
         what: Asks for it, for the message where a library is missing.
@@ -30,4 +30,7 @@ def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]]
         listening.bind(("127.0.0.1", port))
         app, name = build()
         print(f"{name}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", **settings)).run(sockets=[listening])
+        try:
+            uvicorn.Server(uvicorn.Config(app, log_level="warning", **settings)).run(sockets=[listening])
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr, flush=True)

@@ -3,13 +3,16 @@
 0 success, 1 the run or the system failed, 2 the input cannot work, 130 interrupted.
 """
 
+import _thread
 import contextlib
 import os
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 _OURS = ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train")
 _TOO_LARGE = "storage size calculation overflowed"
@@ -19,7 +22,8 @@ _ALLOCATION = ("allocate memory", "out of memory")
 def exit_code(command: Callable[[], int]) -> int:
     """Call the command; report what it raises in one message on stderr, and return the exit code."""
     try:
-        return command()
+        with _no_interrupt_swallowed():
+            return command()
     except KeyboardInterrupt:
         return _end("interrupted", 130)
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
@@ -40,6 +44,26 @@ def exit_code(command: Callable[[], int]) -> int:
         raise
     except BaseException as err:
         return _of_a_library(err)
+
+
+@contextlib.contextmanager
+def _no_interrupt_swallowed() -> Generator[None]:
+    """Raise an interrupt again that came where Python cannot raise: in a callback of an import, or a finalizer."""
+    before = sys.unraisablehook
+
+    def hook(swallowed: Any) -> None:
+        if swallowed.exc_type is KeyboardInterrupt:
+            again = threading.Timer(0.02, _thread.interrupt_main)  # at once, it would be raised in here
+            again.daemon = True
+            again.start()
+        else:
+            before(swallowed)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _of_a_library(err: BaseException) -> int:

@@ -22,28 +22,15 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from titan_train.child_processes import interrupts_blocked, without_working_directory
 from titan_train.config import Config, dump_config
 from titan_train.launch.job import Board, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.validate import validate_in_child
-from titan_train.trust import without_working_directory
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
 _KILL_S = 10.0
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Generator[None]:
-    """What starts inside, and its children, never see Ctrl-C, which a terminal sends to all of them: it is for this process."""
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # which would unblock the signal once more
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ForkServer:
@@ -60,7 +47,7 @@ class ForkServer:
         self._context.set_forkserver_preload(["titan_train.launch.launchers.preload"])
         from multiprocessing import forkserver
 
-        with without_working_directory(), _interrupts_blocked():
+        with without_working_directory(), interrupts_blocked():
             forkserver.ensure_running()
 
     def start(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:

@@ -5,6 +5,7 @@ per GPU where there are several. Pipeline stages do not meet in collectives: the
 that a run uses.
 """
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.trust import without_working_directory
+from titan_train.child_processes import interrupts_blocked, without_working_directory
 
 _SMALL, _LARGE, _CALLS = 64, {"cpu": 2**22, "cuda": 2**26}, 7  # bytes per rank; calls of each
 
@@ -65,19 +66,22 @@ def measure_links() -> list[LinkSpeed]:
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder, sender)) for rank in range(size)]
-        with without_working_directory():
-            for rank in ranks:
-                rank.start()
-        sender.close()
+        found: list[tuple[str, float, float]] = []
+        patience = 0.0  # with ranks that an interrupt or an error leaves behind
         try:
-            found: list[tuple[str, float, float]] = receiver.recv() if receiver.poll(120) else []
-        except EOFError:
-            found = []
-        for rank in ranks:
-            rank.join(10)
-            if rank.is_alive():
-                rank.kill()
-                rank.join()
+            with without_working_directory(), interrupts_blocked():
+                for rank in ranks:
+                    rank.start()
+            sender.close()
+            with contextlib.suppress(EOFError):
+                found = receiver.recv() if receiver.poll(120) else []
+            patience = 10.0
+        finally:
+            for rank in (rank for rank in ranks if rank.pid is not None):
+                rank.join(patience)
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
     if not found:
         raise RuntimeError(
             "two ranks on this machine could not talk to each other; see the error above, if there is one."
