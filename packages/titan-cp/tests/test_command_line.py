@@ -46,6 +46,7 @@ def test_a_documents_file_with_anything_but_lengths_is_refused(content, tmp_path
 
 def test_a_missing_documents_file_is_an_error_and_not_a_traceback(capsys):
     assert main([*LLAMA, "--docs", "no-such-file"]) == 2
+    assert main([*LLAMA, "--docs", "/dev/zero"]) == 2
     assert "no-such-file" in capsys.readouterr().err
 
 

@@ -1,6 +1,8 @@
 """The command line does what its help says."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from titan_pipeline import Costs, Schedule, verify
@@ -54,3 +56,12 @@ def test_exit_codes_tell_a_faulty_schedule_from_a_faulty_request(tmp_path, capsy
     assert "num_microbatches >= 4" in capsys.readouterr().err
     assert main(["draw", str(file), "-o", str(tmp_path / "a.png")]) == 2
     assert main(["verify", str(tmp_path / "none.json")]) == 2
+
+
+def test_what_a_reader_would_wait_for_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    main(["gen", "gpipe", "-p", "2", "-m", "4", "-o", str(tmp_path / "s.json")])
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        assert main(["verify", str(path)]) == 2
+        assert main(["sim", str(tmp_path / "s.json"), "--costs", str(path)]) == 2
+        assert capsys.readouterr().err.count("is a folder, a pipe or a device") == 2

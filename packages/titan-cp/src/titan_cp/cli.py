@@ -56,8 +56,10 @@ def read_documents(path: Path) -> list[int]:
     """Document boundaries from a text file of document lengths, in tokens, separated by white space or commas.
 
     Raises:
-        ValueError: If the file holds anything but positive whole numbers.
+        ValueError: If the file holds anything but positive whole numbers, or is no file.
     """
+    if path.exists() and not path.is_file():  # reading could wait, or go on, for ever
+        raise ValueError(f"{path} is a folder, a pipe or a device. Give a text file of document lengths.")
     words = path.read_text(encoding="utf-8").replace(",", " ").split()
     bad = [word for word in words if not (word.isascii() and word.isdigit() and int(word) > 0)]
     if bad or not words:

@@ -28,6 +28,7 @@ from titan_pipeline.ir.costs import Costs
 from titan_pipeline.ir.csv import from_torch_csv, to_torch_csv
 from titan_pipeline.ir.lower import lower
 from titan_pipeline.ir.schedule import Schedule
+from titan_pipeline.ir.text_file import read_text
 from titan_pipeline.solver.annealing import SolveProgress
 from titan_pipeline.solver.search import solve
 from titan_pipeline.view.html import draw_html
@@ -120,7 +121,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 def load_schedule(path: Path) -> Schedule:
     """A schedule from any of the file formats."""
-    return from_torch_csv(path.read_text(), name=path.stem) if path.suffix == ".csv" else Schedule.load(path)
+    return from_torch_csv(read_text(path), name=path.stem) if path.suffix == ".csv" else Schedule.load(path)
 
 
 def _costs(args: argparse.Namespace, schedule: Schedule) -> Costs:

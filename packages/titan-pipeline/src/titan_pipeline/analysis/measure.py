@@ -21,6 +21,7 @@ from titan_pipeline.errors import ScheduleError
 from titan_pipeline.ir.costs import Costs, Link
 from titan_pipeline.ir.graph import consumers
 from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule
+from titan_pipeline.ir.text_file import read_text
 
 _FORMAT = "titan-pipeline/measurement"
 
@@ -113,7 +114,7 @@ class Measurement:
     @classmethod
     def load(cls, path: str | Path) -> "Measurement":
         """Read JSON from ``path``."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(read_text(path))
 
     def save(self, path: str | Path) -> None:
         """Write JSON to ``path``."""

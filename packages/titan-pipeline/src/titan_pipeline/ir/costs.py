@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_pipeline.ir.schedule import Action, Kind
+from titan_pipeline.ir.text_file import read_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +205,7 @@ class Costs:
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
         """Read JSON from ``path``."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(read_text(path))
 
 
 def _link_body(link: Link) -> dict[str, float | None]:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, cast
 
 from titan_pipeline.errors import ScheduleError
 from titan_pipeline.ir.placement import Placement, check_placement
+from titan_pipeline.ir.text_file import read_text
 
 FORMAT = "titan-pipeline/schedule"
 FORMAT_VERSION = 1
@@ -319,7 +320,7 @@ class Schedule:
     @classmethod
     def load(cls, path: str | Path) -> "Schedule":
         """Read JSON or the text form from ``path``, by content."""
-        text = Path(path).read_text()
+        text = read_text(path)
         return cls.from_text(text) if text.lstrip().startswith("#") else cls.from_json(text)
 
 
