@@ -26,7 +26,7 @@ from titan_train.launch.launchers.ray.news import News, NodeNews
 
 ANSWER_S = 0.5  # an agent answers at least this often
 _DIRECT = 32  # nodes that the driver watches itself
-_OVERDUE_S = 0.3
+_OVERDUE_S = 0.2
 _PROBE_S = 0.2  # a reply takes a millisecond in a data center
 _PROBES = 3  # without reply, one after the other
 _BUSY_S = 30.0
