@@ -98,6 +98,12 @@ def test_check_refuses_what_does_not_fit(capsys):
     assert "dp_shard=3" in capsys.readouterr().err.replace(" ", "")
 
 
+def test_check_knows_copies_whose_sequences_are_cut(capsys):
+    words = ["--launch.nproc", "4", "--parallel", "cp2 dp_replicate2", "--parallel.mode", "ddp"]
+    assert main(["check", "debug", *words]) == 0, capsys.readouterr().err
+    assert "the configuration is valid" in capsys.readouterr().out
+
+
 def test_tokenizer_train_writes_a_tokenizer_that_loads(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)))

@@ -108,6 +108,13 @@ def test_dry_run_shows_the_memory_of_each_pipeline_rank_and_the_transfers(capsys
     assert "reduce_scatter" in text
 
 
+def test_dry_run_of_a_model_that_the_planner_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", "vlm_shapes", "--world", "2"]) == 0
+    assert "transfers of a step: not computed" in capsys.readouterr().out
+    assert main(["dry-run", "vlm_shapes", "--world", "2", "--parallel.tp", "2"]) == 2
+    assert "the patches of images are not split" in capsys.readouterr().err
+
+
 def test_plan_names_the_precisions_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--precision", "fp9"]) == 2
     assert "Use one of fp32, bf16" in capsys.readouterr().err

@@ -78,6 +78,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
+    from titan_train.plan.layout import wrapped_over
     from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task
 
@@ -98,8 +99,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
         print(_pipeline_lines(config, model, schedule))
     ranks = estimate_ranks(config, model, layout=layout, mode=mode, batch=batch, schedule=schedule)
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
-        sizes = {"shard": layout.spec.dp_shard * layout.spec.cp, "replicate": layout.spec.dp_replicate}
-        print(f"\n{fsdp.plan(model, sizes, fsdp_policy(config, mode)).explain()}")
+        print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     print(_memory_table(ranks))
     print("\nthe configuration is valid")
     return 0

@@ -2,7 +2,8 @@
 
 `titan-train dry-run llama3_8b --world 512` builds the real program of each pipeline rank on the meta device, runs one
 microbatch of it on fake tensors under a process group that pretends to have all ranks, and prints the memory that this
-needs. Beside it stand the transfers of a step by axis: they are computed, and a test holds them to counted ones.
+needs. Beside it stand the transfers of a step by axis, for models that the planner knows: they are computed, and a test
+holds them to counted ones.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
 
     from titan_train.models import build_model
+    from titan_train.parallel.check import check_model
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
     from titan_train.plan.run import plan_run
@@ -37,6 +39,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     vocabulary = load_task(config).vocab_size(config)
     model = build_model(config.model, vocab_size=vocabulary, device="meta")
     freeze(model, config.train.freeze)
+    check_model(config, plan.layout, plan.batch, model)
     ranks = estimate_ranks(
         config,
         model,
@@ -53,8 +56,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
             x / 2**30 for x in (rank.params + rank.grads + rank.optimizer, rank.activations, rank.peak)
         )
         print(f"{rank.pipeline_rank:<14}{rank.num_parameters:>12,}{state:>11.2f}{kept:>10.2f}{peak:>10.2f}")
-    setup = setup_of_config(config, arguments.world)
-    shape = shape_of_config(config)
+    try:
+        setup, shape = setup_of_config(config, arguments.world), shape_of_config(config)
+    except ValueError as why:
+        print(f"\ntransfers of a step: not computed. {why}")
+        return 0
     if vocabulary:
         shape = dataclasses.replace(shape, vocab=vocabulary)
     traffic = step_traffic(shape, setup, element_bytes=4 if config.train.dtype == "fp32" else 2)

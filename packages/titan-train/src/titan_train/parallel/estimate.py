@@ -32,7 +32,7 @@ from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.plan.batch import BatchPlan
-from titan_train.plan.layout import Mode
+from titan_train.plan.layout import Mode, wrapped_over
 from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
@@ -160,9 +160,7 @@ class _Rank:
     def measure(self, make: Callable[[], nn.Module], layers: range | None, *, last: bool) -> _Stage:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
         spec, config = self.layout.spec, self.config
-        sizes = {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
-        if self.mode == "ddp":
-            sizes = {"replicate": spec.dp_replicate * spec.cp}
+        sizes = wrapped_over(self.layout, self.mode)
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
         activations = self._closed_form(layers)
         if activations is None:

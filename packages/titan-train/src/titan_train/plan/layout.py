@@ -99,6 +99,14 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
     return mode
 
 
+def wrapped_over(layout: Layout, mode: Mode) -> dict[str, int]:
+    """How many ranks share parameters and how many hold copies, by the names of `titan_fsdp.plan`."""
+    spec = layout.spec
+    if mode == "ddp":
+        return {"replicate": spec.dp_replicate * spec.dp_shard * spec.cp}
+    return {"shard": spec.dp_shard * spec.cp, "replicate": spec.dp_replicate}
+
+
 def explain_mode(parallel: ParallelConfig, layout: Layout, mode: Mode, *, dtype: str) -> str:
     """One line for the log: what ``parallel.mode`` became, and what it is needed for.
 
