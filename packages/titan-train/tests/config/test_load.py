@@ -226,6 +226,8 @@ def test_what_only_a_command_line_can_write(tmp_path):
     assert config.parallel.tp_plan == {"blocks.*.q": "colwise"}
     assert (config.parallel.pp, config.parallel.dp_shard) == (2, 4)
     assert load_config(file, ["--model.args", "{num_heads = 3}"]).model.args == {"dim": 64, "num_heads": 3}
+    lists = load_config(file, ["--model.args.layers", "[0, 2]"]).model.args
+    assert lists == load_config(file, ["--model.args", "{layers = [0, 2]}"]).model.args == {"dim": 64, "layers": (0, 2)}
     assert load_config(file, ["--model.args", "num_heads", "3"]).model.args == {"dim": 64, "num_heads": 3}
 
 
@@ -246,6 +248,7 @@ def test_a_problem_of_the_command_line_is_spelled_as_it_was_typed(tmp_path):
         (["--pipeline.cuts", "[1,"], "not a TOML value"),
         (["--train", "3"], "--train is a section"),
         (["--model.args", "dim"], "--model.args is a table"),
+        (["--model.args.layers", "0", "2"], "A list is one value: --model.args.layers '[1, 2]'"),
         (["--data.sources", "a"], "list of tables"),
         (["--data.sources.5.name", "a"], "the list has 1 entries"),
         (["--parallel", "zz9"], "--parallel 'zz9'"),

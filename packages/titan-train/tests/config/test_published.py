@@ -1,6 +1,7 @@
 """`model.init = "hf:DIR"` sets what config.json and the tokenizer's files decide, and keeps what the user set."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def load_config_again(folder: Path, config: Any) -> Any:
     return load_config(str(file))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "qwen3", "deepseek"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "qwen3", "deepseek", "qwen3_vl"])
 def test_every_shipped_model_is_found_by_its_config_json(family: str, tmp_path: Path) -> None:
     for name, args in families()[family].configs.items():
         hf = families()[family].load_hf()
@@ -66,8 +67,17 @@ def test_every_shipped_model_is_found_by_its_config_json(family: str, tmp_path: 
         (folder / "config.json").write_text(json.dumps(hf.config_of(args)))
         config, _ = load(tmp_path, "", "--model.init", f"hf:{folder}")
         base = find_model(config.model.name)[1]
-        made = type(args)(**{f: getattr(base, f) for f in type(args).__dataclass_fields__} | config.model.args)
+        made = type(args)(**{f.name: getattr(base, f.name) for f in fields(args)} | config.model.args)
         assert hf.settings_of(made) == hf.settings_of(args)
+
+
+def test_a_list_in_config_json_is_an_argument_too(tmp_path: Path) -> None:
+    family = families()["qwen3_vl"]
+    args = replace(family.configs["qwen3_vl_debug"], vision_layers=5, deepstack_layers=(1, 3, 4))
+    (tmp_path / "config.json").write_text(json.dumps(family.load_hf().config_of(args)))
+    config, _ = load(tmp_path, "", "--model.init", f"hf:{tmp_path}")
+    assert config.model.args["deepstack_layers"] == (1, 3, 4)
+    assert load_config_again(tmp_path, config) == config
 
 
 def test_what_the_user_set_stays(tmp_path: Path) -> None:

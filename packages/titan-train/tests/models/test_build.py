@@ -76,6 +76,11 @@ def test_the_vocabulary_may_be_padded_but_not_cut() -> None:
     [
         ({"args": {"num_layer": 3}}, ["model.args.num_layer=3", "'num_layers'"]),
         ({"args": {"num_layers": "3"}}, ["model.args.num_layers='3'", "int", "llama3_debug has 2"]),
+        ({"args": {"num_layers": (1,)}}, ["model.args.num_layers=[1] must be of type int, not a list"]),
+        (
+            {"name": "qwen3_vl_debug", "args": {"deepstack_layers": (0.5,)}},
+            ["deepstack_layers=[0.5] must be a list, each of type int, not a list of others; qwen3_vl_debug has [0]"],
+        ),
         ({"args": {"num_layers": True}}, ["model.args.num_layers=True", "int"]),
         ({"args": {"tied_embeddings": 1}}, ["model.args.tied_embeddings=1", "bool"]),
         ({"args": {"num_kv_heads": 3}}, ["model.args.num_kv_heads=3", "nearest valid choice is 2"]),

@@ -18,9 +18,10 @@ class ModelConfig:
     config.json of a Hugging Face folder describes; or "package.module:callable" that returns your own nn.Module: a class,
     or a function annotated to return one, of an installed package or a folder of --code."""
 
-    args: dict[str, int | float | bool | str] = field(default_factory=dict)
+    args: dict[str, int | float | bool | str | tuple[int | float | bool | str, ...]] = field(default_factory=dict)
     """Changes to the shipped model's arguments, such as {num_layers = 4}, to fields of config.json ("hf:DIR"; a dot leads
-    into an object: {"rope_parameters.rope_theta" = 1e6}), or the arguments of your own callable."""
+    into an object: {"rope_parameters.rope_theta" = 1e6}), or the arguments of your own callable. Values are numbers,
+    strings, booleans, or lists of these."""
 
     task: str = ""
     """What the model is trained on: "text", or a task of an installed package; empty takes what the model's family says."""

@@ -159,6 +159,11 @@ def _resolve(parts: Sequence[str], schema: type) -> tuple[Path, Any]:
     return tuple(path), hint
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; a type alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 def _entry_type(hint: Any) -> Any:
     """The type of a list's entries; None for what is no list."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
@@ -166,10 +171,9 @@ def _entry_type(hint: Any) -> Any:
 
 def _value(option: str, values: list[str], hint: Any) -> Any:
     entry = _entry_type(hint)
+    may_be_list = any(_entry_type(kind) is not None for kind in _kinds(hint))
     table = dataclasses.is_dataclass(hint) or typing.get_origin(hint) is dict
-    if len(values) == 1 and (
-        (entry is not None and values[0].startswith("[")) or (table and values[0].startswith("{"))
-    ):
+    if len(values) == 1 and ((may_be_list and values[0].startswith("[")) or (table and values[0].startswith("{"))):
         return _toml(option, values[0])
     if entry is not None:
         if dataclasses.is_dataclass(entry):
@@ -182,7 +186,10 @@ def _value(option: str, values: list[str], hint: Any) -> Any:
             return True
         raise _error(f"{option} needs a value.")
     if len(values) > 1:
-        raise _error(f"{option} takes one value; {_shown(values[1])} is left over. Quote a value that has spaces.")
+        hint_of_list = f" A list is one value: {option} '[1, 2]'." if may_be_list else ""
+        raise _error(
+            f"{option} takes one value; {_shown(values[1])} is left over. Quote a value that has spaces.{hint_of_list}"
+        )
     return _scalar(values[0], hint)
 
 
@@ -200,7 +207,7 @@ def _pairs(option: str, values: list[str], hint: Any) -> dict[str, Any]:
 
 def _scalar(word: str, hint: Any) -> Any:
     """The word as the setting's type, or as what it looks like: validation then says what is wrong with it."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = _kinds(hint)
     if type(None) in kinds and word in ("none", "null"):
         return None
     if bool in kinds and word.lower() in ("true", "false"):

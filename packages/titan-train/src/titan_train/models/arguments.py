@@ -80,11 +80,12 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
         wanted = types[key]
         if wanted is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted:
+        if not _fits(value, wanted):
             current = getattr(shipped, key)
+            others = " of others" if type(value) is tuple is typing.get_origin(wanted) else ""
             raise ValueError(
-                f"model.args.{key}={value!r} must be of type {wanted.__name__}, not {type(value).__name__}; "
-                f"{config.name} has {current!r}."
+                f"model.args.{key}={_shown(value)} must be {_type_name(wanted)}, not {_type_name(type(value))}{others}; "
+                f"{config.name} has {_shown(current)}."
             )
         changes[key] = value
     if vocab_size is not None and changes["vocab_size"] < vocab_size:
@@ -94,6 +95,22 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
         )
     _check_sizes(changes)
     return dataclasses.replace(typing.cast("Any", shipped), **changes)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is tuple:
+        return type(value) is tuple and all(type(entry) is typing.get_args(wanted)[0] for entry in value)
+    return type(value) is wanted
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each of type {typing.get_args(kind)[0].__name__}"
+    return "a list" if kind is tuple else f"of type {kind.__name__}"
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value)) if isinstance(value, tuple) else repr(value)
 
 
 def _check_sizes(changes: Mapping[str, Any]) -> None:

@@ -58,7 +58,9 @@ def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
     """Call the user's callable with ``args``, and with ``vocab_size`` where its signature has it."""
     build = import_factory(config.name)
     signature = inspect.signature(build)
-    arguments: dict[str, Any] = dict(config.args)
+    arguments: dict[str, Any] = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in config.args.items()
+    }
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     if vocab_size is not None and ("vocab_size" in signature.parameters or takes_any):
         arguments.setdefault("vocab_size", vocab_size)

@@ -54,7 +54,8 @@ def with_changes(
         ValueError: A field that the family does not have, or a value of another type.
     """
     changed = copy.deepcopy(dict(published))
-    for key, value in changes.items():
+    for key, given in changes.items():
+        value = list(given) if isinstance(given, tuple) else given
         first, *inner = key.split(".")
         if first not in known and first not in published:
             raise ValueError(
