@@ -35,7 +35,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(make_run, tmp_path):
 def test_runs_without_steps_or_configuration_do_not_stop_it(make_run, tmp_path):
     broken = make_run(0, name="broken", status=None)
     (broken / "config.toml").write_text("not toml [")
-    assert "running" in compare_runs([broken, make_run(10)], tmp_path / "page.html")
+    assert "killed" in compare_runs([broken, make_run(10)], tmp_path / "page.html")
 
 
 @pytest.mark.parametrize("count", [1, 9])

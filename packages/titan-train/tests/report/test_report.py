@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from titan_train.report import build_report, summarize
+from titan_train.run_folder import Lease
 
 
 class Page(HTMLParser):
@@ -113,8 +114,11 @@ def test_a_run_that_crashed_says_why_and_keeps_its_torn_file_readable(make_run):
     assert "rank 3: RuntimeError: out of memory" in summarize(run_dir)
 
 
-def test_a_killed_run_is_said_to_be_running_or_killed(make_run):
-    assert "running, or killed" in report_of(make_run(2, status=None)).text
+def test_a_run_is_running_while_a_process_holds_its_folder_and_was_killed_otherwise(make_run):
+    run_dir = make_run(2, status=None)
+    assert "killed" in report_of(run_dir).text.split("Training loss")[0]
+    with Lease(run_dir):
+        assert "running" in report_of(run_dir).text.split("Training loss")[0]
 
 
 def test_the_load_of_experts_has_a_chart_where_there_are_any(make_run):

@@ -33,8 +33,7 @@ def memory_in_use(device: "torch.device") -> dict[str, float]:
     """Memory of this rank now: ``active_gib``, ``reserved_gib``, ``peak_gib``, and the allocator's ``retries``.
 
     On an accelerator: what tensors hold, what the allocator holds for them, the most that tensors have held, and how often
-    the allocator had to give its cache back to go on. On CPU: the resident set, what is mapped, its high-water mark; a
-    process has no retries.
+    the allocator had to give its cache back to go on. On CPU: the resident set and its high-water mark; nothing is reserved.
     """
     if device.type == "cuda":
         import torch
@@ -44,12 +43,10 @@ def memory_in_use(device: "torch.device") -> dict[str, float]:
         values = {name: found.get(key, 0) / GIB for name, key in keys.items()}
         return values | {"peak_gib": peak_memory_gib(device), "retries": float(found.get("num_alloc_retries", 0))}
     try:
-        mapped, resident = (int(word) for word in _PAGES.read_text(encoding="ascii").split()[:2])
-    except (OSError, ValueError):  # not on Linux
+        resident = int(_PAGES.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):  # not on Linux
         return {"peak_gib": peak_memory_gib(device)}
-    page = os.sysconf("SC_PAGE_SIZE")
-    values = {"active_gib": resident * page / GIB, "reserved_gib": mapped * page / GIB}
-    return values | {"peak_gib": peak_memory_gib(device), "retries": 0.0}
+    return {"active_gib": resident * os.sysconf("SC_PAGE_SIZE") / GIB, "peak_gib": peak_memory_gib(device)}
 
 
 def _resident_high_water_bytes() -> int:

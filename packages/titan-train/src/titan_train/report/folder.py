@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from titan_train.files import parse_toml, read_text
 from titan_train.observe import History, read_history, read_run_info
+from titan_train.run_folder import is_held
 
 CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
 
@@ -36,8 +37,9 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """``finished``, ``stopped``, ``failed``, ``running`` (or killed: it could not say) or ``unknown``."""
-        return str(self.attempts[-1].get("status", "unknown")) if self.attempts else "unknown"
+        """``finished``, ``stopped``, ``failed``, ``running``, ``killed`` or ``unknown``."""
+        status = str(self.attempts[-1].get("status", "unknown")) if self.attempts else "unknown"
+        return "killed" if status == "running" and not is_held(self.path) else status  # it could not say so itself
 
     @property
     def total_steps(self) -> int | None:

@@ -31,7 +31,7 @@ from titan_train.run_folder.contents import (
     run_folder,
     with_kept_model,
 )
-from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError
+from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, is_held
 from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "checkpoint_folders",
     "commit",
     "discard",
+    "is_held",
     "keep_model",
     "newest_checkpoint",
     "pipeline_file",

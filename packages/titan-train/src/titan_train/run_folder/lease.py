@@ -163,6 +163,20 @@ class Lease:
             self._on_lost(self._lost)
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether the folder has an owner that lives, for those who only look: nothing is written."""
+    file = run_dir / _FILE
+    owner = _read(file)
+    if owner is None:
+        return False
+    if owner.place == _place():
+        return _start_of(owner.pid) == owner.started
+    try:
+        return time.time() - file.stat().st_mtime < _DEAD_S
+    except OSError:
+        return False
+
+
 def _refuse_linked_files(run_dir: Path) -> None:
     """A run appends to its files and cuts them: through a link it would do so to a file elsewhere."""
     for path in (*run_dir.iterdir(), *run_dir.glob("logs/*"), *run_dir.glob("hangs/*/*")):
