@@ -112,7 +112,7 @@ def test_a_batch_holds_every_document_whole_with_its_own_image():
             source = keywords["image_source"][row, start:stop]
             assert source[source >= 0].tolist() == list(range(feature, feature + 9))
             patches = keywords["pixels"][feature * 4 : feature * 4 + 36]
-            assert torch.equal(patches, torch.from_numpy(to_patches(data.items.image(item), ARGS)))
+            assert torch.equal(patches, torch.from_numpy(to_patches(data.items.thumbnail(item), ARGS)))
             feature += 9
             ends.append(stop)
         assert keywords["cu_seqlens"][row].unique().tolist() == sorted({*ends, 80})

@@ -91,6 +91,20 @@ def test_a_pixel_or_a_line_of_them_is_enlarged(size, tmp_path):
     assert (pixels == (10, 200, 30)).all()
 
 
+def test_a_person_sees_the_first_image_whole_and_white_where_there_is_none(tmp_path):
+    ask = {"prompt": "q", "answer": "r"}
+    Image.new("RGB", (400, 100), (10, 200, 30)).save(tmp_path / "wide.png")
+    settings = config(tmp_path, [{"image": ["wide.png", "wide.png"], **ask}, ask])
+    items = VisionInputs(settings).train.items
+    shown = items.thumbnail(0)
+    assert shown.shape == items.thumbnail(1).shape == (96, 96, 3)
+    assert (shown[48] == (10, 200, 30)).all()
+    assert (shown[[0, 30, 65, 95]] == 255).all()
+    (tmp_path / "wide.png").unlink()
+    assert (items.thumbnail(0) == 255).all()
+    assert (items.thumbnail(1) == 255).all()
+
+
 def test_an_empty_image_has_no_grid():
     with pytest.raises(BrokenImage, match="are none"):
         fit_grid(0, 0, ARGS, least=1, most=4)

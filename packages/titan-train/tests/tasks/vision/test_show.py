@@ -59,7 +59,7 @@ def test_the_first_token_is_the_likeliest_of_training_and_depends_on_the_image(s
     greedy = Sampling(temperature=0.0)
     told = []
     for item in range(4):
-        Image.fromarray(data.image(item)).save(tmp_path / f"{item}.png")
+        Image.fromarray(data.thumbnail(item)).save(tmp_path / f"{item}.png")
         batch = batches.batch_of([[item]])
         with torch.no_grad():
             logits = seen.model(*batch.inputs, **batch.keywords)[0]
@@ -80,7 +80,7 @@ def test_the_first_token_is_the_likeliest_of_training_and_depends_on_the_image(s
 def test_rows_of_a_batch_see_the_same_images(seen, tmp_path):
     data = ShapeQuestions(2, seen.model.args)
     for item in (0, 1):
-        Image.fromarray(data.image(item)).save(tmp_path / f"{item}.png")
+        Image.fromarray(data.thumbnail(item)).save(tmp_path / f"{item}.png")
     shown = [tmp_path / "0.png", tmp_path / "1.png"]
     alone = []
     for prompt in ("How many?", "What?"):
@@ -106,7 +106,7 @@ def test_the_cache_gives_the_tokens_of_the_whole_sequence_for_prompts_of_any_len
         run = replace(seen, model=model)
     data = ShapeQuestions(2, run.model.args)
     for item in (0, 1):
-        Image.fromarray(data.image(item)).save(tmp_path / f"{item}.png")
+        Image.fromarray(data.thumbnail(item)).save(tmp_path / f"{item}.png")
     shown, prompts = [tmp_path / "0.png", tmp_path / "1.png"], ["How many?", "What is there to be seen?", "?"]
     logits = {}
     with images_shown(run, shown, prompts) as ids:

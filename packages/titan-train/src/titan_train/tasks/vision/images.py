@@ -114,6 +114,23 @@ def read_image(path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int
         return np.asarray(shown, dtype=np.uint8)
 
 
+def thumbnail(path: str, side: int, *, most: int) -> Pixels:
+    """An image file, whole and in its aspect, in the middle of a white square ``[side, side, 3]``.
+
+    Raises:
+        BrokenImage: It cannot be decoded, or has more pixels than ``most``.
+    """
+    with _opened(path) as image:
+        _checked_size(image, path, most)
+        shown = _as_shown(image)
+        shown.thumbnail((side, side))
+        page = np.full((side, side, 3), 255, dtype=np.uint8)
+        pixels = np.asarray(shown, dtype=np.uint8)
+        top, left = (side - pixels.shape[0]) // 2, (side - pixels.shape[1]) // 2
+        page[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+        return page
+
+
 def _checked_size(image: Any, path: str, most: int) -> tuple[int, int]:
     """Height and width as shown, which the file's header tells."""
     width, height = image.size

@@ -5,6 +5,7 @@ left out, and named with the reason in ``quarantine.txt``. What is left becomes 
 that the length of every document is known before training.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -13,13 +14,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titan_train.config import Config
 from titan_train.data import cache_folder
 from titan_train.files import write_atomic
 from titan_train.models.vision_language.args import EncoderArgs
-from titan_train.tasks.vision.images import BrokenImage, FloatArray, fit_grid, image_size, read_image, to_patches
+from titan_train.tasks.vision.images import (
+    BrokenImage,
+    FloatArray,
+    Pixels,
+    fit_grid,
+    image_size,
+    read_image,
+    thumbnail,
+    to_patches,
+)
 from titan_train.tasks.vision.rows import Grid
 
+_THUMBNAIL = 96  # pixels
 _FIELDS = {"prompt", "answer", "image"}
 
 
@@ -104,6 +117,12 @@ class IndexedLines:
             to_patches(read_image(path, grid, self._args, most=self._max_pixels), self._args)
             for path, grid in zip(line.images, line.grids, strict=True)
         ]
+
+    def thumbnail(self, item: int) -> Pixels:
+        """The first image ``[96, 96, 3]``; white where there is none, or where it is broken."""
+        with contextlib.suppress(BrokenImage, IndexError):
+            return thumbnail(self._lines[item].images[0], _THUMBNAIL, most=self._max_pixels)
+        return np.full((_THUMBNAIL, _THUMBNAIL, 3), 255, dtype=np.uint8)
 
 
 def _files(patterns: Sequence[str]) -> list[Path]:

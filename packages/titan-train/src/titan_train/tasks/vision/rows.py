@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import image_tokens
-from titan_train.tasks.vision.images import FloatArray
+from titan_train.tasks.vision.images import FloatArray, Pixels
 from titan_train.tokenizers import Tokenizer
 
 IntArray = npt.NDArray[np.int64]
@@ -48,6 +48,10 @@ class ImageTextSet(Protocol):
 
     def patches(self, item: int) -> list[FloatArray]:
         """Its images ``[P, values]``. Raises `BrokenImage`."""
+        ...
+
+    def thumbnail(self, item: int) -> Pixels:
+        """Its first image for a person, ``[side, side, 3]``, every item's of one size; white where there is none."""
         ...
 
 

@@ -52,13 +52,13 @@ class ShapeQuestions:
         """Its number."""
         return f"shape image {self._first + item}"
 
-    def image(self, item: int) -> Pixels:
-        """``[side, side, 3]``."""
+    def thumbnail(self, item: int) -> Pixels:
+        """``[side, side, 3]``, as the model sees it."""
         return draw(self._first + item, self._cell)
 
     def patches(self, item: int) -> list[FloatArray]:
         """Its image."""
-        return [to_patches(self.image(item), self._args)]
+        return [to_patches(self.thumbnail(item), self._args)]
 
 
 def draw(number: int, cell: int = 16) -> Pixels:

@@ -30,6 +30,8 @@ from titan_train.tasks.vision.shapes import ShapeQuestions
 TOKENIZER_FOLDER = "tokenizer"
 _SHOWN = 40
 """Images in the grid of a validation."""
+_SIDE = 192
+"""Pixels of one of them, about."""
 
 
 class VisionTask(Task):
@@ -162,9 +164,9 @@ class VisionInputs(TaskInputs):
         }
         folder = run_dir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(data.items, ShapeQuestions):
-            images = [data.items.image(item).astype(np.float32) / 127.5 - 1.0 for item in items[:_SHOWN]]
-            write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8))
+        images = [data.items.thumbnail(item).astype(np.float32) / 127.5 - 1.0 for item in items[:_SHOWN]]
+        grid = image_grid(images, columns=8, zoom=max(1, _SIDE // len(images[0])))
+        write_png(folder / f"step_{step:08}.png", grid)
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
 
 
