@@ -45,7 +45,7 @@ class Injecting(StepMonitor):
         self.slow_s = slow_s
 
     def measured(self, meter):
-        self.injector.delays = meter.delays
+        self.injector.delays = meter.timer.delays
 
     def before_data(self, step):
         self.injector.before_data(step)

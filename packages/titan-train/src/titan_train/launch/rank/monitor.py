@@ -42,7 +42,7 @@ class RankMonitor(StepMonitor):
 
     def measured(self, meter: CollectiveMeter) -> None:
         """Let a slow link be injected."""
-        self._injector.delays = meter.delays
+        self._injector.delays = meter.timer.delays
 
     def before_data(self, step: int) -> None:
         """Called before the batch of ``step`` is loaded."""

@@ -72,6 +72,8 @@ class StepTimer:
     running: bool = False
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     axes: dict[str, AxisTotals] = field(default_factory=dict[str, AxisTotals])
+    delays: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds to add to each call or message on an axis: the fault ``slow-link``."""
     _by_step: list[list[float]] = field(default_factory=list[list[float]])
     _before: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
     _stack: list[str] = field(default_factory=lambda: ["host"])
@@ -102,6 +104,7 @@ class StepTimer:
     def transfer(self, axis: str, num_bytes: int) -> Generator[None]:
         """A block, in any thread, in which a message comes in: exposed where the rank waits meanwhile, else hidden."""
         began, waited_s = self.clock(), self._waited()
+        self.delay(axis)
         yield
         if not self.running or self._stack[-1] in _APART:
             return
@@ -111,6 +114,11 @@ class StepTimer:
         totals.moving_s += waited_s
         totals.hidden_s += seconds - waited_s
         totals.add_call(seconds, num_bytes)
+
+    def delay(self, axis: str) -> None:
+        """Take the time that a slow link on the axis is to add."""
+        if self.delays:
+            time.sleep(self.delays.get(axis, 0.0))
 
     def _waited(self) -> float:
         """Seconds spent in blocks of `waiting` until now."""

@@ -67,8 +67,6 @@ class CollectiveMeter:
             rank: This rank in the world.
         """
         self.timer = timer
-        self.delays: dict[str, float] = {}
-        """Seconds to add to each call on an axis: the fault `slow-link`."""
         self.label: Label | None = None
         """Puts a name on each call in a trace, such as ``tp all-gather``; None without a profiler."""
         self._named = (
@@ -111,8 +109,7 @@ class CollectiveMeter:
                 return original(group, *args, **kwargs)
             axis, size = self.axis_of(group)
             began = time.perf_counter()
-            if self.delays:
-                time.sleep(self.delays.get(axis, 0.0))
+            timer.delay(axis)
             with nullcontext() if self.label is None else self.label(f"{axis} {operation}"):
                 work = original(group, *args, **kwargs)
             ended = time.perf_counter()
