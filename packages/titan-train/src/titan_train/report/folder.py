@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from titan_train.files import parse_toml, read_text
 from titan_train.observe import History, read_history, read_run_info
-from titan_train.run_folder import is_held
+from titan_train.run_folder import run_status
 
 CONFIG_NAME, LAYOUT_NAME = "config.toml", "layout.txt"
 
@@ -38,8 +38,7 @@ class RunFolder:
     @property
     def status(self) -> str:
         """``finished``, ``stopped``, ``failed``, ``running``, ``killed`` or ``unknown``."""
-        status = str(self.attempts[-1].get("status", "unknown")) if self.attempts else "unknown"
-        return "killed" if status == "running" and not is_held(self.path) else status  # it could not say so itself
+        return run_status(self.path, self.attempts)
 
     @property
     def total_steps(self) -> int | None:

@@ -31,7 +31,7 @@ from titan_train.run_folder.contents import (
     run_folder,
     with_kept_model,
 )
-from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, is_held
+from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
 from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
 __all__ = [
@@ -42,12 +42,12 @@ __all__ = [
     "checkpoint_folders",
     "commit",
     "discard",
-    "is_held",
     "keep_model",
     "newest_checkpoint",
     "pipeline_file",
     "read_config",
     "run_folder",
+    "run_status",
     "stage",
     "staged_folder",
     "with_kept_model",

@@ -20,9 +20,10 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titan_train.files import parse_json, read_text, write_atomic
 
@@ -81,7 +82,7 @@ class Lease:
             while not self._link():
                 owner = _read(self._file)
                 follows = owner is not None and chain and owner.chain == chain
-                if owner is not None and not follows and _alive(owner, self._file):
+                if owner is not None and not follows and _alive(owner, self._file, _now):
                     raise ValueError(_refusal(run_dir, owner))
                 self._file.unlink(missing_ok=True)
         self._released = threading.Event()
@@ -163,18 +164,19 @@ class Lease:
             self._on_lost(self._lost)
 
 
-def is_held(run_dir: Path) -> bool:
-    """Whether the folder has an owner that lives, for those who only look: nothing is written."""
-    file = run_dir / _FILE
-    owner = _read(file)
-    if owner is None:
-        return False
-    if owner.place == _place():
-        return _start_of(owner.pid) == owner.started
-    try:
-        return time.time() - file.stat().st_mtime < _DEAD_S
-    except OSError:
-        return False
+def run_status(run_dir: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
+    """``finished``, ``stopped``, ``failed``, ``running``, ``killed`` or ``unknown``. Only looks: nothing is written.
+
+    Args:
+        run_dir: The run's folder.
+        attempts: Of its `run.json`. One that was killed could not say so and is "running" there.
+    """
+    status = str(attempts[-1].get("status", "unknown")) if attempts else "unknown"
+    if status != "running":
+        return status
+    owner = _read(run_dir / _FILE)
+    alive = owner is not None and _alive(owner, run_dir / _FILE, now=lambda _: time.time())
+    return "running" if alive else "killed"
 
 
 def _refuse_linked_files(run_dir: Path) -> None:
@@ -225,16 +227,17 @@ def _same(one: _Owner | None, other: _Owner | None) -> bool:
     return replace(one, attempt=0) == replace(other, attempt=0)
 
 
-def _alive(owner: _Owner, file: Path) -> bool:
+def _alive(owner: _Owner, file: Path, now: Callable[[Path], float]) -> bool:
+    """Whether an owner lives; ``now`` tells the time by which the folder's files are dated."""
     if owner.place == _place():
         return _start_of(owner.pid) == owner.started
     try:
         touched = file.stat().st_mtime
     except OSError:
         return False
-    now = _now(file.parent)
-    rebooted = owner.host == platform.node() and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return not rebooted and now - touched < _DEAD_S
+    here = now(file.parent)
+    rebooted = owner.host == platform.node() and touched < here - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return not rebooted and here - touched < _DEAD_S
 
 
 def _now(folder: Path) -> float:

@@ -40,7 +40,7 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     from titan_train.observe import read_history, read_run_info
     from titan_train.observe.progress import resolve_mode
     from titan_train.observe.watching import Follower, find_goodput, goodput_line, panel
-    from titan_train.run_folder import is_held
+    from titan_train.run_folder import run_status
 
     follower = Follower(run_dir)
     lines: list[dict[str, Any]] = []
@@ -49,8 +49,7 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     def state() -> tuple[str, Any]:
         attempts = read_run_info(run_dir).get("attempts", [])
         goodput = find_goodput(read_history(run_dir), attempts) if attempts else None
-        status = str(attempts[-1].get("status", "unknown")) if attempts else "unknown"
-        return "killed" if status == "running" and not is_held(run_dir) else status, goodput
+        return run_status(run_dir, attempts), goodput
 
     if not drawn:
         while True:
