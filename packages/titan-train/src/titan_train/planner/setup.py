@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Stack = Literal["eager", "compile", "te", "te_graphs", "xla"]
+Stack = Literal["eager", "compile", "te", "te_graphs", "te_full", "xla"]
 Precision = Literal["fp32", "bf16", "tensorwise", "rowwise", "blockwise", "delayed", "mxfp8", "nvfp4"]
 Sharding = Literal["ddp", "zero1", "fsdp"]
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
@@ -35,9 +35,14 @@ class Setup:
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: tuple[str, ...] = ()
     """With recompute = "none": modules recomputed all the same: core_attn, mlp, moe, moe_act, layernorm, mla_up_proj."""
+    early_stop: bool = True
+    """Recomputation of a whole block ends before what backward needs nothing of: its last product, the way back from experts.
+    So does torch's checkpoint; Megatron's repeats everything."""
     recompute_share: float = 1.0
     """Share of the blocks that recompute is applied to."""
     precision: Precision = "bf16"
+    bf16_share: float = 0.0
+    """Share of the blocks whose products stay in bf16."""
     receive_ahead: bool = False
     """Pipeline stages hold receive buffers for all microbatches, as torch's do; titan-pipeline receives what it needs next."""
     sharding: Sharding = "fsdp"
@@ -58,6 +63,8 @@ class Setup:
     """Share of the optimizer state that the host keeps and updates; with fsdp parameters and gradients go along."""
     attention_share: float = 1.0
     """Packed documents: sum of squared lengths over the square of the sequence length."""
+    fused_attention: bool = True
+    """Whether attention keeps its scores on the chip, or writes and reads them."""
     imbalance: float = 1.0
     """Largest over mean number of tokens that the ranks' experts receive."""
     grad_bytes: int = 4
@@ -91,7 +98,7 @@ class Setup:
     @property
     def te(self) -> bool:
         """Whether the stack is TransformerEngine's."""
-        return self.stack in ("te", "te_graphs")
+        return self.stack in ("te", "te_graphs", "te_full")
 
     @property
     def head_on_first_rank(self) -> bool:

@@ -17,6 +17,12 @@ from titan_train.planner.setup import Dispatcher, Setup, Stack
 _ROUTED_GRAPHS = "26.04"
 """First Megatron-Bridge container whose routed blocks run inside CUDA graphs; before it their launches bound small batches."""
 
+_FULL_GRAPHS = "26.06"
+"""First container whose MXFP8 recipes for routed models capture the whole step."""
+
+_FURTHER_TOKENS = {"deepseek_v3": 1, "deepseek_v4_flash": 1, "nemotron3_super": 2, "nemotron3_ultra": 2}
+"""Further tokens that Megatron-Bridge's recipes predict."""
+
 TABLES = ("published_throughput.csv", "measured_rows.csv")
 
 
@@ -94,8 +100,9 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
     if r.get("layers"):
         shape = shape.cut(int(float(r["layers"])))
     convention = r.get("flops_convention") or ""
-    if collection == "bridge" and shape.name == "deepseek_v3":
-        shape = replace(shape, mtp=1)  # counted by the page's FLOPs per token
+    if r.get("mtp") or collection == "bridge":
+        # counted by the page's FLOPs per token
+        shape = replace(shape, mtp=int(r.get("mtp") or _FURTHER_TOKENS.get(shape.name, 0)))
     setup = _setup(r, collection)
     machine = load_machine("h100_a3" if collection == "maxtext" else r["gpu"])
     # Automodel's page names recomputation where it is used; the other pages leave it out
@@ -157,6 +164,8 @@ def _stack(text: str, collection: str) -> Stack:
         return "compile" if text == "1" else "eager"
     if collection == "skills" and not text:
         return "te"
+    if collection == "automodel" and text == "1":
+        return "compile"
     return {"TE+graphs": "te_graphs", "TE": "te", "XLA": "xla"}.get(
         text, "te" if collection == "automodel" else "compile"
     )  # type: ignore[return-value]
@@ -180,8 +189,8 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
     layers = next((int(w) for w in offload.split() if w.isdigit()), 0) if "activations" in offload else 0
     kind = r.get("dp_kind") or "fsdp"
     stack = _stack(r["compile"], collection)
-    if stack == "te_graphs" and number("ep") > 1 and "" < (r.get("container") or "") < _ROUTED_GRAPHS:
-        stack = "te"
+    if stack == "te_graphs" and number("ep") > 1:
+        stack = _routed_stack(r.get("graphs") or "", r.get("container") or "", precision)
     dispatcher = (r.get("dispatcher") or "").lower()
     return Setup(
         seq_len=number("seq_len"),
@@ -198,13 +207,17 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         recompute=recompute,
         recompute_modules=modules,
         recompute_share=share,
+        early_stop=collection == "automodel",  # torchtitan turns it off
+        fused_attention=not _scores_written(r),
         precision=precision,  # type: ignore[arg-type]
         sharding="zero1" if kind == "zero1" else "fsdp",
         stack=stack,
         async_tp=r["async_tp"] == "1",
         dispatcher=_dispatcher(r, collection),
         # Megatron-Bridge's recipes overlap where experts span domains and stages are interleaved
-        ep_overlap=("ep overlap" in dispatcher and "no ep overlap" not in dispatcher)
+        ep_overlap=r["ep_overlap"] == "1"
+        if r.get("ep_overlap")
+        else ("ep overlap" in dispatcher and "no ep overlap" not in dispatcher)
         or (collection == "bridge" and number("vp") > 1 and number("ep") > load_machine(r["gpu"]).domain),
         cp_method="ulysses" if "Ulysses" in (r.get("note") or "") else "ring",
         loss="fused"
@@ -215,10 +228,29 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         task="lora" if r.get("task") == "lora" else "pretrain",
         equal_stages=megatron,
         overlap=collection != "simumax",
+        bf16_share=number("bf16_blocks", 0) / find_shape(r["model"]).num_layers,
         receive_ahead=collection in ("torchtitan", "automodel"),  # torch.distributed.pipelining
         offload_activations=layers / 80,
         grad_bytes=2 if collection in ("bridge", "skills", "nemo") else 4,
     )
+
+
+def _routed_stack(graphs: str, release: str, precision: str) -> Stack:
+    """How much of a routed block is launched as CUDA graphs: as the row's recipe says, else what its release's recipes do."""
+    if graphs:
+        return {"routing": "te_graphs", "attention": "te_graphs", "full": "te_full"}.get(graphs, "te")  # type: ignore[return-value]
+    if "" < release < _ROUTED_GRAPHS:
+        return "te"
+    return "te_full" if release >= _FULL_GRAPHS and precision == "mxfp8" else "te_graphs"
+
+
+def _scores_written(r: dict[str, str]) -> bool:
+    """GPT-OSS on Blackwell, releases 26.04 to 26.06.01: the page of 26.06.01 names a regression of cuDNN's attention.
+
+    What it costs, 10 to 12 ms a block, is what writing and reading the scores takes, on all rows of these releases.
+    """
+    blackwell = r["gpu"].upper().startswith(("B", "GB"))
+    return r["model"].startswith("gpt-oss") and blackwell and "26.04" <= (r.get("container") or "") < "26.08"
 
 
 def _dispatcher(r: dict[str, str], collection: str) -> Dispatcher:

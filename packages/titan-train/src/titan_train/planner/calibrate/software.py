@@ -20,6 +20,8 @@ import numpy as np
 from titan_train.planner.calibrate.rows import MeasuredRow
 
 _SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "model": 0.15, "year": 0.15, "dense": 0.09, "routed": 0.18}
+_CALIBRATED = 0.7
+"""Standard deviation that covers as often as it says, over the one of the variances above."""
 _ROWS_PER_SET = 2
 _FIRST_RELEASE = 24.0
 """Year at which the walk over releases starts."""
@@ -57,7 +59,7 @@ def key_of(row: MeasuredRow) -> SoftwareKey:
 
 
 def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """At most two rows per (stack, precision, machine): the newest routed and dense ones, else two layouts of a kind."""
+    """At most two rows per (stack, precision, machine): the newest routed and dense ones, else the newest and the oldest."""
     sets: dict[tuple[str, str, str], list[MeasuredRow]] = {}
     for row in rows:
         sets.setdefault(row.set_key, []).append(row)
@@ -66,7 +68,7 @@ def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
         newest = sorted(members, key=lambda row: row.release or "99", reverse=True)
         picks = [next((r for r in newest if r.shape.moe is routed), None) for routed in (True, False)]
         kept = [row for row in picks if row is not None]
-        for row in newest:
+        for row in reversed(newest):
             if len(kept) < _ROWS_PER_SET and all(row.layout != other.layout for other in kept):
                 kept.append(row)
         chosen += kept[:_ROWS_PER_SET]
@@ -120,7 +122,7 @@ class SoftwareModel:
         weights = np.linalg.solve(among, to)
         variance = max(_single(key), own - float(to @ weights))
         # a log-normal's mean lies above its median: predicted speeds are right on average, not half of the time
-        return math.exp(float(weights @ self.residuals) - variance / 2), math.sqrt(variance)
+        return math.exp(float(weights @ self.residuals) - variance / 2), _CALIBRATED * math.sqrt(variance)
 
 
 def leave_layout_out(

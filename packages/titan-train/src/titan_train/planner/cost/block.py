@@ -4,11 +4,11 @@ Operators are ``products`` (dense matrix products and casts), ``attention``, ``e
 router), ``pointwise`` (norms, gates, residuals). Transfers inside a block are ``tp``, ``cp`` and ``ep``, before overlap.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titan_train.planner.comm.links import Span, exchange_seconds, gather_seconds
 from titan_train.planner.cost.constants import Constants
-from titan_train.planner.cost.products import DeviceRates, cast_seconds, product_seconds
+from titan_train.planner.cost.products import DeviceRates, cast_seconds, product_seconds, rates
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
 from titan_train.planner.setup import Setup
@@ -18,6 +18,16 @@ from titan_train.planner.setup import Setup
 _SCAN_OPERATIONS = 14.0
 
 
+# Attention to gathered keys over attention to a band: 557 TFLOP/s backward on B200 for 512 chosen keys of width 512 and 64
+# heads (NVIDIA/cudnn-frontend, pull request 318), and indexer and compressor beside it.
+_SPARSE_RATE = 0.4
+# Times that attention which is not fused writes or reads its scores: the product writes, softmax reads and writes, the second
+# product reads; backward reads the probabilities twice, writes, reads and writes their gradients, reads those twice.
+_SCORE_PASSES = (4.0, 7.0)
+# Keys of the tiles at both ends of a window, which kernels read whole.
+_WINDOW_TILE = 256
+
+
 @dataclass(slots=True)
 class BlockCost:
     """Seconds by operator."""
@@ -25,6 +35,8 @@ class BlockCost:
     forward: dict[str, float] = field(default_factory=dict[str, float])
     backward: dict[str, float] = field(default_factory=dict[str, float])
     recompute: dict[str, float] = field(default_factory=dict[str, float])
+    last: dict[str, float] = field(default_factory=dict[str, float])
+    """Of forward: the product and the transfer at the end, whose results backward does not need."""
 
     def total(self) -> float:
         """All passes."""
@@ -51,7 +63,26 @@ class Context:
 
 
 def block_cost(c: Context, block: Block) -> BlockCost:
-    """Cost of one block."""
+    """Cost of one block; the mean of both kinds where a share of the blocks stays in bf16."""
+    share = c.setup.bf16_share
+    if not share or c.setup.precision == "bf16":
+        return _block_cost(c, block)
+    mean, plain = _block_cost(c, block), _block_cost(in_bf16(c), block)
+    for into, other in zip(
+        (mean.forward, mean.backward, mean.recompute), (plain.forward, plain.backward, plain.recompute), strict=True
+    ):
+        for name, seconds in other.items():
+            into[name] = (1 - share) * into.get(name, 0.0) + share * seconds
+    return mean
+
+
+def in_bf16(c: Context) -> Context:
+    """The same run with products in bf16."""
+    setup = replace(c.setup, precision="bf16", bf16_share=0.0)
+    return replace(c, setup=setup, rates=rates(c.machine, c.constants, "bf16"))
+
+
+def _block_cost(c: Context, block: Block) -> BlockCost:
     cost = BlockCost()
     if block.attention is not None:
         _attention(c, block.attention, cost)
@@ -88,6 +119,7 @@ def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int
         casts = cast_seconds(c.rates, rows * cast / (c.setup.tp if cast != c.dim else 1))
         back = cast_seconds(c.rates, rows * columns / c.setup.tp)
         cost.add(operator, forward + casts, forward + back + (0.0 if lora else weight))
+        cost.last = {operator: forward + casts}
 
 
 def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
@@ -99,22 +131,35 @@ def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
         shapes = [
             (q_in, q, q_in),
             (a.kv_lora, a.heads * (nope + a.v_dim), a.kv_lora),
+            # the narrow projections to the latents are whole on each tensor-parallel rank
+            (dim, (a.q_lora + a.kv_lora + a.rope_dim) * setup.tp, dim),
             (a.heads * a.v_dim, dim, a.heads * a.v_dim),
         ]
-        # the narrow projections to the latents are whole on each tensor-parallel rank
-        shapes += [(dim, (a.q_lora + a.kv_lora + a.rope_dim) * setup.tp, dim)]
     else:
-        shapes = [(dim, q + 2 * a.kv_heads * a.head_dim, dim), (q, dim, q)]
+        kv = (1 if a.shared_kv else 2) * a.kv_heads * a.head_dim
+        shapes = [(a.q_lora, q, a.q_lora), (dim, (a.q_lora + kv) * setup.tp, dim)] if a.q_lora else [(dim, q + kv, dim)]
+        # grouped: each of the groups has its part of the heads
+        out = a.o_groups * a.o_lora
+        shapes += [(q // a.o_groups, out, q), (out, dim, out)] if a.o_lora else [(q, dim, q)]
     _products(c, cost, "products", shapes)
     seen = setup.seq_len * setup.attention_share * (0.5 if a.causal else 1.0)
-    seen = min(seen, a.window) if a.window else seen
-    flops = 2.0 * setup.tokens * seen * a.heads * (a.head_dim + a.v_dim) / setup.tp
+    each = 2.0 * setup.tokens * a.heads * (a.head_dim + a.v_dim) / setup.tp
+    flops = each * (min(seen, a.window + (0 if a.sparse else _WINDOW_TILE)) if a.window else seen)
+    # kernels of float8 attention skip nothing outside a window in backward
+    behind = each * seen if c.constants.attention8 and setup.float8 and not a.sparse else flops
     if a.cross_tokens:
         _products(c, cost, "products", [(dim, q, dim), (q, dim, q)])
-        flops += 2.0 * setup.tokens * a.cross_tokens * a.heads * 2 * a.head_dim / setup.tp
+        across = 2.0 * setup.tokens * a.cross_tokens * a.heads * 2 * a.head_dim / setup.tp
+        flops, behind = flops + across, behind + across
     narrow = min(1.0, (a.head_dim + a.v_dim) / 256) ** 0.5  # heads below 128 channels fill the units less
     rate = c.rates.attention * narrow * (c.constants.context if setup.cp > 1 else 1.0)
-    cost.add("attention", flops / rate, 2.5 * flops / (rate * c.constants.attention_backward))
+    rate *= _SPARSE_RATE if a.sparse else 1.0
+    scores = 0.0
+    if not setup.fused_attention:
+        scores = 2.0 * setup.tokens * setup.seq_len / setup.cp * a.heads / setup.tp / c.rates.stream
+    passes, back_passes = _SCORE_PASSES
+    backward = 2.5 * behind / (rate * c.constants.attention_backward)
+    cost.add("attention", flops / rate + passes * scores, backward + back_passes * scores)
     if setup.cp > 1:
         _context_transfers(c, a, cost, flops / rate)
 
@@ -167,6 +212,7 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     cost.add(
         "experts", scale * (forward + passes + router + constants.sync_s), scale * (backward + 2 * passes + 2 * router)
     )
+    last = {"experts": scale * local * (down + cast_seconds(c.rates, rows * e.hidden))}
     if e.shared_hidden:
         shared = FeedForwardShape(e.shared_hidden, e.gated)
         _products(
@@ -180,6 +226,8 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     if setup.ep > 1:
         once = _dispatch_seconds(c, e, 2.0 * routed * width)
         cost.add("ep", scale * 2 * once, scale * 2 * once)
+        last["ep"] = scale * once
+    cost.last = last
 
 
 def _dispatch_seconds(c: Context, e: ExpertsShape, sent: float) -> float:
@@ -193,8 +241,9 @@ def _dispatch_seconds(c: Context, e: ExpertsShape, sent: float) -> float:
     inside = _distinct(group.size, e.per_token) if fused else 1.0
     if group.local:
         seconds = exchange_seconds(sent * inside, group, c.machine, network_share=share)
-        return seconds * constants.local / share
-    return exchange_seconds(sent, group, c.machine, network_share=constants.network * share, copies=across)
+        return seconds if fused else seconds / share
+    share *= 1.0 if fused else constants.network
+    return exchange_seconds(sent, group, c.machine, network_share=share, copies=across)
 
 
 def _distinct(places: int, picks: int) -> float:
@@ -212,6 +261,8 @@ def _pointwise(c: Context, block: Block, cost: BlockCost) -> None:
         elements += 3.0 * block.ffn.hidden
     elif isinstance(block.ffn, ExpertsShape):
         elements += 3.0 * block.ffn.shared_hidden
+    if block.streams > 1:  # around each half: read the streams twice, write what it reads; read both, write the streams
+        elements += 2 * (4 * block.streams + 2) * c.dim
     seconds = 2.0 * c.constants.pointwise * elements * setup.tokens / setup.tp / c.rates.stream
     cost.add("pointwise", seconds, 2 * seconds)
 
@@ -229,6 +280,7 @@ def _tensor_transfers(c: Context, block: Block, cost: BlockCost) -> None:
     exposed = 1.0 - (c.constants.hide_tp if c.setup.async_tp else 0.0)
     again = 0.0 if c.setup.overlap else 1.0
     cost.add("tp", 2 * halves * each * exposed, (2 + again) * halves * each * exposed)
+    cost.last["tp"] = each * exposed
 
 
 _REPEATED = {
@@ -251,7 +303,12 @@ def _recompute(c: Context, block: Block, cost: BlockCost) -> None:
     else:
         parts: dict[str, float] = {}
         for module in setup.recompute_modules:
+            if module == "mlp" and not isinstance(block.ffn, FeedForwardShape):
+                continue  # Megatron's name for the feed-forward of dense blocks
             for operator, part in _REPEATED.get(module, {}).items():
                 parts[operator] = min(1.0, parts.get(operator, 0.0) + part)
     for operator, part in parts.items():
-        cost.recompute[operator] = setup.recompute_share * part * cost.forward.get(operator, 0.0)
+        seconds = part * cost.forward.get(operator, 0.0)
+        if setup.recompute == "full" and setup.early_stop:
+            seconds -= cost.last.get(operator, 0.0)
+        cost.recompute[operator] = setup.recompute_share * seconds

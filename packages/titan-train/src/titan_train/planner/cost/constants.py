@@ -22,15 +22,17 @@ class Constants:
     """Part of the bf16 peak that causal attention reaches, forward, on the FLOPs it needs."""
     attention_backward: float = 0.80
     """Backward's rate over forward's."""
+    attention8: bool = False
+    """Attention's products run in float8 too, where the precision is float8."""
     bandwidth: float = 0.90
     """Part of the memory bandwidth that streaming kernels reach."""
     local: float = 0.78
     """Part of the local link that collectives reach."""
     network: float = 0.85
-    exchange: float = 0.60
-    """Part of the links that an all-to-all reaches."""
-    exchange_fused: float = 0.85
-    """The same with a fused dispatcher (DeepEP, HybridEP)."""
+    exchange: float = 0.85
+    """Part of what collectives reach that an all-to-all reaches."""
+    exchange_fused: float = 1.0
+    """Part of the network's own rate that a fused dispatcher (DeepEP, HybridEP) reaches; inside a domain it is ``local``."""
     pointwise: float = 1.0
     """Bytes that norms, gates and residuals move, over those of fully fused kernels."""
     expert_rows: float = 256.0
@@ -41,7 +43,7 @@ class Constants:
     """Seconds of a routed layer, all of it, over the model's own estimate."""
     hide_tp: float = 0.5
     """Part of tensor parallelism's transfers that async TP hides."""
-    hide_ep: float = 0.4
+    hide_ep: float = 0.6
     """Part of the experts' transfers that their overlap hides."""
     contention: float = 0.15
     """Compute slow-down while collectives run beside it, per second of overlap."""
@@ -70,12 +72,16 @@ class Constants:
 SOURCES = {
     "matmul": "sustained bf16 products on H100 and H200, public kernel benchmarks (.65-.80 of peak)",
     "attention": "FlashAttention-3, bf16, causal, D=128: 541-639 TFLOP/s forward on H100 (tritonbench 1254)",
+    "attention8": "mxfp8 over bf16 attention on GB200: 1.26 forward, 1.16 backward; a window of 128 gains nothing in "
+    "backward, where bf16 gains 4.5x (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, 2026-04)",
     "local": "NCCL all-gather on NVLink, bus bandwidth over link rate",
     "network": "NCCL on 400 Gb/s RDMA",
     "pointwise": "eager: fitted to one published row; compiled 1 by definition",
     "expert_rows": "grouped products on H100 (.5 of peak at 256 rows)",
+    "exchange": "three published rows with NCCL's all-to-all between nodes, H100 and B200",
+    "exchange_fused": "DeepEP's README: 43-58 GB/s a GPU over 50 GB/s links, 16 to 64 ranks",
     "hide_tp": "published async TP gains of 1.04-1.16x",
-    "hide_ep": "Megatron-Bridge matched A/B: 36.6 % of the transfers hidden",
+    "hide_ep": "Megatron-Bridge matched A/B: +17.7 % tokens/s (two published rows), 0.7 of the transfers by this model",
     "contention": "calculon, Hetu-Galvatron",
 }
 
@@ -86,7 +92,17 @@ _STACKS: dict[str, Constants] = {
         pointwise=1.3, kernels=40, cast_bytes=4.0, routed_launch_s=0.007, matmul8=0.68, routing_passes=8.0, sync_s=3e-4
     ),
     "te_graphs": Constants(
-        pointwise=1.2, kernels=0, routed_launch_s=0.0, cast_bytes=4.0, matmul8=0.72, routing_passes=4.0
+        pointwise=1.2, kernels=0, routed_launch_s=0.0065, cast_bytes=4.0, matmul8=0.72, routing_passes=8.0
+    ),
+    "te_full": Constants(
+        pointwise=1.2,
+        kernels=0,
+        routed_launch_s=0.0,
+        cast_bytes=4.0,
+        matmul8=0.72,
+        routing_passes=6.0,
+        attention=0.54,
+        attention8=True,
     ),
     "xla": Constants(kernels=10),
 }

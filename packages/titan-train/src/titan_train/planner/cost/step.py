@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_train.planner.comm.links import Span, gather_seconds, reduce_seconds, span
-from titan_train.planner.cost.block import BlockCost, Context, block_cost
+from titan_train.planner.cost.block import BlockCost, Context, block_cost, in_bf16
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.products import product_seconds, rates
 from titan_train.planner.cost.schedules import schedule_cost
@@ -40,6 +40,10 @@ TERMS = {
 _SPLIT_COST = 1.03
 """Compute of a schedule that splits backward over that of one backward: more launches, and inputs that are read twice.
 A prior."""
+_INTERLEAVED = 1.6
+"""Host time of a routed block whose forward and another microbatch's backward are launched piece by piece, over one pass."""
+_UNFUSED = 1.35
+"""Host time of a routed block that sorts, counts and sends by kernels of their own, over a fused dispatcher's."""
 _HOST_UPDATE = 60e9
 """Bytes per second that the host's optimizer streams, a device's share of the host."""
 
@@ -131,11 +135,23 @@ def _all_blocks(c: Context, shape: ModelShape, costs: list[BlockCost]) -> dict[s
         for name, seconds in cost.recompute.items():
             key = name if name in ("tp", "cp", "ep") else "recompute"
             out[key] = out.get(key, 0.0) + block.count * seconds
-    if shape.mtp:  # one more block and head predict a second token
-        for part in (costs[-1].forward, costs[-1].backward):
+    for cost in _second_token(c, shape, costs):
+        for part in (cost.forward, cost.backward):
             for name, seconds in part.items():
                 out[name] = out.get(name, 0.0) + shape.mtp * seconds
     return out
+
+
+def _second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list[BlockCost]:
+    """What predicts one further token: a mixer with a feed-forward. Hybrids have two blocks for it, whose products stay in
+    bf16.
+    """
+    if not shape.mtp:
+        return []
+    if shape.blocks[-1].ffn is not None:
+        return [costs[-1]]
+    plain = in_bf16(c)
+    return [block_cost(plain, shape.blocks[-1]), block_cost(plain, next(b for b in shape.blocks if b.ffn is not None))]
 
 
 def _head(c: Context, shape: ModelShape) -> float:
@@ -152,7 +168,10 @@ def _launches(c: Context, shape: ModelShape) -> float:
     """Seconds that the host needs to launch one microbatch's kernels; backward launches twice as many as forward."""
     again = 3 + (c.setup.recompute == "full")
     seconds = shape.num_layers * c.constants.kernels * c.constants.kernel_s * again
-    return seconds + sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)) * c.constants.routed_launch_s
+    routed = sum(b.count for b in shape.blocks if isinstance(b.ffn, ExpertsShape)) * c.constants.routed_launch_s
+    if c.setup.te and c.setup.dispatcher == "alltoall":
+        routed *= _UNFUSED
+    return seconds + (_INTERLEAVED if c.setup.ep_overlap and c.setup.stack == "te" else 1.0) * routed
 
 
 def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:

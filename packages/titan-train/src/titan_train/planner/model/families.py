@@ -81,6 +81,18 @@ def _hybrid(
     return ModelShape(name, dim, blocks, vocab, moe=True)
 
 
+def _deepseek_v4_flash() -> ModelShape:
+    """284 B parameters, 13 B active (transformers' ``DeepseekV4Config``): grouped low-rank outputs, one head that is key and
+    value, four residual streams. Half of the blocks attend to 128 near tokens and 512 chosen ones of the compressed rest,
+    half to the near ones and the rest compressed 128 times. Compressors and indexer, 2 % of a block, are left out.
+    """
+    near = AttentionWidths(64, 1, 512, q_lora=1024, o_lora=1024, o_groups=8, shared_kv=True, sparse=True, window=160)
+    far = AttentionWidths(64, 1, 512, q_lora=1024, o_lora=1024, o_groups=8, shared_kv=True, sparse=True, window=640)
+    ffn = ExpertsShape(256, 6, 2048, 2048)
+    blocks = (Block(22, near, ffn, streams=4), Block(21, far, ffn, streams=4))
+    return ModelShape("deepseek_v4_flash", 4096, blocks, 129_280, moe=True)
+
+
 def _gpt(name: str, dim: int, layers: int, heads: int, vocab: int = 50_257, seq: int = 2048) -> ModelShape:
     return _dense(
         name, dim, layers, heads, heads, 4 * dim, vocab, tied=True, gated=False, bias=True, positions=seq, norm=2
@@ -193,15 +205,7 @@ def _routed_shapes() -> list[ModelShape]:
         _routed(
             "kimi_k2", 7168, 61, _mla(64, 1536), ExpertsShape(384, 8, 2048, 2048), 163_840, dense=1, dense_hidden=18_432
         ),
-        # approximate: 284 B parameters, 13 B active, compressed attention
-        _routed(
-            "deepseek_v4_flash",
-            4096,
-            43,
-            AttentionWidths(64, 1, 192, window=1024),
-            ExpertsShape(256, 6, 2048, 2048),
-            129_280,
-        ),
+        _deepseek_v4_flash(),
         _routed("mixtral_8x7b", 4096, 32, AttentionWidths(32, 8, 128), ExpertsShape(8, 2, 14_336), 32_000),
         _routed("mixtral_8x22b", 6144, 56, AttentionWidths(48, 8, 128), ExpertsShape(8, 2, 16_384), 32_768),
         _gpt_oss("gpt_oss_20b", 24, 32),

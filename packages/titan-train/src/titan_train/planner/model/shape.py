@@ -30,6 +30,13 @@ class AttentionWidths:
     """Tokens a query sees back; 0 is all."""
     cross_tokens: int = 0
     """Tokens of a text that a second, cross-attending layer reads; 0 is none."""
+    o_lora: int = 0
+    """Width of each of ``o_groups`` groups between the heads and the output; 0 is one full matrix."""
+    o_groups: int = 1
+    shared_kv: bool = False
+    """One projection is key and value."""
+    sparse: bool = False
+    """Keys are chosen for each query and gathered, not a band."""
 
     @property
     def v_dim(self) -> int:
@@ -104,6 +111,8 @@ class Block:
     ffn: FeedForwardShape | ExpertsShape | None = None
     ssm: StateSpaceShape | None = None
     norms: int = 2
+    streams: int = 1
+    """Residual streams that hyper-connections mix before and after each half (arXiv 2409.19606)."""
     modulation: int = 0
     """Parameters of a DiT block that a token does not meet: its modulation, and the weights of the other stream."""
 
@@ -120,7 +129,9 @@ class Block:
                 total += a.kv_lora * a.heads * (nope + a.v_dim) + a.heads * a.v_dim * dim
             else:
                 q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-                total += 2 * dim * q + 2 * dim * kv + (2 * a.head_dim if a.qk_norm else 0)
+                total += a.q_lora * (dim + q) if a.q_lora else dim * q
+                total += a.o_lora * (q + a.o_groups * dim) if a.o_lora else q * dim
+                total += (1 if a.shared_kv else 2) * dim * kv + (2 * a.head_dim if a.qk_norm else 0)
                 total += (q + 2 * kv + dim) if a.bias else 0
             if a.cross_tokens:
                 total += 4 * dim * a.heads * a.head_dim
