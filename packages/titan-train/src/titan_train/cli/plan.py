@@ -31,7 +31,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--precision", action="append", help="bf16, tensorwise, rowwise, blockwise, mxfp8; may be repeated"
     )
-    parser.add_argument("--stack", default="compile", choices=("compile", "eager", "te", "te_graphs"), help="software")
+    parser.add_argument(
+        "--stack", default="compile", choices=("compile", "eager", "te", "te_graphs", "te_full"), help="software"
+    )
     parser.add_argument("--constants", help="file of titan-train calibrate, instead of the shipped constants")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="such as tp=8; may be repeated")
     parser.add_argument(

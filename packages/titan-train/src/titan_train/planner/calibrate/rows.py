@@ -106,7 +106,7 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
     setup = _setup(r, collection)
     machine = load_machine("h100_a3" if collection == "maxtext" else r["gpu"])
     # Automodel's page names recomputation where it is used; the other pages leave it out
-    if not r["activation_checkpointing"] and not (collection == "automodel" and setup.task == "pretrain"):
+    if not r["activation_checkpointing"] and collection != "automodel":
         setup = least_recompute(shape, machine, setup)
     measured = float(r["tokens_per_s_per_gpu"] or 0)
     if not measured:
@@ -159,12 +159,12 @@ def _collection(source: str) -> str:
     return "torchtitan"
 
 
-def _stack(text: str, collection: str) -> Stack:
+def _stack(text: str, collection: str, task: str) -> Stack:
     if collection == "torchtitan":
         return "compile" if text == "1" else "eager"
     if collection == "skills" and not text:
         return "te"
-    if collection == "automodel" and text == "1":
+    if collection == "automodel" and (text == "1" or task == "lora"):
         return "compile"
     return {"TE+graphs": "te_graphs", "TE": "te", "XLA": "xla"}.get(
         text, "te" if collection == "automodel" else "compile"
@@ -185,13 +185,15 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         micro = number("micro_batch", 4 if collection == "maxtext" else 1)
     precision = {"fp8": "tensorwise", "": "bf16"}.get(r["float8"], r["float8"])
     recompute, modules, share = _recompute(r["activation_checkpointing"])
+    if collection == "automodel" and r.get("task") == "lora" and not r["activation_checkpointing"]:
+        recompute = "full"  # as its fine-tuning benchmarks do
     offload = r.get("offload") or ""
     layers = next((int(w) for w in offload.split() if w.isdigit()), 0) if "activations" in offload else 0
     kind = r.get("dp_kind") or "fsdp"
-    stack = _stack(r["compile"], collection)
+    stack = _stack(r["compile"], collection, r.get("task") or "")
     if stack == "te_graphs" and number("ep") > 1:
         stack = _routed_stack(r.get("graphs") or "", r.get("container") or "", precision)
-    dispatcher = (r.get("dispatcher") or "").lower()
+    dispatcher = _dispatcher(r, collection)
     return Setup(
         seq_len=number("seq_len"),
         global_batch=global_batch,
@@ -213,12 +215,8 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         sharding="zero1" if kind == "zero1" else "fsdp",
         stack=stack,
         async_tp=r["async_tp"] == "1",
-        dispatcher=_dispatcher(r, collection),
-        # Megatron-Bridge's recipes overlap where experts span domains and stages are interleaved
-        ep_overlap=r["ep_overlap"] == "1"
-        if r.get("ep_overlap")
-        else ("ep overlap" in dispatcher and "no ep overlap" not in dispatcher)
-        or (collection == "bridge" and number("vp") > 1 and number("ep") > load_machine(r["gpu"]).domain),
+        dispatcher=dispatcher,
+        ep_overlap=_ep_overlap(r, stack, dispatcher),
         cp_method="ulysses" if "Ulysses" in (r.get("note") or "") else "ring",
         loss="fused"
         if megatron
@@ -254,11 +252,28 @@ def _scores_written(r: dict[str, str]) -> bool:
 
 
 def _dispatcher(r: dict[str, str], collection: str) -> Dispatcher:
-    """As stated; where Megatron-Bridge's pages leave it out, its recipes' fused dispatcher."""
+    """As stated; where Megatron-Bridge's pages leave it out, what its recipes of that release choose."""
     text = (r.get("dispatcher") or "").lower()
     if "deepep" in text:
         return "deepep"
-    return "hybridep" if "hybrid" in text or (collection == "bridge" and not text) else "alltoall"
+    if text or collection != "bridge":
+        return "hybridep" if "hybrid" in text else "alltoall"
+    release = r.get("container") or ""
+    if release < _ROUTED_GRAPHS and not r["gpu"].upper().startswith("GB"):
+        return "deepep" if r["model"].startswith("deepseek") else "alltoall"
+    late = "26.04.01" <= release < _FULL_GRAPHS
+    return "alltoall" if late and r["model"].startswith("gpt-oss") else "hybridep"
+
+
+def _ep_overlap(r: dict[str, str], stack: Stack, dispatcher: Dispatcher) -> bool:
+    """As stated; else what Megatron-Bridge's recipes choose: where stages are interleaved, and with whole-step graphs."""
+    text = (r.get("dispatcher") or "").lower()
+    if r.get("ep_overlap"):
+        return r["ep_overlap"] == "1"
+    if "ep overlap" in text or _collection(r["source"]) != "bridge":
+        return "ep overlap" in text and "no ep overlap" not in text
+    vp, ep = float(r.get("vp") or 1), float(r.get("ep") or 1)
+    return stack == "te_full" or (vp > 1 and ep > 1 and dispatcher != "hybridep")
 
 
 def _recompute(text: str) -> tuple[Any, tuple[str, ...], float]:

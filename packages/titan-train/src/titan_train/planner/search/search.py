@@ -215,7 +215,7 @@ def pareto(found: list[StepEstimate]) -> list[StepEstimate]:
 def search(request: PlanRequest, top: int = 10) -> Ranking:
     """Search all setups of ``request``; where none fits, also those that keep parameters and optimizer on the host."""
     found = Searcher(request).run(top)
-    if found.best or request.stack in ("te", "te_graphs", "xla"):
+    if found.best or request.stack not in ("eager", "compile"):
         return found
     if 16 * request.shape.parameters() / request.gpus > _HOST_BYTES:
         return found

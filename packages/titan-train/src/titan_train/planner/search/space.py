@@ -104,7 +104,7 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
 
 def base_setup(request: PlanRequest) -> Setup:
     """The choices that are not searched."""
-    te = request.stack in ("te", "te_graphs")
+    te = request.stack.startswith("te")
     return Setup(
         seq_len=request.seq_len,
         global_batch=request.global_batch,

@@ -3,6 +3,7 @@
 "use strict";
 
 const GIB = 2 ** 30;
+const WINDOW_TILE = 256, SPARSE_RATE = 0.4;
 const PENALTY = { tensorwise: 1, rowwise: 1.04, mxfp8: 1.04, blockwise: 1.12 };
 
 function span(machine, c, size, stride) {
@@ -74,6 +75,7 @@ function products(k, cost, shapes) {
     const casts = (r.cast * tokens * cast) / (cast !== k.shape.dim ? s.tp : 1) / r.stream;
     const back = (r.cast * tokens * columns) / s.tp / r.stream;
     add(cost, "products", forward + casts, forward + back + weight);
+    cost.last = { products: forward + casts };
   }
 }
 
@@ -87,15 +89,22 @@ function attention(k, a, cost) {
     products(k, cost, [
       [input, q, input],
       [a.kv_lora, a.heads * (nope + a.v_dim), a.kv_lora],
-      [a.heads * a.v_dim, dim, a.heads * a.v_dim],
       [dim, (a.q_lora + a.kv_lora + a.rope_dim) * s.tp, dim],
+      [a.heads * a.v_dim, dim, a.heads * a.v_dim],
     ]);
-  } else products(k, cost, [[dim, q + 2 * a.kv_heads * a.head_dim, dim], [q, dim, q]]);
+  } else {
+    const kv = (a.shared_kv ? 1 : 2) * a.kv_heads * a.head_dim;
+    const out = a.o_groups * a.o_lora;
+    products(k, cost, [
+      ...(a.q_lora ? [[a.q_lora, q, a.q_lora], [dim, (a.q_lora + kv) * s.tp, dim]] : [[dim, q + kv, dim]]),
+      ...(a.o_lora ? [[q / a.o_groups, out, q], [out, dim, out]] : [[q, dim, q]]),
+    ]);
+  }
   let seen = s.seq_len * (a.causal ? 0.5 : 1);
-  if (a.window) seen = Math.min(seen, a.window);
+  if (a.window) seen = Math.min(seen, a.window + (a.sparse ? 0 : WINDOW_TILE));
   const flops = (2 * tokens * seen * a.heads * (a.head_dim + a.v_dim)) / s.tp;
   const narrow = Math.min(1, (a.head_dim + a.v_dim) / 256) ** 0.5;
-  const rate = rates.attention * narrow * (s.cp > 1 ? c.context : 1);
+  const rate = rates.attention * narrow * (s.cp > 1 ? c.context : 1) * (a.sparse ? SPARSE_RATE : 1);
   add(cost, "attention", flops / rate, (2.5 * flops) / (rate * c.attention_backward));
   if (s.cp > 1) {
     const kv = (2 * tokens * a.kv_heads * (a.head_dim + a.v_dim)) / Math.min(s.tp, a.kv_heads);
@@ -122,23 +131,27 @@ function experts(k, e, cost) {
   const passes = (2 * c.routing_passes * routed * dim) / r.stream + (2 * c.pointwise * 3 * routed * e.hidden) / r.stream;
   const router = product(r, tokens, dim, e.num_experts, true) + (20 * tokens * e.num_experts) / r.stream;
   add(cost, "experts", c.expert_scale * (forward + passes + router + c.sync_s), c.expert_scale * (backward + 2 * passes + 2 * router));
+  const last = { experts: c.expert_scale * local * (down + (r.cast * rows * e.hidden) / r.stream) };
   if (e.shared_hidden) products(k, cost, [[dim, (e.matrices - 1) * e.shared_hidden, dim], [e.shared_hidden, dim, e.shared_hidden]]);
   if (s.ep > 1) {
     let once = exchange(2 * routed * dim, k.ep, k.machine, c.network * c.exchange);
-    if (k.ep.local) once = (exchange(2 * routed * dim, k.ep, k.machine, c.exchange) * c.local) / c.exchange;
+    if (k.ep.local) once = exchange(2 * routed * dim, k.ep, k.machine, c.exchange) / c.exchange;
     add(cost, "ep", c.expert_scale * 2 * once, c.expert_scale * 2 * once);
+    last.ep = c.expert_scale * once;
   }
+  cost.last = last;
 }
 
 function blockCost(k, b) {
   const { s, c, rates, tokens } = k;
   const dim = k.shape.dim;
-  const cost = { f: {}, b: {}, r: {} };
+  const cost = { f: {}, b: {}, r: {}, last: {} };
   attention(k, b.attention, cost);
   if (b.experts) experts(k, b.experts, cost);
   else products(k, cost, [[dim, (b.matrices - 1) * b.hidden, dim], [b.hidden, dim, b.hidden]]);
   const a = b.attention;
-  const elements = 10 * dim * (b.norms ? 0.5 * b.norms : 1) + 2 * (a.heads + a.kv_heads) * a.head_dim + 3 * (b.experts ? b.experts.shared_hidden : b.hidden);
+  let elements = 10 * dim * (b.norms ? 0.5 * b.norms : 1) + 2 * (a.heads + a.kv_heads) * a.head_dim + 3 * (b.experts ? b.experts.shared_hidden : b.hidden);
+  if (b.streams > 1) elements += 2 * (4 * b.streams + 2) * dim;
   const point = (2 * c.pointwise * elements * tokens) / s.tp / rates.stream;
   add(cost, "pointwise", point, 2 * point);
   if (s.tp > 1) {
@@ -146,11 +159,12 @@ function blockCost(k, b) {
     const each = gather(2 * tokens * dim * (s.precision === "tensorwise" ? 0.75 : 1), k.tp);
     const exposed = 1 - (s.async_tp ? c.hide_tp : 0);
     add(cost, "tp", 2 * halves * each * exposed, 2 * halves * each * exposed);
+    cost.last.tp = each * exposed;
   }
   let parts = {};
   if (s.recompute === "full") for (const n in cost.f) parts[n] = 1;
   if (s.recompute === "selective") parts = { products: 0.37, pointwise: 0.8, tp: 0.5, experts: 0.4 };
-  for (const n in parts) cost.r[n] = parts[n] * (cost.f[n] || 0);
+  for (const n in parts) cost.r[n] = parts[n] * (cost.f[n] || 0) - (s.recompute === "full" ? cost.last[n] || 0 : 0);
   return cost;
 }
 
