@@ -139,8 +139,10 @@ def test_rows_without_recipe_columns_take_the_settings_of_their_release() -> Non
         46: ("te", "alltoall", False),
         75: ("compile", "alltoall", False),
     }
-    assert setups[33] is not None and not setups[33].setup.fused_attention
-    assert setups[75] is not None and setups[75].setup.recompute == "full"
+    assert setups[33] is not None
+    assert not setups[33].setup.fused_attention
+    assert setups[75] is not None
+    assert setups[75].setup.recompute == "full"
 
 
 def test_a_set_is_fitted_on_two_rows_at_most() -> None:
