@@ -67,6 +67,11 @@ def run(bench: Bench, copy_tb_per_s: float) -> dict:
     result["rmsnorm_cast_block"] = _row(
         bench, [lambda x=x: ops.rmsnorm_cast_block(x, weight, 1e-5) for x in xs], elements * 6.0625, copy_tb_per_s
     )
+    rows = weight[None]
+    norms = [lambda x=x: ops.layernorm_cast_block(x, rows, rows, 1e-5) for x in xs]
+    result["layernorm_cast_block"] = _row(bench, norms, elements * 6.0625, copy_tb_per_s)
+    gelus = [lambda x=x: ops.gelu_cast_block(x) for x in xs]
+    result["gelu_cast_block"] = _row(bench, gelus, elements * 4.0625, copy_tb_per_s)
     swiglu = [lambda g=gate, u=up: ops.swiglu_cast_block(g, u)]
     result["swiglu_cast_block"] = _row(bench, swiglu, elements * 6.0625, copy_tb_per_s)
     backward = [lambda h=xs[2], g=gate, u=up: ops.swiglu_backward_cast_block(h, g, u)]

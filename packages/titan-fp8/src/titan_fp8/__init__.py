@@ -16,6 +16,7 @@ from titan_fp8.export import export_hf_fp8
 from titan_fp8.layers.functional import linear, linear_deferred, linears
 from titan_fp8.layers.fused import norm_linears, rms_norm, swiglu, swiglu_linear
 from titan_fp8.layers.grouped import Float8GroupedExpertsMixin, Float8GroupedMM, grouped_mm, grouped_mm_deferred
+from titan_fp8.layers.layer_norm import gelu, gelu_linear, layer_norm, layer_norm_linears
 from titan_fp8.layers.linear import Float8Linear
 from titan_fp8.lifetime import ConstantWeights
 from titan_fp8.main_grad import MainGradients
@@ -70,9 +71,13 @@ __all__ = [
     "convert_to_float8",
     "export_hf_fp8",
     "forward_product",
+    "gelu",
+    "gelu_linear",
     "grouped_mm",
     "grouped_mm_deferred",
     "input_gradient",
+    "layer_norm",
+    "layer_norm_linears",
     "linear",
     "linear_deferred",
     "linear_reduce_scatter",

@@ -64,6 +64,8 @@ _TRITON_MODULES = {
     "rmsnorm_cast_block": "fused",
     "rmsnorm_backward": "fused",
     "swiglu_cast_block": "fused",
+    "layernorm_cast_block": "layer_norm",
+    "gelu_cast_block": "layer_norm",
     "swiglu_backward_cast_block": "fused",
 }
 

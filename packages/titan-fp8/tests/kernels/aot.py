@@ -20,6 +20,7 @@ from titan_fp8.kernels.triton import (
     fused,
     grouped_cast,
     grouped_mm,
+    layer_norm,
     mx,
     row,
     tensor,
@@ -143,6 +144,17 @@ KERNELS = {
     "swiglu_cast": (
         fused.swiglu_cast_kernel, {"gate": X, "up": X, **DUAL, **SIZES, **STRIDES_GATE}, {"MASKED": False, **E4M3}, 16,
     ),
+    "layer_stats": (
+        layer_norm.layer_stats_kernel,
+        {"x": X, "mean": SCALE, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},
+        {"BLOCK": 4096, "BLOCKS": 1, "HARDWARE": True}, 4,
+    ),
+    "layernorm_cast": (
+        layer_norm.layernorm_cast_kernel,
+        {"x": X, "gain": X, "shift": X, "mean": SCALE, "rstd": SCALE, **DUAL, **SIZES, "rows_each": INT},
+        {"MASKED": False, **E4M3}, 16,
+    ),
+    "gelu_cast": (layer_norm.gelu_cast_kernel, {"x": X, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 8),
     **{
         f"grouped_mm-{scaling}": (
             grouped_mm.grouped_mm_kernel,

@@ -17,6 +17,7 @@ from titan_fp8.kernels.triton import (
     fused,
     grouped_cast,
     grouped_mm,
+    layer_norm,
     mx,
     row,
     tensor,
@@ -221,6 +222,16 @@ def closeness():
     got, expected = (m.swiglu_backward_cast_block(g, x, u, E4M3, True) for m in (fused, reference))
     results["swiglu_backward_cast_block-gate"] = dual_error(got[:4], expected[:4])
     results["swiglu_backward_cast_block-up"] = dual_error(got[4:], expected[4:])
+
+    gain, shift = (torch.randn(2, 147, generator=generator).bfloat16() for _ in range(2))
+    for label, rows in (("", 1), ("-of_samples", 2)):
+        call = (x, gain[:rows], shift[:rows], 1e-5, E4M3, True)
+        got, expected = (m.layernorm_cast_block(*call) for m in (layer_norm, reference))
+        results[f"layernorm_cast_block{label}"] = dual_error(got[:4], expected[:4])
+        results[f"layernorm_mean{label}"] = float((got[4] - expected[4]).abs().max() / x.abs().max())
+        results[f"layernorm_rstd{label}"] = error(got[5], expected[5])
+    got, expected = (m.gelu_cast_block(3 * x, E4M3, True) for m in (layer_norm, reference))
+    results["gelu_cast_block"] = dual_error(got, expected)
 
     offs = torch.tensor([130, 130, 270], dtype=torch.int32)
     x, g = (torch.randn(300, 256, generator=generator).bfloat16() for _ in range(2))

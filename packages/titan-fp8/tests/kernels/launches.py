@@ -16,6 +16,7 @@ from titan_fp8.kernels.triton import (
     fused,
     grouped_cast,
     grouped_mm,
+    layer_norm,
     mx,
     row,
     tensor,
@@ -82,6 +83,8 @@ def call_everything():
         elementwise.swiglu_backward(g, x, u)
         fused.swiglu_cast_block(x, u, E4M3, True)
         fused.swiglu_backward_cast_block(g, x, u, E4M3, True)
+        layer_norm.layernorm_cast_block(x, weight[None], weight[None], 1e-5, E4M3, True)
+        layer_norm.gelu_cast_block(x, E4M3, True)
         call_grouped(x, g, experts=1)
         call_grouped(x, g, experts=3)
     for dtype in (torch.float32, torch.float16):

@@ -34,8 +34,10 @@ CASTS = [
     "rmsnorm_cast",
     "swiglu_cast",
     "swiglu_backward_cast",
+    "layernorm_cast",
+    "gelu_cast",
 ]
-READS = ["amax", "row_column_amax", "grouped_amax", "rms_rstd"]
+READS = ["amax", "row_column_amax", "grouped_amax", "rms_rstd", "layer_stats"]
 OCCUPIED = ["cast_weight", "cast_weight-rows", "cast_weights", "cast_mx_dual", "cast_grouped-mx", "transpose_codes"]
 ELEMENTWISE = ["rmsnorm", "rmsnorm_backward", "swiglu", "swiglu_backward"]
 PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_wgrad"]

@@ -189,6 +189,7 @@ def test_grouped_ops_never_wait_for_the_device():
 def test_fusions_agree_with_the_reference():
     x, u, g = (_clean(seed) for seed in range(3))
     weight = torch.randn(384, device="cuda").bfloat16()
+    gain = torch.randn(3, 384, device="cuda").bfloat16()  # of three samples
     got = ops.rmsnorm_cast_block(x, weight, 1e-5)
     expected = _on_cpu(ops.rmsnorm_cast_block, x, weight, 1e-5)
     torch.testing.assert_close(got[4], expected[4], rtol=1e-5, atol=0)
@@ -197,6 +198,8 @@ def test_fusions_agree_with_the_reference():
     for ours, theirs in (
         (got[:4], expected[:4]),
         (ops.swiglu_cast_block(x, u), _on_cpu(ops.swiglu_cast_block, x, u)),
+        (ops.gelu_cast_block(x), _on_cpu(ops.gelu_cast_block, x)),
+        (ops.layernorm_cast_block(x, gain, gain, 1e-5)[:4], _on_cpu(ops.layernorm_cast_block, x, gain, gain, 1e-5)[:4]),
         (backward[:4], expected_backward[:4]),
         (backward[4:], expected_backward[4:]),
     ):
@@ -208,6 +211,23 @@ def test_fusions_agree_with_the_reference():
     expected_dx, expected_dweight = _on_cpu(ops.rmsnorm_backward, g, x, weight, got[4])
     torch.testing.assert_close(dx, expected_dx, rtol=2**-7, atol=2**-7)  # one bfloat16 step
     torch.testing.assert_close(dweight, expected_dweight, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_gradients_of_layer_norm_and_gelu_agree_with_the_cpu(samples):
+    def gradients(device):
+        x, gain, shift, w, w2 = leaves = [t.to(device).detach().requires_grad_() for t in made]
+        (h,) = titan_fp8.layer_norm_linears(x, gain, shift, 1e-5, [w])
+        return torch.autograd.grad(titan_fp8.gelu_linear(h, w2).float().sum(), leaves)
+
+    vector = (samples, 1, 384) if samples > 1 else (384,)
+    shapes = ((samples, 100, 384), vector, vector, (256, 384), (128, 256))
+    made = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16() / 8 for i, shape in enumerate(shapes)
+    ]
+    for ours, theirs in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        # a step of float8 in a value on a rounding boundary, and bfloat16 sums
+        assert (ours.cpu().float() - theirs.float()).norm() <= 2**-5 * theirs.float().norm()
 
 
 def _clean(seed):

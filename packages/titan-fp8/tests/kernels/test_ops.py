@@ -58,6 +58,8 @@ def _calls():
         "rmsnorm_cast_block": (ops.rmsnorm_cast_block, (x, torch.ones(144), 1e-5)),
         "rmsnorm_backward": (ops.rmsnorm_backward, (x, x, torch.ones(144), rstd)),
         "swiglu_cast_block": (ops.swiglu_cast_block, (x, x)),
+        "layernorm_cast_block": (ops.layernorm_cast_block, (x, torch.ones(1, 144), torch.ones(1, 144), 1e-5)),
+        "gelu_cast_block": (ops.gelu_cast_block, (x,)),
         "swiglu_backward_cast_block": (ops.swiglu_backward_cast_block, (x, x, x)),
     }  # fmt: skip
 
@@ -205,6 +207,10 @@ def test_two_e5m2_operands_are_rejected():
         (lambda: ops.cast_grouped(_matrix(), _offs(3), scaling="block"), "scaling='block' is unknown"),
         (lambda: ops.cast_weights_block([]), "weights is empty"),
         (lambda: ops.swiglu_cast_block(_matrix(), _matrix(4)), "multiplied element by element"),
+        (
+            lambda: ops.layernorm_cast_block(_matrix(), torch.ones(7, 144), torch.ones(7, 144), 1e-5),
+            "with G rows that divide",
+        ),
         (lambda: ops.rmsnorm_cast_block(_matrix(), torch.ones(3), 1e-5), r"weight has shape \(3,\), expected \(144,\)"),
     ],
 )

@@ -159,6 +159,24 @@ class Call:
         self.products = products
 
 
+def is_fused(recipe: Recipe) -> bool:
+    """Whether what comes before a layer can be computed in the pass that casts."""
+    return recipe.x.gran == "block1x128" and recipe.wgrad == "fp8"
+
+
+def call_for(recipe: Recipe, x: Tensor, weights: Sequence[Tensor], more_input_grad: bool) -> Call:
+    """The call of layers whose input is computed and cast in one pass from ``x`` and, perhaps, more."""
+    training = torch.is_grad_enabled()
+    return Call(
+        recipe,
+        output_dtype(x),
+        training and any(w.requires_grad for w in weights),
+        training and (x.requires_grad or more_input_grad),
+        None,
+        products_for(recipe, x, None),
+    )
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, caches: tuple[WeightCache | None, ...], *parameters: Any) -> Any:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from titan_fp8 import ops
-from titan_fp8.layers.eager import products_for
 from titan_fp8.layers.functional import (
     Call,
+    call_for,
     check_shapes,
     gradients,
+    is_fused,
     linear,
     linears,
     multiply,
     open_cache,
-    output_dtype,
     unflatten,
 )
 from titan_fp8.ops.direct import run_op
@@ -86,13 +86,13 @@ def norm_linears(
         ValueError: If the shapes do not fit.
     """
     chosen = Recipe.get(recipe)
-    if not _is_fused(chosen):
+    if not is_fused(chosen):
         return linears(rms_norm(x, norm_weight, eps), weights, biases, chosen, caches=caches)
     bias_list = [None] * len(weights) if biases is None else list(biases)
     check_shapes(x, weights, bias_list)
     found = tuple(open_cache(cache, w) for cache, w in zip(caches or [None] * len(weights), weights, strict=True))
     flat = x.reshape(-1, x.shape[-1])
-    call = _call(chosen, flat, weights, norm_weight.requires_grad)
+    call = call_for(chosen, flat, weights, norm_weight.requires_grad)
     outs = cast("tuple[Tensor, ...]", _NormLinears.apply(flat, norm_weight, eps, call, found, *weights, *bias_list))
     return tuple(unflatten(out, x) for out in outs)
 
@@ -123,29 +123,13 @@ def swiglu_linear(
         ValueError: If the shapes do not fit.
     """
     chosen = Recipe.get(recipe)
-    if not _is_fused(chosen):
+    if not is_fused(chosen):
         return linear(swiglu(gate, up), w, bias, chosen, cache=cache)
     check_shapes(gate, [w], [bias])
     flat = gate.reshape(-1, gate.shape[-1])
-    call = _call(chosen, flat, [w], up.requires_grad)
+    call = call_for(chosen, flat, [w], up.requires_grad)
     out = cast(Tensor, _SwiGLULinear.apply(flat, up.reshape(flat.shape), call, (open_cache(cache, w),), w, bias))
     return unflatten(out, gate)
-
-
-def _is_fused(recipe: Recipe) -> bool:
-    return recipe.x.gran == "block1x128" and recipe.wgrad == "fp8"
-
-
-def _call(recipe: Recipe, x: Tensor, weights: Sequence[Tensor], more_input_grad: bool) -> Call:
-    training = torch.is_grad_enabled()
-    return Call(
-        recipe,
-        output_dtype(x),
-        training and any(w.requires_grad for w in weights),
-        training and (x.requires_grad or more_input_grad),
-        None,
-        products_for(recipe, x, None),
-    )
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -39,6 +39,7 @@ from titan_fp8.ops.casts import (
 from titan_fp8.ops.elementwise import rmsnorm, swiglu, swiglu_backward
 from titan_fp8.ops.fused import rmsnorm_backward, rmsnorm_cast_block, swiglu_backward_cast_block, swiglu_cast_block
 from titan_fp8.ops.grouped import cast_grouped
+from titan_fp8.ops.layer_norm import gelu_cast_block, layernorm_cast_block
 from titan_fp8.ops.products import grouped_scaled_mm, grouped_scaled_mm_wgrad, scaled_mm
 from titan_fp8.ops.weights import cast_weight_block, cast_weight_rows, cast_weights_block, transpose_codes
 
@@ -56,8 +57,10 @@ __all__ = [
     "cast_weight_block",
     "cast_weight_rows",
     "cast_weights_block",
+    "gelu_cast_block",
     "grouped_scaled_mm",
     "grouped_scaled_mm_wgrad",
+    "layernorm_cast_block",
     "rmsnorm",
     "rmsnorm_backward",
     "rmsnorm_cast_block",

@@ -33,6 +33,7 @@ from titan_fp8.reference.grouped import (
     padded_offsets,
     padded_tokens,
 )
+from titan_fp8.reference.layer_norm import gelu, gelu_cast_block, layernorm, layernorm_cast_block
 from titan_fp8.reference.matmul import dequantize, scaled_mm
 from titan_fp8.reference.round import round_to_float8
 from titan_fp8.reference.scale import FLOAT8_EMAX, FLOAT8_MAX, encode_decode_scales, encode_exponent, finite_amax
@@ -57,8 +58,12 @@ __all__ = [
     "encode_decode_scales",
     "encode_exponent",
     "finite_amax",
+    "gelu",
+    "gelu_cast_block",
     "grouped_scaled_mm",
     "grouped_scaled_mm_wgrad",
+    "layernorm",
+    "layernorm_cast_block",
     "pad_matrix",
     "padded_offsets",
     "padded_tokens",
