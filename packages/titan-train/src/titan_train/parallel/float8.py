@@ -2,15 +2,15 @@
 
 Conversion comes before tensor parallelism, which then cuts float8 layers like others; layers with one scale for a whole
 tensor are told the ranks that hold its other parts, so that the scale is the same for any number of them. Several
-linears of one input share its cast; experts multiply in float8 too. The norm before such linears, and SwiGLU before the last
-linear of a feed-forward, are computed in the pass that casts (`CastingNorm`, `GatedFloat8Input`), in eager mode and where
-the linears are whole.
+linears of one input share its cast; experts multiply in float8 too. The norm before such linears, and SwiGLU or GELU before the
+last linear of a feed-forward, are computed in the pass that casts (`CastingNorm`, `GatedFloat8Input`), in eager mode and where
+the linears are whole. A block names its norms and what reads each alone in ``norm_readers``.
 
 A weight's cast is kept by its layer over the micro-batches of a step, which `titan_train.train.step` declares with
 `titan_fp8.ConstantWeights`; a weight that FSDP gathered in high precision keeps it only until the weight is freed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import titan_fp8
@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_train.config import Float8Config
-from titan_train.models.common.blocks import DecoderBlock
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.norm import RMSNorm
-from titan_train.models.common.shared_input import GatedInput, SharedInput
+from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
 
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
@@ -53,14 +52,49 @@ class CastingNorm(RMSNorm):
         return RMSNorm.forward(self, x)
 
 
+class LayerNormedInput(NamedTuple):
+    """The input of a LayerNorm that its reader shall apply."""
+
+    x: Tensor
+    """``[B, S, d]``."""
+    gain: Tensor
+    """``[d]`` or ``[B, 1, d]``."""
+    shift: Tensor
+    eps: float
+
+    def compute(self) -> Tensor:
+        """The norm's output."""
+        return titan_fp8.layer_norm(*self)
+
+
+class CastingLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose only reader is a `SharedFloat8Input`."""
+
+    def forward(self, input: Tensor) -> Any:
+        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
+        if torch.compiler.is_compiling() or input.dtype not in _CAST_DTYPES:
+            return super().forward(input)
+        return LayerNormedInput(input, self.weight, self.bias, self.eps)
+
+
+class CastingModulatedNorm(ModulatedNorm):
+    """A `ModulatedNorm` whose only readers are `SharedFloat8Input`s."""
+
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Any:
+        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
+        if torch.compiler.is_compiling() or x.dtype not in _CAST_DTYPES:
+            return super().forward(x, shift, scale)
+        return LayerNormedInput(x, 1 + scale, shift, self.eps)
+
+
 class SharedFloat8Input(SharedInput):
     """Linears of one input that is cast once."""
 
-    def forward(self, x: Tensor | NormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor | NormedInput | LayerNormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
         """As `SharedInput`; linears that are not all float8 of one recipe run one by one."""
         layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
         if len(layers) < len(linears) or any(layer.recipe != layers[0].recipe for layer in layers):
-            return super().forward(x.compute() if isinstance(x, NormedInput) else x, *linears)
+            return super().forward(x if isinstance(x, Tensor) else x.compute(), *linears)
         first = layers[0]
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
@@ -69,6 +103,10 @@ class SharedFloat8Input(SharedInput):
             norm, eps = x.norm, x.norm.eps
             if first.amax_group is None and eps is not None and x.x.dtype in _CAST_DTYPES:
                 return titan_fp8.norm_linears(x.x, norm.weight, eps, weights, biases, first.recipe, caches=caches)
+            x = x.compute()
+        elif isinstance(x, LayerNormedInput):
+            if first.amax_group is None:
+                return titan_fp8.layer_norm_linears(*x, weights, biases, first.recipe, caches=caches)
             x = x.compute()
         return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
 
@@ -84,6 +122,18 @@ class GatedFloat8Input(GatedInput):
             return super().forward(gate, up, linear)
         weight, cache = linear.weight, linear.weight_cache
         return titan_fp8.swiglu_linear(gate, up, weight, linear.bias, linear.recipe, cache=cache)
+
+
+class GeluFloat8Input(GeluInput):
+    """GELU and the cast that its linear takes in one pass."""
+
+    def forward(self, x: Tensor, linear: nn.Module) -> Tensor:
+        """As `GeluInput`."""
+        if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
+            return super().forward(x, linear)
+        if torch.compiler.is_compiling() or x.dtype not in _CAST_DTYPES:
+            return super().forward(x, linear)
+        return titan_fp8.gelu_linear(x, linear.weight, linear.bias, linear.recipe, cache=linear.weight_cache)
 
 
 class WeightGradDeferrer(Protocol):
@@ -107,11 +157,11 @@ def defer_shared(
     engine: WeightGradDeferrer,
     shared: SharedFloat8Input,
     plain: Callable[..., Any],
-    x: Tensor | NormedInput,
+    x: Tensor | NormedInput | LayerNormedInput,
     *linears: nn.Module,
 ) -> tuple[Tensor, ...]:
     """Linears of one input, one by one so that each defers; the input is then cast for each of them."""
-    return SharedInput.forward(shared, x.compute() if isinstance(x, NormedInput) else x, *linears)
+    return SharedInput.forward(shared, x if isinstance(x, Tensor) else x.compute(), *linears)
 
 
 def defer_gated(
@@ -124,6 +174,13 @@ def defer_gated(
 ) -> Tensor:
     """SwiGLU, and then the linear, which defers."""
     return GatedInput.forward(gated, gate, up, linear)
+
+
+def defer_gelu(
+    engine: WeightGradDeferrer, gelu: GeluFloat8Input, plain: Callable[..., Any], x: Tensor, linear: nn.Module
+) -> Tensor:
+    """GELU, and then the linear, which defers."""
+    return GeluInput.forward(gelu, x, linear)
 
 
 def defer_grouped(
@@ -154,6 +211,7 @@ DEFERRING_RULES: Mapping[type[nn.Module], Callable[..., Any]] = {
     titan_fp8.Float8Linear: defer_linear,
     SharedFloat8Input: defer_shared,
     GatedFloat8Input: defer_gated,
+    GeluFloat8Input: defer_gelu,
     titan_fp8.Float8GroupedMM: defer_grouped,
 }
 """For `titan_pipeline.runtime.TorchStage`: how float8 layers take part in schedules that split backward."""
@@ -195,6 +253,8 @@ def convert_to_float8(
             gated = GatedFloat8Input()
             gated.swiglu_kernel = module.swiglu_kernel
             model.set_submodule(name, gated)
+        elif type(module) is GeluInput:
+            model.set_submodule(name, GeluFloat8Input())
         elif isinstance(module, Experts):
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
     if fuse_norms:
@@ -205,13 +265,17 @@ def convert_to_float8(
 def _cast_in_norms(model: nn.Module) -> None:
     """Let norms be computed by the linears that read them, in blocks whose norm has no other reader."""
     for block in model.modules():
-        if type(block) is not DecoderBlock:
-            continue
-        readers = ((block.attention_norm, block.attention), (block.ffn_norm, block.feed_forward))
-        for norm, reader in readers:
-            shared = getattr(reader, "linears", None)
-            if type(norm) is RMSNorm and norm.elementwise_affine and isinstance(shared, SharedFloat8Input):
+        # of the class itself: a subclass may read its norms elsewhere too
+        pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
+        for norm, reader in ((getattr(block, a), getattr(block, b)) for a, b in pairs):
+            if not isinstance(getattr(reader, "linears", None), SharedFloat8Input):
+                continue
+            if type(norm) is RMSNorm and norm.elementwise_affine:
                 norm.__class__ = CastingNorm
+            elif type(norm) is nn.LayerNorm and norm.elementwise_affine and getattr(norm, "bias", None) is not None:
+                norm.__class__ = CastingLayerNorm
+            elif type(norm) is ModulatedNorm:
+                norm.__class__ = CastingModulatedNorm
 
 
 def share_scales(model: nn.Module, group: dist.ProcessGroup) -> None:

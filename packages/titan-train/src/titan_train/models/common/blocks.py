@@ -19,6 +19,9 @@ from titan_train.models.common.shared_input import GatedInput, SharedInput
 class DecoderBlock(nn.Module):
     """One decoder layer, dense or with experts: ``feed_forward`` or ``moe`` is None."""
 
+    norm_readers = (("attention_norm", "attention"), ("ffn_norm", "feed_forward"))
+    """Each norm, and the module that alone reads it."""
+
     def __init__(self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: nn.Module) -> None:
         """Put a layer together; a `MoE` as ``feed_forward`` is registered as ``moe``."""
         super().__init__()

@@ -3,7 +3,8 @@
 A model calls ``self.linears(x, self.wq, self.wk, self.wv)`` instead of three linears. By itself that is the same; as
 `SharedInput` has no parameters, something outside the model can replace it: tensor parallelism that gathers ``x`` once
 while it multiplies, float8 that casts ``x`` once. Likewise ``self.gated(gate, up, self.w2)`` instead of
-``self.w2(silu(gate) * up)``: float8 computes the product and its cast in one pass.
+``self.w2(silu(gate) * up)`` and ``self.gelu(h, self.w2)`` instead of ``self.w2(gelu(h))``: float8 computes the activation and its
+cast in one pass. `ModulatedNorm` is the norm before such linears in diffusion transformers, for the same reason.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,26 @@ class GatedInput(nn.Module):
     def forward(self, gate: Tensor, up: Tensor, linear: nn.Module) -> Tensor:
         """``linear(silu(gate) * up)``."""
         return cast(Tensor, linear((self.swiglu_kernel or swiglu)(gate, up)))
+
+
+class GeluInput(nn.Module):
+    """Apply a linear to GELU's result."""
+
+    def forward(self, x: Tensor, linear: nn.Module) -> Tensor:
+        """``linear(gelu(x))``, the tanh form."""
+        return cast(Tensor, linear(F.gelu(x, approximate="tanh")))
+
+
+class ModulatedNorm(nn.Module):
+    """LayerNorm whose gain and shift come from each sample's condition (arXiv:2212.09748)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """``(1 + scale) · norm(x) + shift``: ``x`` is ``[B, S, d]``, the others ``[B, 1, d]``."""
+        return (1 + scale) * F.layer_norm(x, (x.shape[-1],), eps=self.eps) + shift
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

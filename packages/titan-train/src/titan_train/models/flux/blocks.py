@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.norm import RMSNorm
+from titan_train.models.common.shared_input import GeluInput, ModulatedNorm, SharedInput
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.rope import rotate_neighbours
 
@@ -64,10 +65,12 @@ class FluxMLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
+        self.linears, self.gelu = SharedInput(), GeluInput()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]``."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        (h,) = self.linears(x, self.up)
+        return self.gelu(h, self.down)
 
 
 class StreamProjections(nn.Module):
@@ -79,10 +82,11 @@ class StreamProjections(nn.Module):
         self.num_heads = args.num_heads
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.q_norm, self.k_norm = (RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
+        self.linears = SharedInput()
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalised queries and keys, and values, ``[B, S, H, D]``."""
-        q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.linears(x, self.q, self.k, self.v))
         return self.q_norm(q), self.k_norm(k), v
 
 
@@ -108,22 +112,27 @@ class StreamAttention(nn.Module):
 class DoubleBlock(nn.Module):
     """Text and image with weights of their own; they meet in attention."""
 
+    norm_readers = (("mlp_norm", "text_mlp"), ("mlp_norm", "image_mlp"))
+    """Norms, and the modules that alone read them; attention reads text and image as one sequence."""
+
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
         self.text_modulation, self.image_modulation = Modulation(args.dim, 6), Modulation(args.dim, 6)
         self.attention = StreamAttention(args)
         self.text_mlp, self.image_mlp = FluxMLP(args.dim), FluxMLP(args.dim)
+        self.attention_norm, self.mlp_norm = ModulatedNorm(_EPS), ModulatedNorm(_EPS)
 
     def forward(self, image: Tensor, text: Tensor, vec: Tensor, places: TokenPlaces) -> tuple[Tensor, Tensor]:
         """Image ``[B, I, d]`` and text ``[B, T, d]`` after the block."""
         text_parts, image_parts = self.text_modulation(vec), self.image_modulation(vec)
         length = text.shape[1]
-        joined = torch.cat((_modulated(text, *text_parts[:2]), _modulated(image, *image_parts[:2])), dim=1)
+        norm = self.attention_norm
+        joined = torch.cat((norm(text, *text_parts[:2]), norm(image, *image_parts[:2])), dim=1)
         attended = self.attention(joined, length, places)
         text = text + text_parts[2] * attended[:, :length]
         image = image + image_parts[2] * attended[:, length:]
-        text = text + text_parts[5] * self.text_mlp(_modulated(text, *text_parts[3:5]))
-        image = image + image_parts[5] * self.image_mlp(_modulated(image, *image_parts[3:5]))
+        text = text + text_parts[5] * self.text_mlp(self.mlp_norm(text, *text_parts[3:5]))
+        image = image + image_parts[5] * self.image_mlp(self.mlp_norm(image, *image_parts[3:5]))
         return image, text
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -148,35 +157,37 @@ class Mixer(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim, bias=False)
         self.inner = FullAttention(args.num_heads, args.head_dim)
+        self.linears, self.gelu = SharedInput(), GeluInput()
 
     def forward(self, x: Tensor, places: TokenPlaces) -> Tensor:
         """``[B, S, d]``."""
-        q, k, v = (linear(x).unflatten(-1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v))
+        *heads, h = self.linears(x, self.q, self.k, self.v, self.up)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in heads)
         q, k = self.rotate(self.q_norm(q), self.k_norm(k), places.cos, places.sin)
         attended = self.out(self.inner(q, k, v, places.plan).flatten(-2))
-        return attended + self.down(F.gelu(self.up(x), approximate="tanh"))
+        return attended + self.gelu(h, self.down)
 
 
 class SingleBlock(nn.Module):
     """Text and image as one sequence."""
 
+    norm_readers = (("norm", "mixer"),)
+    """The norm, and the module that alone reads it."""
+
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
         self.modulation = Modulation(args.dim, 3)
         self.mixer = Mixer(args)
+        self.norm = ModulatedNorm(_EPS)
 
     def forward(self, x: Tensor, vec: Tensor, places: TokenPlaces) -> Tensor:
         """``[B, S, d]``."""
         shift, scale, gate = self.modulation(vec)
-        return x + gate * self.mixer(_modulated(x, shift, scale), places)
+        return x + gate * self.mixer(self.norm(x, shift, scale), places)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward; modulation is once per sample."""
         return 6.0 * sum(p.numel() for p in self.mixer.parameters()) + _attention_flops(self, seq_len)
-
-
-def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return (1 + scale) * F.layer_norm(x, (x.shape[-1],), eps=_EPS) + shift
 
 
 def _attention_flops(block: nn.Module, seq_len: int) -> float:

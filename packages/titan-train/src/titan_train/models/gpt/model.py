@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext, row_positions
 from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.packed import packed_boundaries
-from titan_train.models.common.shared_input import SharedInput
+from titan_train.models.common.shared_input import GeluInput, SharedInput
 from titan_train.models.gpt.args import GPTArgs
 from titan_train.models.gpt.hf import args_from_hf, settings_of
 
@@ -136,6 +135,9 @@ class GPT(nn.Module):
 class GPTBlock(nn.Module):
     """One decoder block: attention and feed-forward, each on the normalised stream and added back."""
 
+    norm_readers = (("attention_norm", "attention"), ("ffn_norm", "feed_forward"))
+    """Each norm, and the module that alone reads it."""
+
     def __init__(self, args: GPTArgs) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
@@ -176,7 +178,10 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.w1 = nn.Linear(dim, ffn_dim)
         self.w2 = nn.Linear(ffn_dim, dim)
+        self.linears = SharedInput()
+        self.gelu = GeluInput()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
-        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+        (h,) = self.linears(x, self.w1)
+        return self.gelu(h, self.w2)
