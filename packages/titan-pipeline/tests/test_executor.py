@@ -5,7 +5,9 @@ and in one process, each gradient is summed in the order of the microbatches, an
 sizes here are below what a kernel splits over several).
 """
 
+import contextlib
 import copy
+import functools
 import time
 
 import pytest
@@ -22,6 +24,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     TorchStage,
 )
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 WIDTH, VOCABULARY = 8, 11
 
@@ -101,6 +104,59 @@ def train_on(transport, schedule, layers, inputs, targets, steps=1):
     outputs = executor.infer(mine)
     grads = {stage.index: [p.grad for p in stage.module.parameters()] for stage in stages}
     return result.loss, evaluated.loss, grads, outputs
+
+
+class _Reads(TorchDispatchMode):
+    """Counts how often the host waits for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved_zb"])
+def test_a_divisor_on_the_device_gives_the_same_bits_and_is_not_read_before_the_step_has_run(name):
+    schedule = build_schedule(name, 2, 4)
+    inputs, targets = batch(4, "ragged")
+    labels = sum(t.numel() for t in targets)
+    reads, made = [], build_layers(schedule.num_stages)
+
+    def rank(transport, denominator):
+        layers = copy.deepcopy(made)
+        last = schedule.num_stages - 1
+        stages = [
+            TorchStage(layers[s], s, loss=loss_sum if s == last else None) for s in schedule.stages_of(transport.rank)
+        ]
+        executor = Executor(schedule, stages, transport, deterministic=True)
+        mode = _Reads()
+
+        @contextlib.contextmanager
+        def around(action):
+            before = mode.count
+            yield
+            if action is not None:
+                reads.append(mode.count - before)
+
+        executor.around = around
+        mine = inputs if schedule.placement[0] == transport.rank else None
+        theirs = targets if schedule.placement[-1] == transport.rank else None
+        with mode:
+            result = executor.step(mine, theirs, denominator=denominator)
+        return result.loss, {s.index: [p.grad for p in s.module.parameters()] for s in stages}
+
+    found = [
+        ThreadHub(2).run(functools.partial(rank, denominator=given)) for given in (float(labels), torch.tensor(labels))
+    ]
+    assert reads
+    assert not any(reads)
+    for (loss, grads), (other, others) in zip(*found, strict=True):
+        assert loss == other
+        for index, tensors in grads.items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors, others[index], strict=True))
 
 
 def cases(ranks):

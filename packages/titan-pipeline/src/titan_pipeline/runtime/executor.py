@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from titan_pipeline.analysis.measure import Measurement
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.analysis.verify import verify
@@ -149,7 +151,7 @@ class Executor:
         targets: Sequence[Any] | None = None,
         *,
         extras: Sequence[Mapping[str, Any]] | None = None,
-        denominator: float | None = None,
+        denominator: float | Tensor | None = None,
         aux_weight: float | None = None,
     ) -> PipelineResult:
         """Forward and backward of one batch; gradients are added to the parameters'.
@@ -161,7 +163,8 @@ class Executor:
                 sent from stage to stage: every rank gives its own.
             denominator: Divide the loss by this instead of the counted tokens (with data parallelism, the tokens of
                 all ranks; where the wrapper averages gradients, those over the number of replicas). Give it on every
-                rank or on none.
+                rank or on none. A scalar tensor on the stages' device is not read before the step has run, so that
+                the host need not wait for a sum over ranks.
             aux_weight: What one microbatch's auxiliary losses weigh; ``1 / num_microbatches`` by default.
 
         Raises:
@@ -179,7 +182,7 @@ class Executor:
         targets: Sequence[Any] | None = None,
         *,
         extras: Sequence[Mapping[str, Any]] | None = None,
-        denominator: float | None = None,
+        denominator: float | Tensor | None = None,
     ) -> PipelineResult:
         """The loss of one batch without gradients; any schedule, as many microbatches as a step has."""
         return self._run(self._evaluation(), StepBatch(inputs, targets, extras, denominator, None, training=False))[0]
@@ -295,7 +298,7 @@ class Executor:
             failure = PeerFailure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
             transport.announce(failure)
         with self._meeting(), nullcontext() if self.around is None else self.around(None):
-            first, reports = transport.close_step(failure, (run.loss_sum, run.denominator, run.aux_sum))
+            first, reports = transport.close_step(failure, (run.loss_sum, float(run.denominator), run.aux_sum))
         self.spans, self._began = run.spans, run.began
         if first is not None:
             self._broken = True

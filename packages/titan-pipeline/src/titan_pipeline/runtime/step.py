@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torch import Tensor
+
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.ir.schedule import COMPUTE, Action, Kind
 from titan_pipeline.runtime.program import Program
@@ -24,7 +26,7 @@ class StepBatch:
     inputs: Sequence[Any] | None
     targets: Sequence[Any] | None
     extras: Sequence[Mapping[str, Any]] | None
-    denominator: float | None
+    denominator: float | Tensor | None
     aux_weight: float | None
     training: bool
 
@@ -61,7 +63,7 @@ class StepRun:
         """Rank whose message is waited for; -1 otherwise."""
         self.loss_sum = 0.0
         self.aux_sum = 0.0
-        self.denominator = 1.0 if batch.denominator is None else batch.denominator
+        self.denominator: float | Tensor = 1.0 if batch.denominator is None else batch.denominator
         self.losses: list[Any] = []
         self.outputs: dict[int, Any] = {}
         self.metrics: dict[int, Any] = {}
@@ -167,7 +169,8 @@ class StepRun:
 
     def _run_backward(self, s: int, mb: int, defer: bool = False) -> None:
         if s == self._last:
-            grads: Any = (1.0 / self.denominator,)
+            d = self.denominator
+            grads: Any = (d.double().reciprocal() if isinstance(d, Tensor) else 1.0 / d,)
         elif self.program.local[s]:
             grads = self._backward.pop((s + 1, mb))
         else:

@@ -126,15 +126,17 @@ class Pipeline:
         if isinstance(self.executor.transport, GlooTransport):
             self.executor.transport.around_transfer = lambda num_bytes: timer.transfer("pp", num_bytes)
 
-    def step(self, batches: Sequence[TaskBatch], num_labels: int) -> float:
+    def step(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
+
+        Args:
+            batches: This rank's microbatches.
+            num_labels: Of the step over all ranks, a scalar on the device; read when the microbatches have run.
 
         Returns:
             Sum of the loss over this replica's labels, divided by ``num_labels``.
         """
-        return self.executor.step(
-            *_arguments(batches), extras=self._extras(batches), denominator=float(num_labels)
-        ).loss
+        return self.executor.step(*_arguments(batches), extras=self._extras(batches), denominator=num_labels).loss
 
     def evaluate(self, batches: Sequence[TaskBatch]) -> float:
         """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""

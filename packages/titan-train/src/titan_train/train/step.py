@@ -173,7 +173,7 @@ class OptimizerStep:
             grad_norm = sums[1].sqrt()
             gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
         load = summed_routing(self._model.parts, self._scope.tokens_group)
-        # the one host sync: until here the host only queued work (a pipeline's executor needs its denominator earlier)
+        # the one host sync: until here the host only queued work (of a pipeline, all but its ranks' last meeting)
         values = [torch.stack([sums[0], grad_norm, total]).double(), counts.double()]
         read = torch.cat(values if load is None else [*values, load]).tolist()
         known = 3 + counts.numel()
@@ -225,7 +225,7 @@ class OptimizerStep:
         model = self._model
         cut = batches if model.context is None else [model.context.cut(batch) for batch in batches]
         if model.pipeline is not None:
-            return torch.tensor(model.pipeline.step(cut, int(num_labels)), device=self._device)
+            return torch.tensor(model.pipeline.step(cut, num_labels), device=self._device)
         total = torch.zeros((), device=self._device)
         (module,) = model.parts
         for index, batch in enumerate(cut):

@@ -28,8 +28,8 @@ class Stage(Protocol):
         ...
 
     def backward(self, microbatch: int, grads: tuple[Any, ...], defer: bool) -> tuple[Any, ...]:
-        """Gradients of the inputs, given those of the outputs (on the last stage: a float, the weight of the loss).
-        With ``defer`` the weight gradients wait for `backward_weight`.
+        """Gradients of the inputs, given those of the outputs (on the last stage: the weight of the loss, a float or a
+        float64 scalar tensor). With ``defer`` the weight gradients wait for `backward_weight`.
         """
         ...
 

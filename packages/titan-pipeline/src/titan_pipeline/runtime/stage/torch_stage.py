@@ -73,7 +73,7 @@ class TorchStage:
         self._rules = rules
         self._through_autograd = through_autograd
         self._engine: WeightGradEngine | None = None
-        self._seed = torch.zeros(())
+        self._seed: Tensor | None = None
         self._kept: dict[int, _Kept] = {}
         self._queues: dict[int, WeightGradQueue] = {}
 
@@ -156,8 +156,9 @@ class TorchStage:
     def backward(self, microbatch: int, grads: tuple[Any, ...], defer: bool) -> tuple[Any, ...]:
         """See `Stage.backward`."""
         inputs, edges, tracked = self._kept.pop(microbatch)
-        if len(grads) == 1 and isinstance(grads[0], float):
-            grads = (self._seed.new_full((), grads[0]),)
+        if self._seed is not None:  # the last stage: one over the divisor, a scalar that the host may not have read
+            (scale,) = grads
+            grads = (scale.to(self._seed) if isinstance(scale, Tensor) else self._seed.new_full((), scale),)
         given = [g for g, t in zip(grads, tracked, strict=True) if t]
         pairs = [(e, g) for e, g in zip(edges, given, strict=True) if g is not None]
         if self._engine is None:
