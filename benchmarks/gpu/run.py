@@ -28,6 +28,8 @@ from pathlib import Path
 from sections import SECTIONS, Section
 
 ROOT = Path(__file__).resolve().parents[2]
+_LAST = 60
+"""Lines of a section's output that the report shows: its tables."""
 LEAST_S = 15  # a section is not started with less time than this
 
 
@@ -119,10 +121,11 @@ def _run(section: Section, arguments: argparse.Namespace, environment: dict[str,
         outcome = f"failed: over {min(section.limit_s, left):.0f} s"
     with (arguments.out / "gpu.log").open("a", encoding="utf-8") as log:
         log.write(f"\n===== {section.name}: {row['command']}\n{output}\n===== {section.name}: {outcome}\n")
-    lines = output.strip().splitlines() or [""]
-    row |= {"outcome": outcome, "seconds": time.monotonic() - began, "last": lines[-12:]}
+    # torch's profiler traces itself on the same stream; the log above keeps everything
+    lines = [line for line in output.strip().splitlines() if not line.startswith("USDT:")] or [""]
+    row |= {"outcome": outcome, "seconds": time.monotonic() - began, "last": lines[-_LAST:]}
     if lines[-1].startswith("{"):
-        row |= {"result": json.loads(lines[-1]), "last": lines[-12:-1]}
+        row |= {"result": json.loads(lines[-1]), "last": lines[-_LAST:-1]}
     return row
 
 
