@@ -1,10 +1,12 @@
 """How much faster is a training step of the quick start in one checkout than in another?
 
-Question: CPU time of an optimizer step of `titan-train run quickstart` (one rank, one thread), of two commits.
+Question: CPU time of an optimizer step of the quick start's model (one rank, one thread), of two commits.
 
-Method: each checkout trains in a process of its own, which imports only that checkout's packages; they take turns, a few
-steps each, in alternating order, and a pair of turns gives one ratio. A turn's figure is the process's CPU time, all
-threads (the loader's among them), so that other load on the machine costs neither side.
+Method: both train the same configuration, which is written here: the shipped quick start's model and batch, or with
+``--shape first`` those that it had first (the checkouts' own files differ). Each trains in a process of its own, which imports
+only that checkout's packages; they take turns, a few steps each, in alternating order, and a pair of turns gives one ratio. A
+turn's figure is the process's CPU time, all threads (the loader's among them), so that other load on the machine costs
+neither side.
 
 Output: medians, the median ratio and its quartiles. The last line is one JSON object. ``--profile`` prints where one
 checkout's step spends its time instead.
@@ -29,7 +31,38 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 
 
-def build(folder: str):
+_SHAPES = {
+    "now": "{ dim = 192, num_layers = 4, num_heads = 4, num_kv_heads = 2, ffn_dim = 512 }",
+    "first": "{ dim = 256, num_layers = 4, num_heads = 4, ffn_dim = 704 }",
+}
+_CONFIG = """
+[model]
+name = "llama3_small"
+args = ARGS
+seq_len = 256
+
+[tokenizer]
+kind = "sentencepiece"
+train = true
+vocab_size = 4096
+
+[[data.sources]]
+name = "stdlib"
+kind = "stdlib"
+
+[train]
+steps = 400
+global_batch = 8
+
+[optimizer]
+lr = 3e-3
+
+[schedule]
+warmup_steps = 20
+"""
+
+
+def build(folder: str, shape: str):
     """The quick start's trainer, without saving and validating."""
     import torch
     from titan_train.config import load_config
@@ -37,7 +70,9 @@ def build(folder: str):
     from titan_train.train import Trainer
 
     torch.set_num_threads(1)
-    config = load_config("quickstart", ["--launch.device", "cpu", "--run.dir", folder, "--metrics.progress", "off"])
+    file = Path(folder) / "step.toml"
+    file.write_text(_CONFIG.replace("ARGS", _SHAPES[shape]))
+    config = load_config(str(file), ["--launch.device", "cpu", "--run.dir", folder, "--metrics.progress", "off"])
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, steps=10**6),
@@ -48,10 +83,10 @@ def build(folder: str):
     return Trainer(config)
 
 
-def serve() -> None:
+def serve(shape: str) -> None:
     """Train as many steps as each line on stdin says; answer with the CPU milliseconds of one."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(folder)
+        trainer = build(folder, shape)
         for line in sys.stdin:
             steps = int(line)
             began = time.process_time()
@@ -60,12 +95,12 @@ def serve() -> None:
         trainer.abandon()
 
 
-def profile(steps: int) -> None:
+def profile(steps: int, shape: str) -> None:
     """Print the operators of a few steps of this checkout by their own time."""
     from torch.profiler import profile as record
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(folder)
+        trainer = build(folder, shape)
         trainer.fit(until=3)
         with record() as seen:
             trainer.fit(until=3 + steps)
@@ -76,12 +111,12 @@ def profile(steps: int) -> None:
 class Checkout:
     """A process that trains with the packages of one checkout."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shape: str) -> None:
         sources = [str(path) for pattern in ("packages/*/src", "testing/*/src") for path in root.glob(pattern)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, cwd=root,
+            [sys.executable, __file__, "--serve", "--shape", shape], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, cwd=root,
         )  # fmt: skip
         self.commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
@@ -113,16 +148,17 @@ def main() -> None:
     parser.add_argument("--after", type=Path, default=HERE, help="root of this one")
     parser.add_argument("--pairs", type=int, default=15, help="turns of each")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a turn")
+    parser.add_argument("--shape", choices=_SHAPES, default="now", help="the quick start's model now, or at first")
     parser.add_argument("--profile", action="store_true", help="where the steps of this checkout spend their time")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve()
+        serve(arguments.shape)
         return
     if arguments.profile or arguments.before is None:
-        profile(arguments.steps)
+        profile(arguments.steps, arguments.shape)
         return
-    pair = [Checkout(arguments.before.resolve()), Checkout(arguments.after.resolve())]
+    pair = [Checkout(root.resolve(), arguments.shape) for root in (arguments.before, arguments.after)]
     for checkout in pair:
         checkout.turn(3)  # warm up
     taken: tuple[list[float], list[float]] = ([], [])
@@ -146,6 +182,7 @@ def main() -> None:
                 "after": {"commit": pair[1].commit, "ms": round(after, 2), "loss": losses[1]},
                 "ratio_median": round(middle, 4),
                 "ratio_quartiles": [round(low, 4), round(high, 4)],
+                "shape": arguments.shape,
                 "pairs": arguments.pairs,
                 "steps_per_turn": arguments.steps,
             }
