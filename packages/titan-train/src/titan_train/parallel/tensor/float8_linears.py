@@ -23,7 +23,7 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn
 from torch import Tensor, nn
 
-from titan_train.parallel.float8 import NormedInput, SharedFloat8Input
+from titan_train.parallel.float8 import LayerNormedInput, NormedInput, SharedFloat8Input
 from titan_train.parallel.tensor.boundaries import enter
 from titan_train.parallel.tensor.plan import PlannedModule
 
@@ -38,9 +38,9 @@ class GatherFloat8Linears(SharedFloat8Input):
         super().__init__()
         self._group = group
 
-    def forward(self, x: Tensor | NormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor | NormedInput | LayerNormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
         """``[B, S / n, K]`` to ``[B, S, F]`` for each linear; where a block of tokens would span ranks, gather first."""
-        if isinstance(x, NormedInput):  # what is gathered is the norm's output
+        if not isinstance(x, Tensor):  # what is gathered is the norm's output
             x = x.compute()
         layers = cast("tuple[titan_fp8.Float8Linear, ...]", linears)
         recipe = layers[0].recipe
