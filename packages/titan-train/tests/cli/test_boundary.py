@@ -1,6 +1,8 @@
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -40,18 +42,43 @@ def test_what_the_system_throws_is_one_line_and_an_exit_code(error, code, words,
     assert len(err) < 300
 
 
-def test_an_interrupt_in_a_finalizer_still_ends_the_command(capsys):
-    class Finalized:
-        def __del__(self):
-            signal.raise_signal(signal.SIGINT)
+class Finalized:
+    """Interrupts the process when it is dropped, where Python raises nothing."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("busy_s", [0, 0.3])
+def test_an_interrupt_in_a_finalizer_still_ends_the_command(busy_s, capsys, monkeypatch):
+    start = threading.Thread.start
+
+    def slow_start(thread):
+        start(thread)
+        time.sleep(busy_s)  # on a busy machine the report of the first interrupt takes its time
 
     def command():
+        monkeypatch.setattr(threading.Thread, "start", slow_start)
         Finalized()
-        time.sleep(20)
+        time.sleep(60)
         return 0
 
+    began = time.monotonic()
     assert exit_code(command) == 130
+    assert time.monotonic() - began < 40  # a sleep is ended, not waited for
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_no_interrupt_comes_after_a_command_that_has_ended(capsys):
+    def command():
+        with contextlib.suppress(KeyboardInterrupt):
+            Finalized()
+        return 0
+
+    code = exit_code(command)
+    time.sleep(0.2)
+    assert code in (0, 130)
+    assert capsys.readouterr().err == ("" if code == 0 else "error: interrupted\n")
 
 
 def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):

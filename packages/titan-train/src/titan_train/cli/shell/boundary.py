@@ -3,15 +3,16 @@
 0 success, 1 the run or the system failed, 2 the input cannot work, 130 interrupted.
 """
 
-import _thread
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 _OURS = ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train")
@@ -49,13 +50,11 @@ def exit_code(command: Callable[[], int]) -> int:
 @contextlib.contextmanager
 def _no_interrupt_swallowed() -> Generator[None]:
     """Raise an interrupt again that came where Python cannot raise: in a callback of an import, or a finalizer."""
-    before = sys.unraisablehook
+    before, ended, sending = sys.unraisablehook, threading.Event(), threading.Lock()
 
     def hook(swallowed: Any) -> None:
         if swallowed.exc_type is KeyboardInterrupt:
-            again = threading.Timer(0.02, _thread.interrupt_main)  # at once, it would be raised in here
-            again.daemon = True
-            again.start()
+            threading.Thread(target=_interrupt_after, args=(hook.__code__, ended, sending), daemon=True).start()
         else:
             before(swallowed)
 
@@ -64,6 +63,22 @@ def _no_interrupt_swallowed() -> Generator[None]:
         yield
     finally:
         sys.unraisablehook = before
+        with sending:  # from here on none is sent; one that was is raised here at the latest
+            ended.set()
+
+
+def _interrupt_after(code: CodeType, ended: threading.Event, sending: threading.Lock) -> None:
+    """Interrupt the main thread once it has left ``code``, where an interrupt would be swallowed like the first."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while not ended.wait(0.01):
+        frame = sys._current_frames().get(main)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        with sending:
+            if frame is None and not ended.is_set():
+                signal.pthread_kill(main, signal.SIGINT)  # a signal ends a sleep or a read too; a flag does not
+                return
 
 
 def _of_a_library(err: BaseException) -> int:
