@@ -1,11 +1,11 @@
 """Float8 layers after LayerNorm and GELU: one pass with the cast, and one cast for linears of one input."""
 
-import collections
 import types
 
 import pytest
 import titan_fp8
 import torch
+from float8_casts import Casts
 from titan_train.config import Float8Config
 from titan_train.models import GPT
 from titan_train.models.common.shared_input import GeluInput, ModulatedNorm
@@ -14,22 +14,8 @@ from titan_train.models.flux.model import Flux
 from titan_train.models.flux.rope import TIME_FEATURES
 from titan_train.models.gpt.args import GPTArgs
 from titan_train.parallel.float8 import CastingLayerNorm, CastingModulatedNorm, convert_to_float8
-from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCKS = 2
-
-
-class Casts(TorchDispatchMode):
-    """Counts operators of titan-fp8."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titan_fp8":
-            self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def gpt():

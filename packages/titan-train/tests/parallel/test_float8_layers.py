@@ -1,6 +1,5 @@
 """Float8 layers under accumulation and under schedules that split backward."""
 
-import collections
 import contextlib
 import copy
 import functools
@@ -8,6 +7,7 @@ import functools
 import pytest
 import titan_fp8
 import torch
+from float8_casts import Casts
 from titan_pipeline.runtime import TorchStage, WeightGradEngine
 from titan_train.config import ActivationsConfig, Float8Config
 from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args
@@ -16,24 +16,10 @@ from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ARGS = LlamaArgs(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
 LINEARS = 7 * ARGS.num_layers
 RECIPES = ["tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
-
-
-class Casts(TorchDispatchMode):
-    """Counts operators of titan-fp8."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titan_fp8":
-            self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def make(recipe):

@@ -7,7 +7,7 @@ a forward gives the same bits too.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -164,10 +164,36 @@ def is_fused(recipe: Recipe) -> bool:
     return recipe.x.gran == "block1x128" and recipe.wgrad == "fp8"
 
 
-def call_for(recipe: Recipe, x: Tensor, weights: Sequence[Tensor], more_input_grad: bool) -> Call:
-    """The call of layers whose input is computed and cast in one pass from ``x`` and, perhaps, more."""
+class FusedCall(NamedTuple):
+    """What layers need whose input is computed and cast in one pass."""
+
+    rows: Tensor
+    """``x`` as ``[M, K]``."""
+    call: Call
+    caches: tuple[WeightCache | None, ...]
+    parameters: tuple[Tensor | None, ...]
+    """Weights, then one bias (or None) per weight."""
+
+
+def fused_call(
+    recipe: Recipe,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    caches: Sequence[WeightCache | None] | None,
+    *,
+    more_input_grad: bool = False,
+) -> FusedCall:
+    """Check shapes, open caches. ``more_input_grad``: something besides ``x`` that the input follows from wants a gradient.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """
+    count = len(weights)
+    bias_list = [None] * count if biases is None else list(biases)
+    check_shapes(x, weights, bias_list)
     training = torch.is_grad_enabled()
-    return Call(
+    call = Call(
         recipe,
         output_dtype(x),
         training and any(w.requires_grad for w in weights),
@@ -175,6 +201,8 @@ def call_for(recipe: Recipe, x: Tensor, weights: Sequence[Tensor], more_input_gr
         None,
         products_for(recipe, x, None),
     )
+    found = tuple(open_cache(cache, w) for cache, w in zip(caches or [None] * count, weights, strict=True))
+    return FusedCall(x.reshape(-1, x.shape[-1]), call, found, (*weights, *bias_list))
 
 
 class _Linears(torch.autograd.Function):

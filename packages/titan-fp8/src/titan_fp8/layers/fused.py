@@ -17,14 +17,12 @@ from torch import Tensor
 from titan_fp8 import ops
 from titan_fp8.layers.functional import (
     Call,
-    call_for,
-    check_shapes,
+    fused_call,
     gradients,
     is_fused,
     linear,
     linears,
     multiply,
-    open_cache,
     unflatten,
 )
 from titan_fp8.ops.direct import run_op
@@ -88,12 +86,9 @@ def norm_linears(
     chosen = Recipe.get(recipe)
     if not is_fused(chosen):
         return linears(rms_norm(x, norm_weight, eps), weights, biases, chosen, caches=caches)
-    bias_list = [None] * len(weights) if biases is None else list(biases)
-    check_shapes(x, weights, bias_list)
-    found = tuple(open_cache(cache, w) for cache, w in zip(caches or [None] * len(weights), weights, strict=True))
-    flat = x.reshape(-1, x.shape[-1])
-    call = call_for(chosen, flat, weights, norm_weight.requires_grad)
-    outs = cast("tuple[Tensor, ...]", _NormLinears.apply(flat, norm_weight, eps, call, found, *weights, *bias_list))
+    more = norm_weight.requires_grad
+    rows, call, found, parameters = fused_call(chosen, x, weights, biases, caches, more_input_grad=more)
+    outs = cast("tuple[Tensor, ...]", _NormLinears.apply(rows, norm_weight, eps, call, found, *parameters))
     return tuple(unflatten(out, x) for out in outs)
 
 
@@ -125,10 +120,8 @@ def swiglu_linear(
     chosen = Recipe.get(recipe)
     if not is_fused(chosen):
         return linear(swiglu(gate, up), w, bias, chosen, cache=cache)
-    check_shapes(gate, [w], [bias])
-    flat = gate.reshape(-1, gate.shape[-1])
-    call = call_for(chosen, flat, [w], up.requires_grad)
-    out = cast(Tensor, _SwiGLULinear.apply(flat, up.reshape(flat.shape), call, (open_cache(cache, w),), w, bias))
+    rows, call, found, parameters = fused_call(chosen, gate, [w], [bias], [cache], more_input_grad=up.requires_grad)
+    out = cast(Tensor, _SwiGLULinear.apply(rows, up.reshape(rows.shape), call, found, *parameters))
     return unflatten(out, gate)
 
 

@@ -13,14 +13,12 @@ from torch import Tensor
 from titan_fp8 import ops, reference
 from titan_fp8.layers.functional import (
     Call,
-    call_for,
-    check_shapes,
+    fused_call,
     gradients,
     is_fused,
     linear,
     linears,
     multiply,
-    open_cache,
     unflatten,
 )
 from titan_fp8.ops.direct import run_op
@@ -85,13 +83,10 @@ def layer_norm_linears(
     chosen = Recipe.get(recipe)
     if not is_fused(chosen):
         return linears(layer_norm(x, gain, shift, eps), weights, biases, chosen, caches=caches)
-    bias_list = [None] * len(weights) if biases is None else list(biases)
-    check_shapes(x, weights, bias_list)
+    more = gain.requires_grad or shift.requires_grad
+    rows, call, found, parameters = fused_call(chosen, x, weights, biases, caches, more_input_grad=more)
     gain, shift = _rows(x, gain, "gain"), _rows(x, shift, "shift")
-    found = tuple(open_cache(cache, w) for cache, w in zip(caches or [None] * len(weights), weights, strict=True))
-    flat = x.reshape(-1, x.shape[-1])
-    call = call_for(chosen, flat, weights, gain.requires_grad or shift.requires_grad)
-    outs = _LayerNormLinears.apply(flat, gain, shift, eps, call, found, *weights, *bias_list)
+    outs = _LayerNormLinears.apply(rows, gain, shift, eps, call, found, *parameters)
     return tuple(unflatten(out, x) for out in cast("tuple[Tensor, ...]", outs))
 
 
@@ -121,9 +116,8 @@ def gelu_linear(
     chosen = Recipe.get(recipe)
     if not is_fused(chosen):
         return linear(gelu(x), w, bias, chosen, cache=cache)
-    check_shapes(x, [w], [bias])
-    flat = x.reshape(-1, x.shape[-1])
-    out = _GeluLinear.apply(flat, call_for(chosen, flat, [w], False), (open_cache(cache, w),), w, bias)
+    rows, call, found, parameters = fused_call(chosen, x, [w], [bias], [cache])
+    out = _GeluLinear.apply(rows, call, found, *parameters)
     return unflatten(cast(Tensor, out), x)
 
 

@@ -81,6 +81,7 @@ class StepRun:
         self._backward: dict[tuple[int, int], Any] = {}
         self._loss_parts: dict[int, Any] = {}
         self._aux: list[Any] = []
+        self._loss_weight: float | Tensor = 1.0
 
     def prepare(self) -> None:
         """Check the batch, count its tokens."""
@@ -111,7 +112,8 @@ class StepRun:
 
     def execute(self) -> None:
         """Walk the program."""
-        transport, clock = self.transport, self._clock
+        transport, clock, divisor = self.transport, self._clock, self.denominator
+        self._loss_weight = divisor.double().reciprocal() if isinstance(divisor, Tensor) else 1.0 / divisor
         for stage in self.stages.values():
             stage.begin(self.batch.training, self._aux_weight)
         run: dict[Kind | None, Callable[[int, int], None]] = {
@@ -169,8 +171,7 @@ class StepRun:
 
     def _run_backward(self, s: int, mb: int, defer: bool = False) -> None:
         if s == self._last:
-            d = self.denominator
-            grads: Any = (d.double().reciprocal() if isinstance(d, Tensor) else 1.0 / d,)
+            grads: Any = (self._loss_weight,)
         elif self.program.local[s]:
             grads = self._backward.pop((s + 1, mb))
         else:

@@ -27,6 +27,16 @@ _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
 
 
+_Biases = Sequence[Tensor | None]
+_Caches = Sequence[titan_fp8.WeightCache | None]
+_Recipe = titan_fp8.Recipe
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether what reads ``x`` may be computed with the cast: a compiler fuses by itself."""
+    return not torch.compiler.is_compiling() and x.dtype in _CAST_DTYPES
+
+
 class NormedInput(NamedTuple):
     """The input of a norm that its reader shall apply."""
 
@@ -39,13 +49,21 @@ class NormedInput(NamedTuple):
         """The norm's output."""
         return self.norm.compute(self.x)
 
+    def linears(
+        self, weights: Sequence[Tensor], biases: _Biases, recipe: _Recipe, caches: _Caches
+    ) -> tuple[Tensor, ...]:
+        """Linears of the norm's output."""
+        eps = self.norm.eps
+        assert eps is not None
+        return titan_fp8.norm_linears(self.x, self.norm.weight, eps, weights, biases, recipe, caches=caches)
+
 
 class CastingNorm(RMSNorm):
     """An RMSNorm whose only reader is a `SharedFloat8Input`, which normalizes and casts in one pass."""
 
     def forward(self, x: Tensor) -> Any:
         """``[B, S, d]`` to a `NormedInput`; under ``torch.compile``, which fuses by itself, to the norm's output."""
-        return self.compute(x) if torch.compiler.is_compiling() else NormedInput(x, self)
+        return NormedInput(x, self) if _fuses(x) and self.eps is not None else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         """The norm's output."""
@@ -66,15 +84,19 @@ class LayerNormedInput(NamedTuple):
         """The norm's output."""
         return titan_fp8.layer_norm(*self)
 
+    def linears(
+        self, weights: Sequence[Tensor], biases: _Biases, recipe: _Recipe, caches: _Caches
+    ) -> tuple[Tensor, ...]:
+        """Linears of the norm's output."""
+        return titan_fp8.layer_norm_linears(*self, weights, biases, recipe, caches=caches)
+
 
 class CastingLayerNorm(nn.LayerNorm):
     """A LayerNorm whose only reader is a `SharedFloat8Input`."""
 
     def forward(self, input: Tensor) -> Any:
         """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
-        if torch.compiler.is_compiling() or input.dtype not in _CAST_DTYPES:
-            return super().forward(input)
-        return LayerNormedInput(input, self.weight, self.bias, self.eps)
+        return LayerNormedInput(input, self.weight, self.bias, self.eps) if _fuses(input) else super().forward(input)
 
 
 class CastingModulatedNorm(ModulatedNorm):
@@ -82,9 +104,7 @@ class CastingModulatedNorm(ModulatedNorm):
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Any:
         """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
-        if torch.compiler.is_compiling() or x.dtype not in _CAST_DTYPES:
-            return super().forward(x, shift, scale)
-        return LayerNormedInput(x, 1 + scale, shift, self.eps)
+        return LayerNormedInput(x, 1 + scale, shift, self.eps) if _fuses(x) else super().forward(x, shift, scale)
 
 
 class SharedFloat8Input(SharedInput):
@@ -99,14 +119,9 @@ class SharedFloat8Input(SharedInput):
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
         caches = [layer.weight_cache for layer in layers]
-        if isinstance(x, NormedInput):
-            norm, eps = x.norm, x.norm.eps
-            if first.amax_group is None and eps is not None and x.x.dtype in _CAST_DTYPES:
-                return titan_fp8.norm_linears(x.x, norm.weight, eps, weights, biases, first.recipe, caches=caches)
-            x = x.compute()
-        elif isinstance(x, LayerNormedInput):
+        if not isinstance(x, Tensor):
             if first.amax_group is None:
-                return titan_fp8.layer_norm_linears(*x, weights, biases, first.recipe, caches=caches)
+                return x.linears(weights, biases, first.recipe, caches)
             x = x.compute()
         return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
 
@@ -118,7 +133,7 @@ class GatedFloat8Input(GatedInput):
         """As `GatedInput`."""
         if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
             return super().forward(gate, up, linear)
-        if torch.compiler.is_compiling() or gate.dtype not in _CAST_DTYPES or gate.dtype != up.dtype:
+        if not _fuses(gate) or gate.dtype != up.dtype:
             return super().forward(gate, up, linear)
         weight, cache = linear.weight, linear.weight_cache
         return titan_fp8.swiglu_linear(gate, up, weight, linear.bias, linear.recipe, cache=cache)
@@ -131,7 +146,7 @@ class GeluFloat8Input(GeluInput):
         """As `GeluInput`."""
         if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
             return super().forward(x, linear)
-        if torch.compiler.is_compiling() or x.dtype not in _CAST_DTYPES:
+        if not _fuses(x):
             return super().forward(x, linear)
         return titan_fp8.gelu_linear(x, linear.weight, linear.bias, linear.recipe, cache=linear.weight_cache)
 

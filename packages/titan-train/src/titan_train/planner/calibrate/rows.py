@@ -216,7 +216,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         stack=stack,
         async_tp=r["async_tp"] == "1",
         dispatcher=dispatcher,
-        ep_overlap=_ep_overlap(r, stack, dispatcher),
+        ep_overlap=_ep_overlap(r, collection, stack, dispatcher),
         cp_method="ulysses" if "Ulysses" in (r.get("note") or "") else "ring",
         loss="fused"
         if megatron
@@ -265,12 +265,12 @@ def _dispatcher(r: dict[str, str], collection: str) -> Dispatcher:
     return "alltoall" if late and r["model"].startswith("gpt-oss") else "hybridep"
 
 
-def _ep_overlap(r: dict[str, str], stack: Stack, dispatcher: Dispatcher) -> bool:
+def _ep_overlap(r: dict[str, str], collection: str, stack: Stack, dispatcher: Dispatcher) -> bool:
     """As stated; else what Megatron-Bridge's recipes choose: where stages are interleaved, and with whole-step graphs."""
     text = (r.get("dispatcher") or "").lower()
     if r.get("ep_overlap"):
         return r["ep_overlap"] == "1"
-    if "ep overlap" in text or _collection(r["source"]) != "bridge":
+    if "ep overlap" in text or collection != "bridge":
         return "ep overlap" in text and "no ep overlap" not in text
     vp, ep = float(r.get("vp") or 1), float(r.get("ep") or 1)
     return stack == "te_full" or (vp > 1 and ep > 1 and dispatcher != "hybridep")
