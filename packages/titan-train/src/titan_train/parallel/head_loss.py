@@ -212,31 +212,29 @@ class _Sums:
             self._bias, hidden, self._weight.t()
         )  # fmt: skip
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
-        # in one kernel, and in float32 from here on
-        log_p = torch.log_softmax(logits, -1, dtype=self._wide)
-        at_label = log_p.gather(-1, own.unsqueeze(-1)).squeeze(-1)
-        total: Tensor | None = None
-        if self._shard is not None or self._z_loss:
-            total = _log_sum_exp(logits, log_p)
+        # Both in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
+        # label's own may be that of zero.
+        p = torch.softmax(logits, -1, dtype=self._wide)
+        largest, log_of_largest = logits.amax(-1).to(self._wide), p.amax(-1).log_()
+        above = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1).to(self._wide) - largest
         del logits
-        shift: Tensor | None = None
+        log_p, total = above + log_of_largest, largest - log_of_largest
+        scale: Tensor | None = None
         if self._shard is not None:
-            assert total is not None
             local = total
-            total, at_label = _over_ranks(local, (at_label + local).masked_fill(~here, 0.0), self._shard.group)
-            shift = local - total
-        self.loss -= at_label.masked_fill(~valid, 0.0).sum()
+            total, log_p = _over_ranks(local, (above + largest).masked_fill(~here, 0.0), self._shard.group)
+            scale = (local - total).exp_()
+        if self._z_loss:
+            pull = 1 + 2 * self._z_loss * total
+            scale = pull if scale is None else scale * pull
+        self.loss -= log_p.masked_fill(~valid, 0.0).sum()
         if self._training:
-            if shift is not None:
-                log_p += shift.unsqueeze(-1)
-            self._add_gradients(rows, log_p.exp_(), own, here, valid, total)
+            if scale is not None:
+                p *= scale.unsqueeze(-1)
+            self._add_gradients(rows, p, own, here, valid)
 
-    def _add_gradients(
-        self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor, total: Tensor | None
-    ) -> None:
+    def _add_gradients(self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor) -> None:
         """``p`` becomes the gradient of the logits, but for tokens without a label, which are left out of the products."""
-        if self._z_loss and total is not None:
-            p *= (1 + 2 * self._z_loss * total).unsqueeze(-1)
         p.scatter_add_(-1, own.unsqueeze(-1), -here.to(p.dtype).unsqueeze(-1))
         hidden, mask = self._hidden[rows], valid.unsqueeze(-1)
         of_logits = p.to(hidden.dtype)
@@ -266,12 +264,6 @@ def _own_labels(labels: Tensor, valid: Tensor, shard: VocabShard | None, vocab: 
     own = labels - shard.offset
     here = valid & (own >= 0) & (own < vocab)
     return own.masked_fill(~here, 0), here
-
-
-def _log_sum_exp(logits: Tensor, log_p: Tensor) -> Tensor:
-    """Of each row, from the largest logit, whose logarithm of the probability is the most exact."""
-    largest, where = logits.max(-1, keepdim=True)
-    return (largest.to(log_p.dtype) - log_p.gather(-1, where)).squeeze(-1)
 
 
 def _over_ranks(local: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
