@@ -13,6 +13,8 @@ from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.model import Flux
 from titan_train.models.flux.rope import TIME_FEATURES
 from titan_train.models.gpt.args import GPTArgs
+from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.models.vision_language.encoder import VisionEncoder, patch_places
 from titan_train.parallel.float8 import CastingLayerNorm, CastingModulatedNorm, convert_to_float8
 
 BLOCKS = 2
@@ -30,6 +32,16 @@ def flux():
     return Flux(args)
 
 
+def vision():
+    args = EncoderArgs(
+        vision_dim=64, vision_layers=BLOCKS, vision_heads=4, vision_ffn_dim=176, patch=2, frames=1, position_side=8,
+        deepstack_layers=(0,),
+    )  # fmt: skip
+    model = VisionEncoder(args, 48)
+    model.patch_embedding.reset_parameters()
+    return model
+
+
 def make(family, dtype, *, fuse=True, recipe="blockwise"):
     torch.manual_seed(0)
     model = family().to(dtype)
@@ -45,6 +57,10 @@ def loss_of(model):
     if isinstance(model, GPT):
         return model(torch.randint(64, (2, 32), generator=generator)).float().square().mean()
     dtype = next(model.parameters()).dtype
+    if isinstance(model, VisionEncoder):  # 52 patches: no whole block of rows
+        patches, bounds = patch_places([(4, 4), (6, 6)], 2)
+        pixels = torch.randn(bounds[-1], 12, generator=generator).to(dtype)
+        return torch.stack([out.float().square().mean() for out in model(pixels, patches, bounds)]).sum()
     shapes = {"image": (2, 16, 64), "text": (2, 8, 32), "pooled": (2, 16), "time": (2, TIME_FEATURES)}
     given = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     positions = torch.stack([torch.arange(24)] * 3, dim=-1)[None]
@@ -59,11 +75,11 @@ def take_apart(model):
             plain = GeluInput()
             plain.forward = lambda x, linear: linear(titan_fp8.gelu(x))
             model.set_submodule(name, plain)
-        elif type(module) is ModulatedNorm and not name.endswith("attention_norm"):
+        elif type(module) is ModulatedNorm:
             module.forward = types.MethodType(
                 lambda self, x, shift, scale: titan_fp8.layer_norm(x, 1 + scale, shift, self.eps), module
             )
-        elif type(module) is torch.nn.LayerNorm and name.startswith("layers."):
+        elif type(module) is torch.nn.LayerNorm and name.startswith(("layers.", "blocks.")):
             module.forward = types.MethodType(
                 lambda self, x: titan_fp8.layer_norm(x, self.weight, self.bias, self.eps), module
             )
@@ -71,7 +87,7 @@ def take_apart(model):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", [gpt, flux])
+@pytest.mark.parametrize("family", [gpt, flux, vision])
 def test_casting_in_the_pass_gives_the_bits_of_norm_and_gelu_and_then_the_cast(family, dtype, recipe):
     found = []
     for fuse in (True, False):
@@ -98,17 +114,28 @@ def test_norms_and_gelu_of_gpt_are_computed_in_the_pass_that_casts():
 
 def test_flux_casts_each_input_once_and_its_norms_in_the_same_pass():
     model = make(flux, torch.bfloat16)
-    assert sum(isinstance(m, CastingModulatedNorm) for m in model.modules()) == 2 * BLOCKS
+    assert sum(isinstance(m, CastingModulatedNorm) for m in model.modules()) == 3 * BLOCKS
     with torch.no_grad(), Casts() as casts:
         loss_of(model)
-    # text and image have a feed-forward each; a single block one, beside attention
-    assert casts.calls["layernorm_cast_block"] == 2 * BLOCKS + BLOCKS
+    # text and image have attention's input and a feed-forward each; a single block has one input of both
+    assert casts.calls["layernorm_cast_block"] == 4 * BLOCKS + BLOCKS
     assert casts.calls["gelu_cast_block"] == 2 * BLOCKS + BLOCKS
-    # attention's input and output, of each stream of a double block; the output alone in a single one
-    assert casts.calls["cast_block_dual"] + casts.calls["cast_block"] == 4 * BLOCKS + BLOCKS
+    # attention's output, of each stream of a double block, and in a single one
+    assert casts.calls["cast_block_dual"] + casts.calls["cast_block"] == 2 * BLOCKS + BLOCKS
 
 
-@pytest.mark.parametrize("family", [gpt, flux])
+def test_the_encoder_of_images_casts_each_input_once_and_its_norms_in_the_same_pass():
+    model = make(vision, torch.bfloat16)
+    assert sum(isinstance(m, CastingLayerNorm) for m in model.modules()) == 2 * BLOCKS
+    with torch.no_grad(), Casts() as casts:
+        loss_of(model)
+    assert casts.calls["layernorm_cast_block"] == 2 * BLOCKS
+    assert casts.calls["gelu_cast_block"] == BLOCKS
+    # attention's output; the input and the output of `up` in both projectors
+    assert casts.calls["cast_block_dual"] + casts.calls["cast_block"] == BLOCKS + 2 * 2
+
+
+@pytest.mark.parametrize("family", [gpt, flux, vision])
 def test_float8_stays_near_the_model_in_high_precision(family):
     converted, reference = (make(family, torch.float32) for _ in range(2))
     for name, module in list(reference.named_modules()):

@@ -282,7 +282,7 @@ def _cast_in_norms(model: nn.Module) -> None:
     for block in model.modules():
         # of the class itself: a subclass may read its norms elsewhere too
         pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
-        for norm, reader in ((getattr(block, a), getattr(block, b)) for a, b in pairs):
+        for norm, reader in ((getattr(block, a), block.get_submodule(b)) for a, b in pairs):
             if not isinstance(getattr(reader, "linears", None), SharedFloat8Input):
                 continue
             if type(norm) is RMSNorm and norm.elementwise_affine:

@@ -84,8 +84,8 @@ class StreamProjections(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(args.head_dim, eps=_EPS) for _ in range(2))
         self.linears = SharedInput()
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalised queries and keys, and values, ``[B, S, H, D]``."""
+    def heads(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalised queries and keys, and values, ``[B, S, H, D]``, of what `SharedInput` takes."""
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.linears(x, self.q, self.k, self.v))
         return self.q_norm(q), self.k_norm(k), v
 
@@ -100,10 +100,13 @@ class StreamAttention(nn.Module):
         self.text, self.image = StreamProjections(args), StreamProjections(args)
         self.inner = FullAttention(args.num_heads, args.head_dim)
 
-    def forward(self, x: Tensor, text_tokens: int, places: TokenPlaces) -> Tensor:
-        """``[B, S, d]`` from text and image, one after the other; T tells where the image begins."""
-        texts, images = self.text.heads(x[:, :text_tokens]), self.image.heads(x[:, text_tokens:])
-        q, k, v = (torch.cat(pair, dim=1) for pair in zip(texts, images, strict=True))
+    def forward(self, x: Tensor | tuple[Any, Any], text_tokens: int, places: TokenPlaces) -> Tensor:
+        """``[B, S, d]`` from text and image, one after the other; T tells where the image begins.
+
+        ``x`` may also be two inputs of norms, of text and of image, which the projections apply.
+        """
+        text, image = (x[:, :text_tokens], x[:, text_tokens:]) if isinstance(x, Tensor) else x
+        q, k, v = (torch.cat(pair, dim=1) for pair in zip(self.text.heads(text), self.image.heads(image), strict=True))
         q, k = self.rotate(q, k, places.cos, places.sin)
         out = self.inner(q, k, v, places.plan).flatten(-2)
         return torch.cat((self.text.out(out[:, :text_tokens]), self.image.out(out[:, text_tokens:])), dim=1)
@@ -112,8 +115,13 @@ class StreamAttention(nn.Module):
 class DoubleBlock(nn.Module):
     """Text and image with weights of their own; they meet in attention."""
 
-    norm_readers = (("mlp_norm", "text_mlp"), ("mlp_norm", "image_mlp"))
-    """Norms, and the modules that alone read them; attention reads text and image as one sequence."""
+    norm_readers = (
+        ("attention_norm", "attention.text"),
+        ("attention_norm", "attention.image"),
+        ("mlp_norm", "text_mlp"),
+        ("mlp_norm", "image_mlp"),
+    )
+    """Norms, and the modules that alone read them."""
 
     def __init__(self, args: FluxArgs) -> None:
         super().__init__()
@@ -127,7 +135,9 @@ class DoubleBlock(nn.Module):
         text_parts, image_parts = self.text_modulation(vec), self.image_modulation(vec)
         length = text.shape[1]
         norm = self.attention_norm
-        joined = torch.cat((norm(text, *text_parts[:2]), norm(image, *image_parts[:2])), dim=1)
+        inputs: tuple[Any, Any] = norm(text, *text_parts[:2]), norm(image, *image_parts[:2])
+        # as one sequence, so that what splits or gathers the attention's input finds a tensor
+        joined = torch.cat(inputs, dim=1) if isinstance(inputs[0], Tensor) else inputs
         attended = self.attention(joined, length, places)
         text = text + text_parts[2] * attended[:, :length]
         image = image + image_parts[2] * attended[:, length:]

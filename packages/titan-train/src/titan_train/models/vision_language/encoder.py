@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.packed import packed_attention
 from titan_train.models.common.rope import apply_rope
+from titan_train.models.common.shared_input import GeluInput, SharedInput
 from titan_train.models.vision_language.args import EncoderArgs
 
 _EPS = 1e-6
@@ -91,11 +92,12 @@ class PatchAttention(nn.Module):
         dim = args.vision_dim
         self.head_dim = dim // args.vision_heads
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+        self.linears = SharedInput()
         self.inner_attention = ImageAttention(args.vision_heads, self.head_dim)
 
     def forward(self, x: Tensor, places: PatchPlaces) -> Tensor:
         """``[P, d]`` to ``[P, d]``."""
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.linears(x, self.wq, self.wk, self.wv))
         q, k = apply_rope(q, *places.rope), apply_rope(k, *places.rope)
         return self.wo(self.inner_attention(q, k, v, places.bounds).flatten(-2))
 
@@ -107,14 +109,19 @@ class PatchMLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(args.vision_dim, args.vision_ffn_dim)
         self.down = nn.Linear(args.vision_ffn_dim, args.vision_dim)
+        self.linears, self.gelu = SharedInput(), GeluInput()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[P, d]``."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        (h,) = self.linears(x, self.up)
+        return self.gelu(h, self.down)
 
 
 class PatchBlock(nn.Module):
     """One block of the encoder."""
+
+    norm_readers = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
+    """Norms, and the modules that alone read them."""
 
     def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
