@@ -10,6 +10,7 @@ adds torchao, which the whole-model benchmark measures beside titan-fp8 where it
 import argparse
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,25 +52,37 @@ def main() -> None:
     if arguments.out is None:
         print("\n".join(names))
         return
-    if importlib.util.find_spec("pip") is None:
-        parser.error(f"{sys.executable} has no pip, which downloads the wheels. Run it with a Python that has.")
+    pip = _find_pip()
+    if pip is None:
+        parser.error(
+            f"{sys.executable} has no pip, which downloads the wheels, and there is no uv that would bring it. Run this with a "
+            "Python that has pip."
+        )
     # pydantic accepts exactly one version of its core: pip resolves that pair, and no other dependency
-    core = _resolve_core(arguments.python)
+    core = _resolve_core(pip, arguments.python)
     requirements = [core if name == "pydantic-core" else name for name in names]
-    subprocess.run([*_pip(arguments), "--no-deps", *requirements], check=True)
+    subprocess.run([*pip, *_download(arguments), "--no-deps", *requirements], check=True)
     print(f"{len(list(arguments.out.glob('*.whl')))} wheels in {arguments.out}")
 
 
-def _pip(arguments: argparse.Namespace) -> list[str]:
+def _find_pip() -> list[str] | None:
+    """This Python's, or the one that uv runs apart: environments made by uv have none."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    uv = shutil.which("uv")
+    return None if uv is None else [uv, "tool", "run", "--quiet", "pip"]
+
+
+def _download(arguments: argparse.Namespace) -> list[str]:
     tags = ("manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
     platform = [word for tag in tags for word in ("--platform", tag)]
     target = ["--only-binary=:all:", "--python-version", arguments.python, *platform, "--dest", str(arguments.out)]
-    return [sys.executable, "-m", "pip", "download", "--quiet", *target]
+    return ["download", "--quiet", *target]
 
 
-def _resolve_core(python: str) -> str:
+def _resolve_core(pip: list[str], python: str) -> str:
     """The version of pydantic-core that the newest pydantic wants."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    command = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
     command += ["--only-binary=:all:", "--python-version", python, "--target", "unused", "pydantic"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     found = {item["metadata"]["name"].replace("_", "-"): item["metadata"]["version"] for item in report["install"]}
