@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _find_pip() -> list[str] | None:
-    """This Python's, or the one that uv runs apart: environments made by uv have none."""
+    """Command of the pip of this Python, or of one that uv runs apart: environments made by uv have none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     uv = shutil.which("uv")
