@@ -11,6 +11,7 @@ A weight's cast is kept by its layer over the micro-batches of a step, which `ti
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
 import titan_fp8
@@ -282,7 +283,7 @@ def _cast_in_norms(model: nn.Module) -> None:
     for block in model.modules():
         # of the class itself: a subclass may read its norms elsewhere too
         pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
-        for norm, reader in ((getattr(block, a), block.get_submodule(b)) for a, b in pairs):
+        for norm, reader in ((getattr(block, a), attrgetter(b)(block)) for a, b in pairs):  # the reader may be None
             if not isinstance(getattr(reader, "linears", None), SharedFloat8Input):
                 continue
             if type(norm) is RMSNorm and norm.elementwise_affine:
