@@ -8,7 +8,7 @@ import torch
 from float8_casts import Casts
 from titan_train.config import Float8Config
 from titan_train.models import GPT
-from titan_train.models.common.shared_input import GeluInput, ModulatedNorm
+from titan_train.models.common.shared_input import GeluInput, ModulatedNorm, SharedInput
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.model import Flux
 from titan_train.models.flux.rope import TIME_FEATURES
@@ -145,3 +145,48 @@ def test_float8_stays_near_the_model_in_high_precision(family):
             reference.set_submodule(name, linear)
     got, want = (loss_of(model) for model in (converted, reference))
     assert abs(got - want) <= 0.02 * abs(want)
+
+
+class TwoReaders(torch.nn.Module):
+    """Attention and feed-forward side by side, after one norm."""
+
+    norm_readers = (("norm", "first"), ("norm", "second"))
+
+    def __init__(self, *, shared):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.first, self.second = Reader(shared=True), Reader(shared=shared)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.first(normed) + self.second(normed)
+
+
+class Reader(torch.nn.Module):
+    def __init__(self, *, shared):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+        if shared:
+            self.linears = SharedInput()
+
+    def forward(self, x):
+        return self.linears(x, self.linear)[0] if hasattr(self, "linears") else self.linear(x)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["both can", "one cannot"])
+def test_a_norm_is_left_alone_unless_all_of_its_readers_can_apply_it(shared):
+    torch.manual_seed(0)
+    model = TwoReaders(shared=shared)
+    x = torch.randn(16, 32)
+    want = model(x)
+    convert_to_float8(model, Float8Config(recipe="blockwise", min_speedup=0.0), tokens=16)
+    assert isinstance(model.norm, CastingLayerNorm) == shared
+    assert (model(x) - want).norm() <= 0.05 * want.norm()
+
+
+def test_a_reader_that_the_block_lacks_is_refused_by_name():
+    class Misnamed(TwoReaders):
+        norm_readers = (("norm", "third"),)
+
+    with pytest.raises(ValueError, match="norm_readers of Misnamed names 'third'"):
+        convert_to_float8(Misnamed(shared=True), Float8Config(recipe="blockwise", min_speedup=0.0), tokens=16)

@@ -279,19 +279,25 @@ def convert_to_float8(
 
 
 def _cast_in_norms(model: nn.Module) -> None:
-    """Let norms be computed by the linears that read them, in blocks whose norm has no other reader."""
+    """Let norms be computed by the linears that read them, in blocks that name all readers of the norm."""
     for block in model.modules():
         # of the class itself: a subclass may read its norms elsewhere too
         pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
-        for norm, reader in ((getattr(block, a), attrgetter(b)(block)) for a, b in pairs):  # the reader may be None
-            if not isinstance(getattr(reader, "linears", None), SharedFloat8Input):
-                continue
-            if type(norm) is RMSNorm and norm.elementwise_affine:
-                norm.__class__ = CastingNorm
-            elif type(norm) is nn.LayerNorm and norm.elementwise_affine and getattr(norm, "bias", None) is not None:
-                norm.__class__ = CastingLayerNorm
-            elif type(norm) is ModulatedNorm:
-                norm.__class__ = CastingModulatedNorm
+        for name in dict(pairs):
+            readers = [
+                attrgetter(reader)(block) for norm, reader in pairs if norm == name
+            ]  # None where a block lacks it
+            if all(isinstance(getattr(reader, "linears", None), SharedFloat8Input) for reader in readers):
+                _cast_in_norm(getattr(block, name))
+
+
+def _cast_in_norm(norm: nn.Module) -> None:
+    if type(norm) is RMSNorm and norm.elementwise_affine:
+        norm.__class__ = CastingNorm
+    elif type(norm) is nn.LayerNorm and norm.elementwise_affine and getattr(norm, "bias", None) is not None:
+        norm.__class__ = CastingLayerNorm
+    elif type(norm) is ModulatedNorm:
+        norm.__class__ = CastingModulatedNorm
 
 
 def share_scales(model: nn.Module, group: dist.ProcessGroup) -> None:
