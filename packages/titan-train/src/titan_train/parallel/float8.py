@@ -284,11 +284,20 @@ def _cast_in_norms(model: nn.Module) -> None:
         # of the class itself: a subclass may read its norms elsewhere too
         pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
         for name in dict(pairs):
-            readers = [
-                attrgetter(reader)(block) for norm, reader in pairs if norm == name
-            ]  # None where a block lacks it
+            # None where the block has no such part: it has another, which reads the norm itself
+            readers = [_named(block, reader) for norm, reader in pairs if norm == name]
             if all(isinstance(getattr(reader, "linears", None), SharedFloat8Input) for reader in readers):
-                _cast_in_norm(getattr(block, name))
+                _cast_in_norm(_named(block, name))
+
+
+def _named(block: nn.Module, name: str) -> Any:
+    try:
+        return attrgetter(name)(block)
+    except AttributeError:
+        raise ValueError(
+            f"norm_readers of {type(block).__name__} names {name!r}, which it has not. Name norms, and the modules that read "
+            "them, as attributes of the block."
+        ) from None
 
 
 def _cast_in_norm(norm: nn.Module) -> None:
