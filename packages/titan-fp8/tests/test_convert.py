@@ -70,8 +70,21 @@ def test_the_report_names_every_layer_and_why_it_was_skipped() -> None:
     text = report.explain()
     assert "blockwise: 2 of 6 linear layers converted" in text
     assert all(fqn in text for fqn in ("layers.0.wq", "layers.1.wk", "router", "lm_head"))
+    short = report.summary()
+    assert "blockwise: 2 of 6 linear layers converted" in short
+    assert "  - 1 x layers.*.wq  rejected by module_filter_fn" in short
     again = titan_fp8.convert_to_float8(model, min_speedup=0)
     assert again.skipped["layers.0.wq"] == "is a float8 layer already"
+
+
+def test_the_summary_has_one_line_for_layers_of_one_kind() -> None:
+    report = titan_fp8.convert_to_float8(Model(), min_speedup=0)
+    lines = report.summary().splitlines()
+    assert [line.split("  ")[1] for line in lines if line.startswith("  +")] == [
+        "+ 2 x layers.*.wq",
+        "+ 2 x layers.*.wk",
+    ]
+    assert len(lines) == len(report.explain().splitlines()) - 2
 
 
 def test_a_pattern_that_matches_nothing_raises_and_changes_nothing() -> None:

@@ -5,9 +5,11 @@ checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 d
 from the degrees and `launch.nproc`.
 """
 
+import copy
 import dataclasses
 import gc
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ from titan_train.run_folder import run_folder
 from titan_train.trust import admit_own_code
 
 if TYPE_CHECKING:
+    from titan_mesh import Layout
     from torch import nn
 
     from titan_train.parallel.estimate import RankEstimate
@@ -95,6 +98,8 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
         f"compute  {flops / 1e9:,.3f} GFLOP per token, "
         f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP per step"
     )
+    if config.float8.recipe != "none":
+        print(_float8_lines(config, model, layout))
     if schedule is not None:
         print(_pipeline_lines(config, model, schedule))
     ranks = estimate_ranks(config, model, layout=layout, mode=mode, batch=batch, schedule=schedule)
@@ -112,6 +117,19 @@ def _check_published(config: Config, model: "nn.Module") -> None:
 
     check_init(config.model.init, model, config.model)
     check_tokenizer(config)
+
+
+def _float8_lines(config: Config, model: "nn.Module", layout: "Layout") -> str:
+    """Which linears would compute in float8, one line a kind, and how much faster each is predicted to be."""
+    from titan_train.models.common.moe.balance import moe_layers
+    from titan_train.parallel.apply import tokens_at_once
+    from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion
+
+    tokens, eager = tokens_at_once(config, layout), not config.compile.enabled
+    report = convert_to_float8(copy.deepcopy(model), config.float8, tokens=tokens, eager=eager)
+    experts = sum(1 for _ in moe_layers(model))
+    line = describe_conversion([report], config.float8, experts=experts, staged=False)
+    return f"float8   {line}\n{textwrap.indent(conversion_table(report), ' ' * 7)}"
 
 
 def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> str:

@@ -29,7 +29,7 @@ from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert import apply_expert_parallel
-from titan_train.parallel.float8 import convert_to_float8, share_scales
+from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion, share_scales
 from titan_train.parallel.gradients import Gradients, TiedCopies
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
 from titan_train.parallel.param_shard import ParamShard
@@ -84,6 +84,8 @@ class ParallelModel:
     """The head computes the loss, a chunk of tokens at a time."""
     observed: ObservedLoss | None = None
     """The same loss, where the task reports it by parts."""
+    float8: Sequence[titan_fp8.ConversionReport] = ()
+    """Which linears of each part compute in float8; empty where that was not asked for."""
 
     def loss_sum(self, batch: TaskBatch) -> Tensor:
         """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""
@@ -157,12 +159,28 @@ def build_parallel_model(
         fused=applied.fused,
         fused_loss=applied.fused_loss,
         observed=observed,
+        float8=applied.float8,
+    )
+
+
+def tokens_at_once(config: Config, layout: Layout) -> int:
+    """Tokens of one forward of a rank."""
+    return plan_batch(config, layout).microbatch * config.model.seq_len // layout.spec.cp
+
+
+def describe_float8(config: Config, model: ParallelModel) -> str | None:
+    """One line for the log, of this rank's parts; None where float8 was not asked for."""
+    if not model.float8:
+        return None
+    return describe_conversion(
+        model.float8, config.float8, experts=len(model.experts), staged=model.pipeline is not None
     )
 
 
 def describe_layout(layout: Layout, model: ParallelModel, schedule: Schedule | None) -> str:
     """The text of ``layout.txt``: the rank table, the schedule, what overlaps, then what each wrapped unit does."""
     parts = [layout.explain()]
+    parts += [f"float8 {report.recipe}\n{conversion_table(report)}" for report in model.float8]
     if schedule is not None:
         parts.append(f"pipeline schedule {schedule.name}, {schedule.num_stages} stages\n{schedule.to_text()}")
     overlapped = [name for part in model.parts for name in overlapped_modules(part)]
@@ -200,6 +218,7 @@ class _Application:
     vocab_size: int | None
     cuts: dict[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism have cut of all parts so far."""
+    float8: list[titan_fp8.ConversionReport] = field(default_factory=list[titan_fp8.ConversionReport])
 
     def __post_init__(self) -> None:
         config, mesh = self.config, self.mesh
@@ -237,13 +256,14 @@ class _Application:
     def _float8(self, part: nn.Module) -> None:
         config = self.config
         if config.float8.recipe != "none":
-            convert_to_float8(
+            report = convert_to_float8(
                 part,
                 config.float8,
-                tokens=config.model.seq_len // self.spec.cp * (config.train.microbatch or 1),
+                tokens=tokens_at_once(config, self.layout),
                 fuse_norms=self.spec.tp == 1 and self.spec.pp == 1,
                 eager=not config.compile.enabled,
             )
+            self.float8.append(report)
 
     def _tensor(self, part: nn.Module) -> None:
         parallel = self.config.parallel

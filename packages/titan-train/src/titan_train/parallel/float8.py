@@ -10,6 +10,7 @@ A weight's cast is kept by its layer over the micro-batches of a step, which `ti
 `titan_fp8.ConstantWeights`; a weight that FSDP gathered in high precision keeps it only until the weight is freed.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol
@@ -276,6 +277,37 @@ def convert_to_float8(
     if fuse_norms:
         _cast_in_norms(model)
     return report
+
+
+def describe_conversion(
+    reports: Sequence[titan_fp8.ConversionReport], config: Float8Config, *, experts: int, staged: bool
+) -> str:
+    """One line for the log: how much of the model is float8, and if it is nothing, why.
+
+    Args:
+        reports: Of this rank's parts.
+        config: What was asked for.
+        experts: Mixtures of experts in the whole model.
+        staged: The parts are stages of a pipeline.
+    """
+    converted = sum(len(report.converted) for report in reports)
+    total = converted + sum(len(report.skipped) for report in reports)
+    where = " of this rank's stages" if staged else ""
+    if converted or experts:
+        more = f", and the experts of {experts} layers" if experts else ""
+        return f"float8.recipe={config.recipe!r}: {converted} of {total} linear layers{where}{more}"
+    named = [(name, reason) for report in reports for name, reason in report.skipped.items()]
+    told = [(name, reason) for name, reason in named if "skip pattern" not in reason] or named
+    example = f" {told[0][0]} {told[0][1]}." if told else ""
+    return (
+        f"float8.recipe={config.recipe!r} converts none of {total} linear layers{where}: they compute in high precision."
+        f"{example} float8.min_speedup=0 converts any size."
+    )
+
+
+def conversion_table(report: titan_fp8.ConversionReport) -> str:
+    """What was converted and what not, one line for layers of one kind."""
+    return "\n".join(dataclasses.replace(report, all_gather="").summary().splitlines()[1:])
 
 
 def _cast_in_norms(model: nn.Module) -> None:
