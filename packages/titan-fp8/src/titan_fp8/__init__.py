@@ -9,6 +9,7 @@ costs, `backends` which kernels run.
 from typing import TYPE_CHECKING, Any
 
 from titan_fp8.convert.convert import DEFAULT_SKIP, convert_to_float8
+from titan_fp8.convert.patterns import matching_pattern
 from titan_fp8.convert.report import ConversionReport, ConvertedLayer
 from titan_fp8.convert.roofline import H200, Hardware, predict_speedup
 from titan_fp8.dispatch import backends
@@ -82,6 +83,7 @@ __all__ = [
     "linear_deferred",
     "linear_reduce_scatter",
     "linears",
+    "matching_pattern",
     "norm_linears",
     "predict_speedup",
     "record_stats",

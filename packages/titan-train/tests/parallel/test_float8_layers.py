@@ -10,8 +10,8 @@ import torch
 from float8_casts import Casts
 from titan_pipeline.runtime import TorchStage, WeightGradEngine
 from titan_train.cli import main
-from titan_train.config import ActivationsConfig, Float8Config, load_config
-from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args
+from titan_train.config import ActivationsConfig, Float8Config, ModelConfig, load_config
+from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args, build_model
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations import apply_activation_checkpointing
@@ -266,3 +266,35 @@ def test_a_run_says_which_layers_its_recipe_converts(tmp_path, caplog):
     with Trainer(load_config("debug", words)) as trainer:
         assert "2 x layers.*.attention.wq" in (trainer.run_dir / "layout.txt").read_text()
     assert "float8.recipe='blockwise': 14 of 15 linear layers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (
+            ["--float8.recipe", "blockwise", "--float8.skip", '["layer.0.*"]'],
+            "float8.skip: 'layer.0.*' matches no linear",
+        ),
+        (["--train.dtype", "bf16", "--parallel.keep_fp32", '["nrom"]'], "mp.keep_fp32: 'nrom' matches nothing"),
+        (
+            ["--parallel.pp", "2", "--parallel.reshard_overrides", '{"layer.0" = "never"}', "--train.dtype", "bf16"],
+            "matches no unit",
+        ),
+        (
+            ["--activations.checkpoint", "pattern", "--activations.patterns", '["layer.0"]'],
+            "'layer.0' matches no module",
+        ),
+    ],
+    ids=["float8.skip", "keep_fp32", "reshard_overrides", "activations.patterns"],
+)
+def test_patterns_that_name_nothing_of_the_whole_model_are_refused(words, found, tmp_path, capsys):
+    assert main(["check", "debug", "--run.dir", str(tmp_path), *words]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_skip_keeps_experts_out_of_float8_too():
+    model = build_model(ModelConfig(name="qwen3_moe_debug"), vocab_size=64, device="meta")
+    convert_to_float8(model, Float8Config(recipe="blockwise", skip=("layers.0.moe.experts", "lm_head")), tokens=64)
+    names = [name for name, module in model.named_modules() if isinstance(module, titan_fp8.Float8GroupedMM)]
+    assert names
+    assert not any(name.startswith("layers.0.") for name in names)

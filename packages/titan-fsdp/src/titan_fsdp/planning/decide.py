@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_fsdp.loaded import is_dtensor
-from titan_fsdp.names import expand, matches, named_parameters
+from titan_fsdp.names import expand, matches, named_modules, named_parameters
 from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
 from titan_fsdp.planning.policy import Policy, Reshard, Unit
 from titan_fsdp.planning.units import FEWEST_UNITS, Group, owner
@@ -99,7 +99,8 @@ def planned_units(
     units.append(_unit(root, tuple(members.get(None, [])), reshard, policy, sizes))
     for unit in units:
         _check_reshard_size(unit)
-    _check_overrides(policy, units)
+    if not policy.pp:  # in a stage, a pattern may name what another stage has
+        _check_patterns(model, policy, units)
     return tuple(units), tuple(ignored)
 
 
@@ -163,7 +164,20 @@ def _check_reshard_size(unit: PlannedUnit) -> None:
         )
 
 
-def _check_overrides(policy: Policy, units: list[PlannedUnit]) -> None:
+def _check_patterns(model: nn.Module, policy: Policy, units: list[PlannedUnit]) -> None:
+    """Refuse patterns that name nothing: what they should protect would not be."""
+    parameters = [name for name, _ in named_parameters(model)]
+    modules = [name for name in named_modules(model) if name]
+    for option, patterns, known in (
+        ("mp.keep_fp32", policy.mp.keep_fp32, [*modules, *parameters]),
+        ("ignore", policy.ignore, parameters),
+    ):
+        for pattern in patterns:
+            if not any(matches(name, [pattern]) for name in known):
+                raise ValueError(
+                    f"{option}: {pattern!r} matches nothing of the model and would do nothing. Its names are "
+                    f"{', '.join(known[:8])}, …; a pattern matches a whole name, and * any part of it."
+                )
     names = [fqn or "root" for unit in units for fqn in unit.fqns]
     for pattern in policy.reshard_overrides:
         if not expand(pattern, names):

@@ -121,14 +121,13 @@ def _check_published(config: Config, model: "nn.Module") -> None:
 
 def _float8_lines(config: Config, model: "nn.Module", layout: "Layout") -> str:
     """Which linears would compute in float8, one line a kind, and how much faster each is predicted to be."""
-    from titan_train.models.common.moe.balance import moe_layers
     from titan_train.parallel.apply import tokens_at_once
     from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion
 
     tokens, eager = tokens_at_once(config, layout), not config.compile.enabled
-    report = convert_to_float8(copy.deepcopy(model), config.float8, tokens=tokens, eager=eager)
-    experts = sum(1 for _ in moe_layers(model))
-    line = describe_conversion([report], config.float8, experts=experts, staged=False)
+    converted = copy.deepcopy(model)
+    report = convert_to_float8(converted, config.float8, tokens=tokens, eager=eager)
+    line = describe_conversion([report], config.float8, [converted], staged=False)
     return f"float8   {line}\n{textwrap.indent(conversion_table(report), ' ' * 7)}"
 
 

@@ -172,9 +172,7 @@ def describe_float8(config: Config, model: ParallelModel) -> str | None:
     """One line for the log, of this rank's parts; None where float8 was not asked for."""
     if not model.float8:
         return None
-    return describe_conversion(
-        model.float8, config.float8, experts=len(model.experts), staged=model.pipeline is not None
-    )
+    return describe_conversion(model.float8, config.float8, model.parts, staged=model.pipeline is not None)
 
 
 def describe_layout(layout: Layout, model: ParallelModel, schedule: Schedule | None) -> str:

@@ -1,9 +1,11 @@
 """What a model cannot do under a layout: refused with one error, before any rank starts."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import titan_fp8
+import titan_fsdp as fsdp
 import torch
 from titan_mesh import Layout
 from torch import nn
@@ -12,13 +14,17 @@ from titan_train.config import Config
 from titan_train.kernels import check_kernels
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
+from titan_train.parallel.activations import check_patterns
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
 from titan_train.parallel.context import Heads, plan_rows
+from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.expert import check_expert_parallel
+from titan_train.parallel.float8 import check_skip
 from titan_train.parallel.stages import layers_of, stage_layers
 from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
 from titan_train.plan.batch import BatchPlan
+from titan_train.plan.layout import resolve_mode, wrapped_over
 from titan_train.plan.schedule import plan_pipeline
 from titan_train.task import Task, load_task
 
@@ -40,6 +46,9 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     parallel = config.parallel
     check_backend(config.compile.backend)
     check_cudagraphs(config, layout, model)
+    check_skip(model, config.float8)
+    check_patterns(model, config.activations)
+    _check_wrapping_patterns(config, layout, model)
     check_kernels(config, model, tp=spec.tp)
     _check_plan(config, layout, model)
     task = task or load_task(config)
@@ -103,6 +112,14 @@ def _check_stages(config: Config, stages: Sequence[range], model: nn.Module) -> 
                 f"train.freeze={list(config.train.freeze)} leaves nothing to train in the layers {layers.start} to "
                 f"{layers.stop - 1} of pipeline stage {number}. Train part of them, move pipeline.cuts, or set parallel.pp=1."
             )
+
+
+def _check_wrapping_patterns(config: Config, layout: Layout, model: nn.Module) -> None:
+    """Refuse patterns for titan-fsdp that name nothing of the whole model; its stages cannot tell."""
+    patterns = config.parallel.keep_fp32 or config.parallel.reshard_overrides
+    mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
+    if patterns and mode != "none":
+        fsdp.plan(model, wrapped_over(layout, mode), dataclasses.replace(fsdp_policy(config, mode), pp=False))
 
 
 def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:

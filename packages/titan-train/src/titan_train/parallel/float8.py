@@ -253,10 +253,11 @@ def convert_to_float8(
     Raises:
         ValueError: The recipe's weights cannot be gathered in float8 as asked.
     """
+    skip = _skipped(model, config)
     report = titan_fp8.convert_to_float8(
         model,
         config.recipe,
-        skip=config.skip or getattr(model, "float8_skip", None),
+        skip=skip,
         strict_filters=False,  # a stage need not hold what a pattern protects
         min_speedup=config.min_speedup,
         tokens=tokens,
@@ -272,24 +273,42 @@ def convert_to_float8(
             model.set_submodule(name, gated)
         elif type(module) is GeluInput:
             model.set_submodule(name, GeluFloat8Input())
-        elif isinstance(module, Experts):
+        elif isinstance(module, Experts) and titan_fp8.matching_pattern(name, skip) is None:
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
     if fuse_norms:
         _cast_in_norms(model)
     return report
 
 
+def check_skip(model: nn.Module, config: Float8Config) -> None:
+    """Refuse with a ValueError a pattern of ``float8.skip`` that names no linear and no experts of the whole model."""
+    if config.recipe == "none":
+        return
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
+    for pattern in config.skip:
+        if not any(titan_fp8.matching_pattern(name, (pattern,)) for name in names):
+            raise ValueError(
+                f"float8.skip: {pattern!r} matches no linear layer and no experts of {type(model).__name__}, so what it should "
+                f"keep out of float8 would not be. It has {', '.join(names[:8])}, …"
+            )
+
+
+def _skipped(model: nn.Module, config: Float8Config) -> Sequence[str]:
+    return config.skip or getattr(model, "float8_skip", titan_fp8.DEFAULT_SKIP)
+
+
 def describe_conversion(
-    reports: Sequence[titan_fp8.ConversionReport], config: Float8Config, *, experts: int, staged: bool
+    reports: Sequence[titan_fp8.ConversionReport], config: Float8Config, parts: Sequence[nn.Module], *, staged: bool
 ) -> str:
     """One line for the log: how much of the model is float8, and if it is nothing, why.
 
     Args:
         reports: Of this rank's parts.
         config: What was asked for.
-        experts: Mixtures of experts in the whole model.
-        staged: The parts are stages of a pipeline.
+        parts: These.
+        staged: They are stages of a pipeline.
     """
+    experts = sum(isinstance(module, titan_fp8.Float8GroupedMM) for part in parts for module in part.modules())
     converted = sum(len(report.converted) for report in reports)
     total = converted + sum(len(report.skipped) for report in reports)
     where = " of this rank's stages" if staged else ""

@@ -8,6 +8,7 @@ from titan_train.parallel.activations.offload import HostCopies, offload_activat
 from titan_train.parallel.activations.recompute import (
     SelectivePolicy,
     apply_activation_checkpointing,
+    check_patterns,
     recomputed_modules,
 )
 
@@ -15,6 +16,7 @@ __all__ = [
     "HostCopies",
     "SelectivePolicy",
     "apply_activation_checkpointing",
+    "check_patterns",
     "offload_activations",
     "recomputed_modules",
 ]

@@ -54,9 +54,6 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], co
         model: The model, for ``patterns``.
         blocks: Its repeated blocks, in order.
         config: What to do.
-
-    Raises:
-        ValueError: A pattern matches no module.
     """
     context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
     for module in recomputed_modules(model, blocks, config):
@@ -164,16 +161,23 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
-    named = dict(model.named_modules())
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matched = {name: module for name, module in named.items() if name and fnmatchcase(name, pattern)}
-        if not matched:
+def check_patterns(model: nn.Module, config: ActivationsConfig) -> None:
+    """Refuse with a ValueError a pattern that matches no module of the whole model; a stage need not have them all."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in config.patterns if config.checkpoint == "pattern" else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"activations.patterns: {pattern!r} matches no module of {type(model).__name__}; it has "
-                f"{', '.join(list(named)[1:8])}, …"
+                f"{', '.join(names[:7])}, …"
             )
-        found |= matched
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    found = {
+        name: module
+        for pattern in patterns
+        for name, module in model.named_modules()
+        if name and fnmatchcase(name, pattern)
+    }
     # a module inside one that is recomputed as a whole needs no region of its own
     return [m for name, m in found.items() if not any(name.startswith(f"{other}.") for other in found)]
