@@ -168,11 +168,18 @@ def tokens_at_once(config: Config, layout: Layout) -> int:
     return plan_batch(config, layout).microbatch * config.model.seq_len // layout.spec.cp
 
 
-def describe_float8(config: Config, model: ParallelModel) -> str | None:
-    """One line for the log, of this rank's parts; None where float8 was not asked for."""
-    if not model.float8:
-        return None
-    return describe_conversion(model.float8, config.float8, model.parts, staged=model.pipeline is not None)
+def describe_options(config: Config, model: ParallelModel) -> list[str]:
+    """Lines for the log: what came of options that take effect only where a layer allows it, on this rank's parts."""
+    lines: list[str] = []
+    if model.float8:
+        lines.append(describe_conversion(model.float8, config.float8, model.parts, staged=model.pipeline is not None))
+    if config.parallel.async_tp and config.parallel.tp > 1 and model.fused is None:
+        names = [name for part in model.parts for name in overlapped_modules(part)]
+        found = f"the transfers of {len(names)} modules (layout.txt names them)" if names else (
+            "nothing: of a region, all linears must be plain, not float8, and their input goes through one SharedInput"
+        )  # fmt: skip
+        lines.append(f"parallel.async_tp=true overlaps {found}")
+    return lines
 
 
 def describe_layout(layout: Layout, model: ParallelModel, schedule: Schedule | None) -> str:

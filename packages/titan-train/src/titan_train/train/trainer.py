@@ -38,7 +38,7 @@ from titan_train.observe import (
 )
 from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim import build_optimizer, build_scheduler, put_back, settings_of
-from titan_train.parallel.apply import build_parallel_model, describe_float8, describe_layout
+from titan_train.parallel.apply import build_parallel_model, describe_layout, describe_options
 from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
@@ -191,8 +191,8 @@ class Trainer:
             self._pipeline_times.drop_outdated(schedule, self.step)
             self._open_run_folder(describe_layout(layout, self.model, schedule))
             self._message(explain_mode(config.parallel, layout, mode, dtype=config.train.dtype))
-            if (float8 := describe_float8(config, self.model)) is not None:
-                self._message(float8)
+            for line in describe_options(config, self.model):
+                self._message(line)
         self._throughput = Throughput(
             flops_per_token=self.model.flops_per_token,
             peak_flops=device_peak_flops(device_name(self.device), config.train.dtype),
