@@ -4,6 +4,7 @@ import pytest
 import torch
 from titan_train.config import ActivationsConfig, load_config
 from titan_train.models import Llama, LlamaArgs, build_model
+from titan_train.models.common.moe import experts
 from titan_train.parallel import estimate
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.estimate import estimate_ranks
@@ -12,6 +13,7 @@ from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.plan.run import plan_run
 
 FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
+EXPERTS = ("qwen3_moe_debug", "deepseek_debug")
 LAYOUTS = {
     "one rank": (1, {"parallel.mode": "fsdp"}),
     "fp32": (1, {"parallel.mode": "fsdp", "train.dtype": "fp32"}),
@@ -53,6 +55,10 @@ def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_closed_form_is_what_a_run_on_fake_tensors_counts(monkeypatch, name, layout):
     world, settings = LAYOUTS[layout]
+    if name in EXPERTS and settings.get("train.dtype") == "fp32" and not experts._traces_float32():
+        pytest.skip(
+            "this torch knows the grouped product on fake tensors in bfloat16 alone: what stands for it saves no offsets"
+        )
     found = ranks_of(monkeypatch, name, world, settings, closed=True)
     assert found == ranks_of(monkeypatch, name, world, settings, closed=False)
     assert found[0].activations > 0

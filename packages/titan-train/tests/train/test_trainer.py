@@ -11,7 +11,6 @@ from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
 from titan_train.train import Trainer
-from torch.distributed.tensor.debug import CommDebugMode
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 
@@ -285,10 +284,9 @@ def test_mixed_precision_on_one_rank_makes_no_collective(folder, caplog):
     )
     with caplog.at_level("INFO", logger="titan_train.train.trainer"), Trainer(config) as trainer:
         trainer.fit(until=1)
-        with CommDebugMode() as communication, torch.profiler.profile(acc_events=True) as seen:
+        with torch.profiler.profile(acc_events=True) as seen:
             trainer.fit()
         assert {p.dtype for part in trainer.model.parts for p in part.parameters()} == {torch.float32}
-    assert communication.get_total_counts() == 0
     assert [event.key for event in seen.key_averages() if event.key.startswith(("c10d::", "gloo:"))] == []
     said = [record.message for record in caplog.records if "parallel.mode" in record.message]
     assert len(said) == 1

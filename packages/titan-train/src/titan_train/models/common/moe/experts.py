@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_train.models.common.shared_input import swiglu
 
@@ -42,9 +43,10 @@ class GroupedMM(nn.Module):
         Returns:
             ``[R, n]``.
         """
-        if mat_a.is_meta:
+        traced = self._traces_all_dtypes or mat_a.dtype == torch.bfloat16
+        if mat_a.is_meta or (isinstance(mat_a, FakeTensor) and not traced and not torch.compiler.is_compiling()):
             return mat_a @ mat_b[0]  # one matrix a row: the shape and the FLOPs of any grouping
-        if torch.compiler.is_compiling() and mat_a.dtype != torch.bfloat16 and not self._traces_all_dtypes:
+        if torch.compiler.is_compiling() and not traced:
             return grouped_mm_masked(mat_a, mat_b, offs=offs)
         if _kernel_takes(mat_a) and _kernel_takes(mat_b):
             return F.grouped_mm(mat_a, mat_b, offs=offs)
