@@ -284,8 +284,9 @@ def test_a_run_says_which_layers_its_recipe_converts(tmp_path, caplog):
             ["--activations.checkpoint", "pattern", "--activations.patterns", '["layer.0"]'],
             "'layer.0' matches no module",
         ),
+        (["--optimizer.lr_scales", '{"embeddings.wieght" = 0.5}'], "optimizer.lr_scales"),
     ],
-    ids=["float8.skip", "keep_fp32", "reshard_overrides", "activations.patterns"],
+    ids=["float8.skip", "keep_fp32", "reshard_overrides", "activations.patterns", "lr_scales"],
 )
 def test_patterns_that_name_nothing_of_the_whole_model_are_refused(words, found, tmp_path, capsys):
     assert main(["check", "debug", "--run.dir", str(tmp_path), *words]) == 2

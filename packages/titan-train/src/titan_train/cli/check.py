@@ -76,6 +76,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     import titan_fsdp as fsdp
 
     from titan_train.models import build_model, count_parameters, flops_per_token
+    from titan_train.optim import plan_groups
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
@@ -89,6 +90,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
     freeze(model, config.train.freeze)
+    plan_groups(model, config.optimizer)
     check_model(config, layout, batch, model)
     if config.model.init:
         _check_published(config, model)
