@@ -9,15 +9,13 @@ import titan_fp8
 import torch
 from float8_casts import Casts
 from titan_pipeline.runtime import TorchStage, WeightGradEngine
-from titan_train.cli import main
-from titan_train.config import ActivationsConfig, Float8Config, ModelConfig, load_config
+from titan_train.config import ActivationsConfig, Float8Config, ModelConfig
 from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args, build_model
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
-from titan_train.train import Trainer
 
 ARGS = LlamaArgs(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
 LINEARS = 7 * ARGS.num_layers
@@ -231,66 +229,6 @@ def test_weight_gradients_of_float8_experts_wait_for_the_weight_pass(recipe):
     assert torch.equal(input_grad, direct.grad)
     for name, parameter in experts.named_parameters():
         assert torch.equal(parameter.grad, whole.get_parameter(name).grad), name
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "line"),
-    [
-        ({"min_speedup": 0.0}, "llama3_debug", "float8.recipe='blockwise': 14 of 15 linear layers"),
-        ({}, "llama3_debug", "converts none of 15 linear layers"),
-        ({}, "qwen3_moe_debug", "and the experts of"),
-    ],
-    ids=["all", "too small", "experts"],
-)
-def test_check_says_which_layers_a_recipe_converts(config, model, line, tmp_path, capsys):
-    settings = [word for key, value in config.items() for word in (f"--float8.{key}", str(value))]
-    words = ["check", "debug", "--model.name", model, "--float8.recipe", "blockwise", *settings]
-    assert main([*words, "--run.dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert line in shown
-    assert "layers.*.attention.wq" in shown
-
-
-def test_a_run_says_which_layers_its_recipe_converts(tmp_path, caplog):
-    caplog.set_level("INFO")
-    words = [
-        "--launch.device",
-        "cpu",
-        "--run.dir",
-        str(tmp_path),
-        "--float8.recipe",
-        "blockwise",
-        "--float8.min_speedup",
-        "0",
-    ]
-    with Trainer(load_config("debug", words)) as trainer:
-        assert "2 x layers.*.attention.wq" in (trainer.run_dir / "layout.txt").read_text()
-    assert "float8.recipe='blockwise': 14 of 15 linear layers" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (
-            ["--float8.recipe", "blockwise", "--float8.skip", '["layer.0.*"]'],
-            "float8.skip: 'layer.0.*' matches no linear",
-        ),
-        (["--train.dtype", "bf16", "--parallel.keep_fp32", '["nrom"]'], "mp.keep_fp32: 'nrom' matches nothing"),
-        (
-            ["--parallel.pp", "2", "--parallel.reshard_overrides", '{"layer.0" = "never"}', "--train.dtype", "bf16"],
-            "matches no unit",
-        ),
-        (
-            ["--activations.checkpoint", "pattern", "--activations.patterns", '["layer.0"]'],
-            "'layer.0' matches no module",
-        ),
-        (["--optimizer.lr_scales", '{"embeddings.wieght" = 0.5}'], "optimizer.lr_scales"),
-    ],
-    ids=["float8.skip", "keep_fp32", "reshard_overrides", "activations.patterns", "lr_scales"],
-)
-def test_patterns_that_name_nothing_of_the_whole_model_are_refused(words, found, tmp_path, capsys):
-    assert main(["check", "debug", "--run.dir", str(tmp_path), *words]) == 2
-    assert found in capsys.readouterr().err
 
 
 def test_skip_keeps_experts_out_of_float8_too():

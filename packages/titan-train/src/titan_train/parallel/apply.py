@@ -179,6 +179,11 @@ def describe_options(config: Config, model: ParallelModel) -> list[str]:
             "nothing: of a region, all linears must be plain, not float8, and their input goes through one SharedInput"
         )  # fmt: skip
         lines.append(f"parallel.async_tp=true overlaps {found}")
+    device = next(model.parts[0].parameters()).device.type
+    if config.activations.offload and device != "cuda":
+        lines.append(
+            f"activations.offload=true moves nothing: this run is on {device}, and only CUDA tensors leave for the host"
+        )
     if config.profile.range is not None and config.profile.range[0] > config.train.steps:
         lines.append(
             f"profile.steps={config.profile.steps!r} begins after the last step, {config.train.steps}: no trace"
