@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from titan_fp8 import products
 from titan_fp8.layers.functional import Call, check_shapes, output_dtype, weight_cast
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe, Scaling
 from titan_fp8.reference import dequantize, round_up
+
+_LOSES_GRADIENTS = TorchVersion(torch.__version__) < "2.15"
+"""torch 2.11, not 2.15: the gradient of a collective's result that leaves a compiled graph as it is becomes zero."""
 
 
 def all_gather_linears(
@@ -229,7 +233,7 @@ def reduce_scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = partial.unflatten(-2, (n, -1)).movedim(-3, 0).contiguous()
     own = parts.new_empty(parts.shape[1:])
     dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
-    return own
+    return own.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else own
 
 
 def _gather_tokens(part: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:

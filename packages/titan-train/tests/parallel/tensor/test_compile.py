@@ -10,11 +10,13 @@ import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs
 from titan_train.parallel.tensor import apply_tensor_parallel
+from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum, share, sum_partials
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 SEQ = 16
+COLLECTIVES = {"gather": gather_parts, "scatter": scatter_sum, "sum": sum_partials, "share": share}
 
 
 def make(family: str) -> nn.Module:
@@ -86,3 +88,25 @@ def test_asynchronous_products_stay_outside_of_the_graphs():
         assert error <= TOLERANCE
         assert first == last
         assert breaks > 0
+
+
+def gradient_through(name: str, backend: str) -> tuple[float, float]:
+    """Of a collective alone in its graph: how far the gradient is from the eager one at most, and its largest value."""
+    group = dist.group.WORLD
+    dims = (0,) if name in ("gather", "scatter") else ()
+    grads = []
+    for compiled_too in (False, True):
+        collective = lambda x: COLLECTIVES[name](x, *dims, group)  # noqa: E731
+        fn = torch.compile(collective, fullgraph=True, backend=backend) if compiled_too else collective
+        x = (torch.arange(8.0).reshape(4, 2) + dist.get_rank()).requires_grad_()
+        fn(x).square().sum().backward()
+        grads.append(x.grad)
+    return float((grads[0] - grads[1]).abs().max()), float(grads[0].abs().max())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_alone_in_a_compiled_graph_has_its_gradient(name: str, backend: str) -> None:
+    for difference, largest in run_ranks(gradient_through, 2, name, backend, timeout_s=150):
+        assert difference == 0
+        assert largest > 0

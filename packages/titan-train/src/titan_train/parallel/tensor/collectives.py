@@ -25,6 +25,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.torch_version import TorchVersion
+
+_LOSES_GRADIENTS = TorchVersion(torch.__version__) < "2.15"
+"""torch 2.11, not 2.15: the gradient of a collective's result that leaves a compiled graph as it is becomes zero."""
 
 
 def gather_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -108,7 +112,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return all_gather(part, dim, group)
+        return _with_gradient(all_gather(part, dim, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -119,7 +123,7 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return reduce_scatter(partial, dim, group)
+        return _with_gradient(reduce_scatter(partial, dim, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -140,8 +144,12 @@ class _Share(torch.autograd.Function):
 class _SumPartials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(partial, group)
+        return _with_gradient(all_reduce(partial, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
+
+
+def _with_gradient(result: Tensor) -> Tensor:
+    return result.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else result
