@@ -19,14 +19,13 @@ from titan_train.cli.shell.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.rank.info import count_gpus
 from titan_train.observe import check_trackers
-from titan_train.plan.batch import BatchPlan
+from titan_train.plan.batch import BatchPlan, tokens_at_once
 from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import run_folder
 from titan_train.trust import admit_own_code
 
 if TYPE_CHECKING:
-    from titan_mesh import Layout
     from torch import nn
 
     from titan_train.parallel.estimate import RankEstimate
@@ -101,7 +100,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
         f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP per step"
     )
     if config.float8.recipe != "none":
-        print(_float8_lines(config, model, layout))
+        print(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
     if schedule is not None:
         print(_pipeline_lines(config, model, schedule))
     ranks = estimate_ranks(config, model, layout=layout, mode=mode, batch=batch, schedule=schedule)
@@ -121,14 +120,12 @@ def _check_published(config: Config, model: "nn.Module") -> None:
     check_tokenizer(config)
 
 
-def _float8_lines(config: Config, model: "nn.Module", layout: "Layout") -> str:
+def _float8_lines(config: Config, model: "nn.Module", tokens: int) -> str:
     """Which linears would compute in float8, one line a kind, and how much faster each is predicted to be."""
-    from titan_train.parallel.apply import tokens_at_once
     from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion
 
-    tokens, eager = tokens_at_once(config, layout), not config.compile.enabled
     converted = copy.deepcopy(model)
-    report = convert_to_float8(converted, config.float8, tokens=tokens, eager=eager)
+    report = convert_to_float8(converted, config.float8, tokens=tokens, eager=not config.compile.enabled)
     line = describe_conversion([report], config.float8, [converted], staged=False)
     return f"float8   {line}\n{textwrap.indent(conversion_table(report), ' ' * 7)}"
 

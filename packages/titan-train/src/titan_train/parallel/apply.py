@@ -48,7 +48,7 @@ from titan_train.parallel.tensor import (
 from titan_train.parallel.tensor.float8_linears import gathers_same_bits
 from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
 from titan_train.parallel.tensor.styles import style_of
-from titan_train.plan.batch import plan_batch
+from titan_train.plan.batch import plan_batch, tokens_at_once
 from titan_train.plan.layout import Mode
 from titan_train.task import ContextCut, Task, TaskBatch, load_task
 
@@ -163,11 +163,6 @@ def build_parallel_model(
     )
 
 
-def tokens_at_once(config: Config, layout: Layout) -> int:
-    """Tokens of one forward of a rank."""
-    return plan_batch(config, layout).microbatch * config.model.seq_len // layout.spec.cp
-
-
 def describe_options(config: Config, model: ParallelModel) -> list[str]:
     """Lines for the log: what came of options that take effect only where a layer allows it, on this rank's parts."""
     lines: list[str] = []
@@ -273,7 +268,7 @@ class _Application:
             report = convert_to_float8(
                 part,
                 config.float8,
-                tokens=tokens_at_once(config, self.layout),
+                tokens=tokens_at_once(plan_batch(config, self.layout), config, self.layout),
                 fuse_norms=self.spec.tp == 1 and self.spec.pp == 1,
                 eager=not config.compile.enabled,
             )

@@ -116,9 +116,10 @@ def _check_stages(config: Config, stages: Sequence[range], model: nn.Module) -> 
 
 def _check_wrapping_patterns(config: Config, layout: Layout, model: nn.Module) -> None:
     """Refuse patterns for titan-fsdp that name nothing of the whole model; its stages cannot tell."""
-    patterns = config.parallel.keep_fp32 or config.parallel.reshard_overrides
+    if not config.parallel.keep_fp32 and not config.parallel.reshard_overrides:
+        return
     mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    if patterns and mode != "none":
+    if mode != "none":
         fsdp.plan(model, wrapped_over(layout, mode), dataclasses.replace(fsdp_policy(config, mode), pp=False))
 
 

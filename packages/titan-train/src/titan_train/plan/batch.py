@@ -29,6 +29,11 @@ class BatchPlan:
         return self.global_batch // (self.dp_size * self.microbatch)
 
 
+def tokens_at_once(plan: BatchPlan, config: Config, layout: Layout) -> int:
+    """Tokens of one forward of a rank."""
+    return plan.microbatch * config.model.seq_len // layout.spec.cp
+
+
 def plan_batch(config: Config, layout: Layout) -> BatchPlan:
     """Cut the global batch over the data-parallel ranks.
 
@@ -49,7 +54,7 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
         )
     whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
     plan = BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
-    tokens = plan.microbatch * config.model.seq_len // layout.spec.cp
+    tokens = tokens_at_once(plan, config, layout)
     if tokens > _MOST_TOKENS:
         raise ValueError(
             f"train.microbatch={plan.microbatch} sequences of model.seq_len={config.model.seq_len} are {tokens:.4g} tokens per "
