@@ -58,7 +58,7 @@ class Captures:
     def __init__(self):
         self.captures = self.replays = 0
 
-    def __call__(self, run, device):
+    def __call__(self, run, device, pool):
         self.captures += 1
         run()  # warm-up
         with storages_kept(), Recording() as recording:

@@ -13,16 +13,19 @@ outside: they change weights in place, where the graph reads them.
 Warm-up and capture leave nothing behind: the random state and the buffers of the model are put back. The generator of the
 device is registered with the graph by torch, so that each replay draws new numbers.
 
-Cost: the memory of one step's activations stays reserved, and each shape of a batch has a graph; packed documents have few
-shapes, because their boundaries are padded to powers of two.
+Cost: the memory of one step's activations stays reserved, once: all graphs share one pool, because no two of them run at the
+same time and nothing of one is read after another. Each shape of a step's batches has a graph. Packed documents differ in the
+number of their boundaries alone; those of all micro-batches are padded to one length, which only grows, in powers of two. So a
+run has one graph at a time, and captures again a few times in all.
 
 Limits: one rank, no offload and no recomputation (`titan_train.parallel.compiled.check_cudagraphs`). Python of the model runs
 at capture only: hooks see nothing of later steps.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +34,20 @@ from torch.utils import _pytree as pytree
 from titan_train.task import TaskBatch
 from titan_train.train.rerun import RandomState
 
+logger = logging.getLogger(__name__)
+
 WARM_UP_STEPS = 3
 """Runs before capture: lazy initialisation and the autotuning of libraries must not be recorded (CUDA best practice)."""
 MOST_SHAPES = 16
-"""Graphs that are kept; each reserves the activations of a step."""
+"""Graphs that are kept; steps of further shapes run in eager mode."""
 
-Capture = Callable[[Callable[[], None], torch.device], Callable[[], None]]
-"""Records what a function does and returns what does it again on the same tensors. The function is run as often as needed."""
+Capture = Callable[[Callable[[], None], torch.device, Any], Callable[[], None]]
+"""Records what a function does and returns what does it again on the same tensors. The function is run as often as needed.
+The third argument is the memory pool that all graphs share, from `torch.cuda.graph_pool_handle`."""
 
 
-def capture_cuda_graph(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Warm ``run`` up on a side stream, then record it as a CUDA graph."""
+def capture_cuda_graph(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+    """Warm ``run`` up on a side stream, then record it as a CUDA graph in ``pool``."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -50,7 +56,7 @@ def capture_cuda_graph(run: Callable[[], None], device: torch.device) -> Callabl
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # of this thread alone: the thread that loads data copies to the device meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
@@ -107,7 +113,11 @@ class StepGraphs:
             )
         self._run, self._parts, self._device = run, parts, device
         self._forget, self._capture = forget, capture
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._recorded: dict[Any, _Recorded] = {}
+        self._boundaries = 0
+        """Columns that the document boundaries of every micro-batch are padded to."""
+        self._told = False
 
     def __call__(self, batches: Sequence[TaskBatch], denominator: Tensor) -> Tensor:
         """Loss of a step; the gradients are the parameters'. Both are overwritten by the next call.
@@ -117,15 +127,18 @@ class StepGraphs:
             denominator: A scalar on the device.
 
         Raises:
-            ValueError: A batch holds what is neither a tensor nor a plain value, or shapes vary too much.
+            ValueError: A batch holds what is neither a tensor nor a plain value.
             RuntimeError: The step cannot be captured.
         """
+        batches = self._alike(batches)
         leaves, structure = _leaves(batches)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (structure, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves))
         found = self._recorded.get(key)
         if found is None:
-            self._check_number()
+            if len(self._recorded) >= MOST_SHAPES:
+                self._tell_eager()
+                return self._run(batches, denominator)
             found = self._recorded[key] = self._record(leaves, structure, denominator)
         for static, given in zip([*found.tensors, found.denominator], [*tensors, denominator], strict=True):
             static.copy_(given, non_blocking=True)
@@ -147,7 +160,7 @@ class StepGraphs:
         random, buffers = RandomState(self._device), [b for part in self._parts for b in part.buffers()]
         before = [buffer.clone() for buffer in buffers]
         try:
-            replay = self._capture(run, self._device)
+            replay = self._capture(run, self._device, self._pool)
         except RuntimeError as err:
             raise RuntimeError(
                 f"compile.cudagraphs=true, and the step could not be captured as a graph: {err}. Forward or backward waits for "
@@ -160,12 +173,38 @@ class StepGraphs:
         gradients = [(p, p.grad) for p in every if p.grad is not None]
         return _Recorded([x for x in static if isinstance(x, Tensor)], number, replay, loss[0].detach(), gradients)
 
-    def _check_number(self) -> None:
-        if len(self._recorded) >= MOST_SHAPES:
-            raise ValueError(
-                f"compile.cudagraphs=true, and batches of more than {MOST_SHAPES} shapes: each shape needs a graph. Give every "
-                "batch the same shape (data.document_mask=false), or set compile.cudagraphs=false."
+    def _alike(self, batches: Sequence[TaskBatch]) -> Sequence[TaskBatch]:
+        """The micro-batches with as many document boundaries as the most that were seen; a repeated one ends no document."""
+        widths = [0 if (found := _boundaries(batch)) is None else found.shape[1] for batch in batches]
+        if max(widths) > self._boundaries:
+            self._boundaries = max(widths)
+            self._recorded.clear()  # no step is as narrow again
+        if all(width == self._boundaries for width in widths):
+            return batches
+        return [_widened(batch, self._boundaries) for batch in batches]
+
+    def _tell_eager(self) -> None:
+        if not self._told:
+            logger.warning(
+                "compile.cudagraphs=true, and batches have more than %d shapes: steps of further shapes run in eager mode. Give "
+                "every batch the same shape.",
+                MOST_SHAPES,
             )
+        self._told = True
+
+
+def _boundaries(batch: TaskBatch) -> Tensor | None:
+    """Of its packed documents, ``[B, D + 1]``; None if it has none."""
+    return cast("Tensor | None", batch.keywords.get("cu_seqlens"))
+
+
+def _widened(batch: TaskBatch, columns: int) -> TaskBatch:
+    found = _boundaries(batch)
+    if found is None:
+        return batch
+    padding = found[:, -1:].expand(-1, columns - found.shape[1])
+    keywords = {**batch.keywords, "cu_seqlens": torch.cat((found, padding), dim=1)}
+    return _StaticBatch(batch.inputs, keywords, batch.target)
 
 
 def _leaves(batches: Sequence[TaskBatch]) -> tuple[list[Any], Any]:
