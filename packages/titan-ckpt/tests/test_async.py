@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from titan_ckpt.format.names import Entry
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.claim import Process
 from titan_testing import run_ranks
+from titan_testing.contexts import fake_contexts
 from torch import nn
 
 
@@ -385,6 +387,66 @@ def test_an_arena_that_grows_is_a_new_file_and_holds_what_was_staged():
     first = os.fstat(arena.fd).st_ino
     assert arena.reserve(512)
     assert os.fstat(arena.fd).st_ino != first
+    arena.close()
+
+
+class OnDevice3:
+    """A tensor of cuda:3 as far as staging asks."""
+
+    is_cuda, device = True, torch.device("cuda", 3)
+
+    def copy_(self, view, non_blocking=False): ...
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """CUDA's runtime: what was called, in whose device, and the error that a thread's next kernel would raise."""
+    contexts = fake_contexts(monkeypatch)
+    runtime = SimpleNamespace(contexts=contexts, calls=[], refuses=0, pending=0)
+
+    def register(*_):
+        runtime.calls.append(("register", contexts.current()))
+        runtime.pending = runtime.refuses
+        return runtime.refuses
+
+    def ones(*_, device):
+        pending, runtime.pending = runtime.pending, 0
+        if pending:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=lambda *_: runtime.calls.append(("unregister", contexts.current())),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "ones", ones)
+    return runtime
+
+
+def test_staging_in_a_thread_opens_no_context_on_device_0(runtime):
+    runtime.contexts.opened = {3}  # the rank's own
+    arena = Arena()
+    arena.reserve(64)
+
+    def carry():
+        arena.stage([OnDevice3()], [OnDevice3()])
+        arena.close()  # as the thread that grows the arena does
+
+    thread = threading.Thread(target=carry)
+    thread.start()
+    thread.join()
+    assert runtime.contexts.opened == {3}
+    assert runtime.calls == [("register", 3), ("unregister", 3)]
+
+
+def test_pages_that_cannot_be_locked_leave_no_error_for_the_next_kernel(runtime, caplog):
+    runtime.refuses = 2
+    arena = Arena()
+    arena.reserve(64)
+    arena.lock_pages([torch.device("cuda", 3)])
+    assert not arena.pinned
+    assert runtime.pending == 0
+    assert "staging is slower" in caplog.text
     arena.close()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -87,13 +88,14 @@ def test_older_devices_do_not_ask_for_the_compiler(monkeypatch):
 @pytest.fixture
 def device(monkeypatch):
     """The CPU as a device: a driver that runs the reference on the addresses of a launch, and what it was asked."""
-    asked = SimpleNamespace(loaded=[], launches=[], wrong=False)
+    asked = SimpleNamespace(loaded=[], launches=[], wrong=False, context=1, bound=0)
 
     def load(cubin):
         asked.loaded.append(cubin.decode())
         return SUCCESS, cubin
 
     def run(kernel, *arguments):
+        assert asked.context, "the driver refuses a launch without a context"
         (values, types) = arguments[-2]
         assert len(values) == len(types)
         asked.launches.append((arguments[:-2], values))
@@ -103,6 +105,10 @@ def device(monkeypatch):
             target.copy_(result)
         if asked.wrong:
             outputs[2].view(torch.uint8)[5, 7] ^= 1
+        return (SUCCESS,)
+
+    def bind(context):
+        asked.context, asked.bound = context, asked.bound + 1
         return (SUCCESS,)
 
     asked.operands = []
@@ -118,6 +124,11 @@ def device(monkeypatch):
     monkeypatch.setattr(launch.driver, "cuModuleLoadData", load)
     monkeypatch.setattr(launch.driver, "cuModuleGetFunction", lambda module, name: (SUCCESS, (module, name)))
     monkeypatch.setattr(launch.driver, "cuLaunchKernel", run)
+    monkeypatch.setattr(launch.driver, "cuDeviceGet", lambda ordinal: (SUCCESS, ordinal))
+    monkeypatch.setattr(launch.driver, "cuCtxGetCurrent", lambda: (SUCCESS, asked.context))
+    monkeypatch.setattr(launch.driver, "cuDevicePrimaryCtxRetain", lambda device: (SUCCESS, 1))
+    monkeypatch.setattr(launch.driver, "cuCtxSetCurrent", bind)
+    monkeypatch.setattr(launch, "_thread", threading.local(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor answers
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
@@ -157,6 +168,15 @@ def test_a_variant_is_loaded_and_checked_once(device):
 def test_what_the_kernel_does_not_take_goes_to_the_next(device, x):
     assert_cast(x)
     assert not device.launches
+
+
+def test_a_thread_without_a_context_binds_the_primary_one_once(device):
+    device.context = 0  # autograd's thread of device 0, where torch has called nothing of the runtime yet
+    thread = threading.Thread(target=lambda: [assert_cast(matrix(128, 128)) for _ in range(3)])
+    thread.start()
+    thread.join()
+    assert device.context == 1
+    assert device.bound == 1
 
 
 def test_wrong_bits_are_found_before_they_are_used(device, caplog):

@@ -5,7 +5,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from titan_testing.contexts import fake_contexts
 from titan_train.data import DataLoader
+from titan_train.data.loader import transfer
 
 
 def _samples(dataset, loaders, steps):
@@ -210,6 +212,17 @@ def test_a_state_that_is_none_is_refused(dataset, state, message):
     with pytest.raises(ValueError, match=message):
         loader.load_state_dict(whole)
     assert loader.samples_consumed == 0
+
+
+def test_the_prefetch_thread_opens_no_context_on_device_0(dataset, monkeypatch):
+    contexts = fake_contexts(monkeypatch)
+    contexts.opened = {3}  # the rank's own
+    monkeypatch.setattr(transfer._PinnedSlot, "stage", lambda slot, tensors: list(tensors))
+    monkeypatch.setattr(transfer, "_moved", lambda tensor, device: tensor)
+    monkeypatch.setattr(transfer.HostToDevice, "receive", lambda *_: None)
+    with DataLoader(dataset, global_batch=8, microbatch=4, prefetch=2, device="cuda:3") as loader:
+        next(loader), next(loader)
+    assert contexts.opened == {3}
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ would cost ten times as much in page faults. CUDA tensors are copied into page-l
 the kernels that were queued before the save. The host waits once, for all copies.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -71,7 +72,8 @@ class Arena:
                 streams.add(stream)
                 for event in ready:
                     stream.wait_event(event)
-            with torch.cuda.stream(stream):
+            # A thread that `overlap` starts is on the first device: leaving the stream's block alone would open a context there.
+            with torch.cuda.device(view.device), torch.cuda.stream(stream):
                 into.copy_(view, non_blocking=True)
         for stream in streams:
             stream.synchronize()
@@ -101,7 +103,8 @@ class Arena:
     def close(self) -> None:
         """Free the memory."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[attr-defined]
+            with torch.cuda.device(next(iter(self._streams))):
+                torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[attr-defined]
             self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self.fd >= 0:
@@ -114,10 +117,20 @@ class Arena:
                 result = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)  # type: ignore[attr-defined]
             self.pinned = int(result) == 0
             if not self.pinned:
+                _forget_error(device)
                 _log.warning("the staging memory could not be page-locked (CUDA error %s): staging is slower", result)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
+
+
+def _forget_error(device: torch.device) -> None:
+    """Clear CUDA's last error in this thread, which the next kernel's launch would raise as its own.
+
+    torch has no binding of ``cudaGetLastError``; the check behind any kernel's launch reads and clears it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def staging_point(views: Sequence[Tensor]) -> list[Any]:

@@ -8,6 +8,7 @@ runs, and one warning says so.
 import ctypes
 import functools
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _log = logging.getLogger("titan_fp8")
 _TYPES = (ctypes.c_void_p,) * 5 + (ctypes.c_longlong,) * 3
 _kernels: dict[tuple[torch.device, torch.dtype, bool], Any] = {}
 """The kernel of a device and variant; None where it does not work."""
+_thread = threading.local()
+"""Of each thread: whether it has a CUDA context."""
 
 
 def cast_block_dual(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,9 +105,23 @@ def _launch(kernel: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     values = (
         x.data_ptr(), q.data_ptr(), scale.data_ptr(), qt.data_ptr(), scale_t.data_ptr(), *x.shape, x.stride(0)
     )  # fmt: skip
+    _bind_context(x.get_device())
     stream = torch.cuda.current_stream().cuda_stream
     _checked(driver.cuLaunchKernel(kernel, x.numel() // 128**2, 1, 1, 256, 1, 1, 0, stream, (values, _TYPES), 0))
     return results
+
+
+def _bind_context(device: int) -> None:
+    """Make torch's (the primary) context current in this thread, once.
+
+    A launch through the driver needs one. torch binds none in autograd's thread of device 0, its default, until a call of
+    the runtime does: where the allocator serves from its cache, none came before.
+    """
+    if not getattr(_thread, "bound", False):
+        if int(_checked(driver.cuCtxGetCurrent())) == 0:
+            primary = driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device)))
+            _checked(driver.cuCtxSetCurrent(_checked(primary)))
+        _thread.bound = True
 
 
 def _defines(dtype: torch.dtype, pow2: bool) -> tuple[str, ...]:

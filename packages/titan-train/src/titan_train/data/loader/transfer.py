@@ -45,10 +45,16 @@ class HostToDevice:
 
     def send(self, host: HostMicrobatch) -> SentBatch:
         """Start the copy; called by the thread that makes batches."""
-        tensors = host.tensors()
         if self.device.type != "cuda":
-            moved = [_moved(tensor, self.device) for tensor in tensors]
+            moved = [_moved(tensor, self.device) for tensor in host.tensors()]
             return SentBatch(host.on_device(moved), moved, None)
+        import torch
+
+        # A new thread is on device 0, and leaving a stream's block would open a context there: 0.5 GB for each rank.
+        with torch.cuda.device(self.device):
+            return self._copy(host)
+
+    def _copy(self, host: HostMicrobatch) -> SentBatch:
         import torch
 
         if self._stream is None:
@@ -56,7 +62,7 @@ class HostToDevice:
             self._slots = [_PinnedSlot() for _ in range(self._num_slots)]
         slot = self._slots[self._next]
         self._next = (self._next + 1) % self._num_slots
-        staged = slot.stage(tensors)
+        staged = slot.stage(host.tensors())
         with torch.cuda.stream(self._stream):
             moved = [_moved(tensor, self.device) for tensor in staged]
             slot.copied = torch.cuda.Event()
