@@ -6,13 +6,10 @@ times out while a large corpus is tokenized.
 """
 
 import contextlib
-import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from titan_train.config import Config
 from titan_train.data import (
@@ -26,13 +23,12 @@ from titan_train.data import (
     show_progress,
 )
 from titan_train.files import read_text, write_atomic
-from titan_train.observe.records import ValidationRecord
 from titan_train.task import task_name
-from titan_train.tokenizers import ChatTemplate, Tokenizer, load_tokenizer
+from titan_train.tokenizers import ChatTemplate, LabelBytes, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 TOKENIZER_FOLDER = "tokenizer"
 """Where a run's folder keeps its tokenizer."""
@@ -48,8 +44,8 @@ class Inputs:
     train: PackedDataset
     validation: PackedDataset | None
     """None if nothing is held out."""
-    bytes_per_token: float
-    """UTF-8 bytes an average training token stands for; 0 where it is not known."""
+    label_bytes: LabelBytes
+    """Counts the bytes of text that labels stand for."""
 
     @property
     def vocab_size(self) -> int:
@@ -60,16 +56,12 @@ class Inputs:
         """Keep the tokenizer."""
         save_tokenizer(run_dir, self)
 
-    def record(self, step: int, loss: float, count: int) -> ValidationRecord:
-        """Nats per token, and bits per byte of text."""
-        return ValidationRecord(step=step, loss=loss, bits_per_byte=self.bits_per_byte(loss), tokens=count)
+    def text_bytes(self, batch: Any) -> "Tensor":
+        """UTF-8 bytes of the labels that count."""
+        return self.label_bytes(batch.target)
 
     def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """Nothing: `titan_train.tasks.text` samples."""
-
-    def bits_per_byte(self, loss: float) -> float | None:
-        """A loss in nats per token as bits per UTF-8 byte of text, by the average token."""
-        return loss / (math.log(2) * self.bytes_per_token) if self.bytes_per_token else None
 
 
 def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
@@ -94,7 +86,7 @@ def open_inputs(config: Config) -> Inputs:
     train, validation = open_datasets(
         config.data, tokenizer, seq_len=config.model.seq_len, seed=config.run.seed, template=template
     )
-    return Inputs(tokenizer, template, train, validation, _bytes_per_token(tokenizer, train))
+    return Inputs(tokenizer, template, train, validation, LabelBytes(tokenizer))
 
 
 def save_tokenizer(run_dir: Path, inputs: Inputs) -> None:
@@ -137,15 +129,6 @@ def vocab_size_without_training(config: Config) -> int | None:
     if config.tokenizer.path and not Path(config.tokenizer.path).exists():
         return None
     return build_tokenizer(config.tokenizer, config.data).vocab_size
-
-
-def _bytes_per_token(tokenizer: Tokenizer, dataset: PackedDataset) -> float:
-    """Measured on the labels of the first samples: every token knows its bytes."""
-    rows = dataset.rows(np.arange(min(64, dataset.num_windows or 64), dtype=np.int64))
-    labels = [row.tokens[1:] if row.learned is None else row.tokens[1:][row.learned[1:]] for row in rows]
-    ids, times = np.unique(np.concatenate(labels), return_counts=True)
-    lengths = np.array([len(tokenizer.token_bytes(int(i))) for i in ids])
-    return float((lengths * times).sum() / times.sum()) if ids.size else 0.0
 
 
 @contextlib.contextmanager

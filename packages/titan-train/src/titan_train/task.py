@@ -24,7 +24,6 @@ from titan_train.config import Config
 from titan_train.data.loader.source import BatchSource
 from titan_train.models.registry import find_model
 from titan_train.nearest import did_you_mean
-from titan_train.observe.records import ValidationRecord
 
 if TYPE_CHECKING:
     import torch
@@ -116,9 +115,12 @@ class TaskInputs(Protocol):
     def keep(self, run_dir: Path) -> None:
         """Write to the run's folder what a later use of the run needs beside weights. On rank 0."""
 
-    def record(self, step: int, loss: float, count: int) -> ValidationRecord:
-        """What a validation found: ``loss`` is the mean over ``count`` of what `Task.count` counts."""
-        return ValidationRecord(step=step, loss=loss, bits_per_byte=None, tokens=count)
+    def text_bytes(self, batch: Any) -> "Tensor | None":
+        """UTF-8 bytes of the text that the labels of one batch stand for, for bits per byte. An int64 scalar on its device.
+
+        None: the loss is not one of text.
+        """
+        return None
 
     def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """Write samples of the model to the run's folder, after a validation.

@@ -16,6 +16,7 @@ from titan_train.eval.model import EvalModel
 from titan_train.eval.ranks import Ranks
 from titan_train.eval.scoring import score
 from titan_train.files import read_text
+from titan_train.tokenizers import bits_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Perplexity:
     @property
     def bits_per_byte(self) -> float:
         """Bits that each byte costs under the model."""
-        return self.nats / (math.log(2) * max(1, self.bytes))
+        return bits_per_byte(self.nats, max(1, self.bytes)) or 0.0
 
 
 def perplexity(model: EvalModel, texts: Sequence[str], *, batch_size: int, ranks: Ranks) -> Perplexity:

@@ -5,12 +5,13 @@ as Llama 3's `tokenizer.model`), Hugging Face's `tokenizer.json` and plain bytes
 
 - `protocol`: what every kind offers; `byte`, `sentencepiece`, `tiktoken`, `huggingface`: the kinds.
 - `load`, `saved`: a tokenizer's folder. `sentencepiece_model`, `byte_characters`: what the formats write.
-- `chat_template`: a conversation as text, and which of it the assistant wrote.
+- `chat_template`: a conversation as text, and which of it the assistant wrote. `label_bytes`: bits per byte.
 """
 
 from titan_train.tokenizers.byte import ByteTokenizer
 from titan_train.tokenizers.chat_template import ChatTemplate, RenderedChat
 from titan_train.tokenizers.huggingface import HfTokenizer
+from titan_train.tokenizers.label_bytes import LabelBytes, bits_per_byte
 from titan_train.tokenizers.load import load_tokenizer
 from titan_train.tokenizers.protocol import IncrementalDecoder, Tokenizer
 from titan_train.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
@@ -21,10 +22,12 @@ __all__ = [
     "ChatTemplate",
     "HfTokenizer",
     "IncrementalDecoder",
+    "LabelBytes",
     "RenderedChat",
     "SentencePieceTokenizer",
     "TiktokenTokenizer",
     "Tokenizer",
+    "bits_per_byte",
     "load_tokenizer",
     "train_sentencepiece",
 ]

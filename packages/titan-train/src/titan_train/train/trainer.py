@@ -6,7 +6,6 @@ losses of twenty.
 """
 
 import contextlib
-import dataclasses
 import datetime
 import gc
 import itertools
@@ -30,6 +29,7 @@ from titan_train.observe import (
     Throughput,
     Tracker,
     TrainProgress,
+    ValidationRecord,
     add_run_info,
     build_trackers,
     device_peak_flops,
@@ -391,9 +391,15 @@ class Trainer:
                 accumulation=self.batch_plan.accumulation,
                 scope=self._scope,
                 device=self.device,
+                text_bytes=self._inputs.text_bytes,
             )
-        record = self._inputs.record(self.step, found.loss, found.counted)
-        record = dataclasses.replace(record, parts=found.parts)
+        record = ValidationRecord(
+            step=self.step,
+            loss=found.loss,
+            bits_per_byte=found.bits_per_byte,
+            tokens=found.counted,
+            parts=found.parts,
+        )
         sampled = sample(self._inputs, self.model, self.mesh, self.config.parallel, self.run_dir, self.step)
         for tracker in self._trackers:
             tracker.log_validation(record)

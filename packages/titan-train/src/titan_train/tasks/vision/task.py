@@ -26,6 +26,7 @@ from titan_train.tasks.vision.context import ImageTextContext
 from titan_train.tasks.vision.jsonl import IndexedLines, prepare_index
 from titan_train.tasks.vision.rows import ImageTextSet
 from titan_train.tasks.vision.shapes import ShapeQuestions
+from titan_train.tokenizers import LabelBytes
 
 TOKENIZER_FOLDER = "tokenizer"
 _SHOWN = 40
@@ -119,6 +120,7 @@ class VisionInputs(TaskInputs):
         args, vision = _args(config), config.vision
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer, config.data)
+        self._label_bytes = LabelBytes(self.tokenizer)
         self.vocab_size = VisionTask().vocab_size(config)
         train, held_out = _documents(config, args)
         options: dict[str, Any] = {
@@ -133,6 +135,10 @@ class VisionInputs(TaskInputs):
     def keep(self, run_dir: Path) -> None:
         """Keep the tokenizer."""
         self.tokenizer.save(run_dir / TOKENIZER_FOLDER)
+
+    def text_bytes(self, batch: Any) -> Tensor:
+        """UTF-8 bytes of the answers."""
+        return self._label_bytes(batch.target)
 
     def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
         """Score held-out answers into ``samples/``, with their images and with shuffled ones."""
