@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titan_train.models import Family, build_model, register_family
     from titan_train.task import Task, TaskBatch, TaskInputs, register_task
     from titan_train.train import Trainer
+    from titan_train.trust import use_code
 
     __version__: str
 
@@ -41,6 +42,7 @@ _HOMES = {
     "load_run": "titan_train.generation",
     "register_family": "titan_train.models",
     "register_task": "titan_train.task",
+    "use_code": "titan_train.trust",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "load_run",
     "register_family",
     "register_task",
+    "use_code",
 ]
 
 

@@ -51,7 +51,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module in a folder of ``--code``."""
     name = "own_" + tmp_path.name.replace("-", "_")
     (tmp_path / f"{name}.py").write_text(OWN_MODULE)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # restored afterwards
+    for variable in ("PYTHONPATH", "TITAN_TRAIN_CODE"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # restored afterwards
     monkeypatch.setattr(sys, "path", list(sys.path))
     use_code([str(tmp_path)])
     return name
@@ -133,7 +134,7 @@ def test_own_function_without_vocab_size_is_called_without_it(own_module: str) -
     [
         ("{}:Tinny", {}, ["no 'Tinny'", "'Tiny'"]),
         ("{}:a_number", {}, ["is a int", "function that returns a torch.nn.Module"]),
-        ("{}:torch.load", {}, ["has no 'torch.load'"]),
+        ("{}:torch.load", {}, ["after the colon must stand one name"]),
         ("{}:undeclared", {}, ["does not declare to return a model", "-> torch.nn.Module"]),
         ("{}:fails", {}, ["building the model failed: TypeError", "line 27"]),
         ("{}:not_a_model", {}, ["returned a int", "torch.nn.Module"]),
@@ -156,7 +157,9 @@ def test_a_dotted_path_that_cannot_work_is_refused(
 
 def test_an_import_error_inside_the_users_module_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_broken_model.py").write_text("import a_library_that_is_not_installed\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
+    use_code([str(tmp_path)])
     with pytest.raises(ValueError, match="imports 'a_library_that_is_not_installed', which is not installed"):
         build_model(ModelConfig(name="own_broken_model:build"), vocab_size=30)
 

@@ -1,7 +1,6 @@
 """Models that are not ours, under layouts that were not made for them: one process's losses, norms and gradients."""
 
 import logging
-import sys
 from pathlib import Path
 
 import composition
@@ -9,6 +8,7 @@ import pytest
 from composition_check import compare, failures
 from own_models import PLAIN_TABLE
 from titan_testing import run_ranks
+from titan_train import use_code
 
 UNPACKED = {"document_mask": False}  # these models take tokens alone
 MODELS = {
@@ -38,7 +38,7 @@ def sections(args, parallel=None, more=None, name="Plain"):
 
 
 def run(folder, name, tree, steps=10):
-    sys.path.insert(0, str(Path(__file__).parent))  # where `own_models` is
+    use_code([str(Path(__file__).parent)])  # where `own_models` is
     return composition.run(folder, name, tree, steps)
 
 
@@ -89,7 +89,7 @@ def test_a_model_that_returns_more_than_logits_is_told_what_to_return(folder):
 
 
 def warnings_of(folder, tree):
-    sys.path.insert(0, str(Path(__file__).parent))
+    use_code([str(Path(__file__).parent)])
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -93,6 +93,8 @@ def train(folder, sections, until=None):
 def here(monkeypatch):
     """The model is named by a dotted path, so this file must be importable by it."""
     monkeypatch.setitem(sys.modules, "own_kind_of_model", sys.modules[RegressionTask.__module__])
+    monkeypatch.setattr(Regression, "__module__", "own_kind_of_model")
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "own_kind_of_model")
 
 
 def test_a_task_of_the_users_own_trains_validates_and_keeps_its_files(tmp_path):

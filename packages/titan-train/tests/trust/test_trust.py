@@ -36,6 +36,13 @@ class Tiny(nn.Module):
     def forward(self, tokens):
         return self.head(self.embed(tokens))
 
+    @classmethod
+    def load(cls, vocab_size: int) -> nn.Module:
+        return cls(vocab_size)
+
+
+Only_imported = nn.Linear
+
 
 def build(vocab_size: int) -> nn.Module:
     return Tiny(vocab_size)
@@ -96,11 +103,13 @@ def forget_module():
 def foreign_run(folder, monkeypatch):
     """A run's folder as another account made it."""
     monkeypatch.syspath_prepend(str(folder / "code"))
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "foreign_model")
     config = load_config("tiny.toml")
     prepare_inputs(config, quiet=True)
     with Trainer(config) as trainer:
         trainer.fit()
     sys.path.remove(str(folder / "code"))
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
     forget_module()
     (folder / "imported").unlink()
     return folder / "runs" / "tiny"
@@ -118,6 +127,15 @@ ATTACKS = [
     ("titan_train.files:write_atomic", '{path = "MARKER", content = "x"}'),
     ("titan_train.files:os.system", '{command = "touch MARKER"}'),
     ("__main__:main", "{}"),
+    (
+        "transformers:EncoderDecoderModel.from_encoder_decoder_pretrained",
+        '{encoder_pretrained_model_name_or_path = "MARKER"}',
+    ),
+    ("transformers:GPT2LMHeadModel", "{}"),
+    ("torch.nn:Linear", "{in_features = 1, out_features = 1}"),
+    ("peft:PeftModel", "{}"),
+    ("diffusers.models:AutoencoderKL", "{}"),
+    ("titan_train.models.llama.model:Llama", "{}"),
     ("foreign_model:build", "{}"),
     ("code.foreign_model:build", "{}"),
 ]
@@ -172,7 +190,62 @@ def test_a_function_that_does_not_declare_a_module_is_not_called(folder, capsys)
     assert main(["check", "tiny.toml", "--code", "code", "--model.name", "foreign_model:undeclared"]) == 2
     assert "does not declare to return a model" in capsys.readouterr().err
     assert main(["check", "tiny.toml", "--code", "nowhere"]) == 2
-    assert "--code nowhere: no such file or folder" in capsys.readouterr().err
+    assert "--code nowhere: no such folder or file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def encoder_with_code(folder):
+    """A folder of Hugging Face whose Python writes a file when it is imported."""
+    place = folder / "encoder"
+    place.mkdir()
+    (place / "evil.py").write_text(f"open({str(folder / 'marker')!r}, 'w').close()\nraise SystemExit(77)\n")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
+    (place / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
+    return place
+
+
+@pytest.mark.parametrize("command", [["check"], ["run"], ["dry-run", "--world", "2"]])
+def test_a_toml_file_alone_runs_no_code_through_an_installed_package(command, folder, encoder_with_code, capsys):
+    name = "transformers:EncoderDecoderModel.from_encoder_decoder_pretrained"
+    args = f'encoder_pretrained_model_name_or_path = "{encoder_with_code}"\nencoder_trust_remote_code = true\n'
+    (folder / "evil.toml").write_text(TINY.format(model=name, folder=folder) + f"[model.args]\n{args}")
+    assert main([command[0], "evil.toml", *command[1:]]) == 2
+    assert "model.name=" in capsys.readouterr().err
+    assert not (folder / "marker").exists()
+
+
+def test_an_installed_package_is_used_only_if_it_is_named(folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder / "code"))
+    assert main(["check", "tiny.toml"]) == 2
+    assert "'foreign_model' is installed, but you have not named it" in capsys.readouterr().err
+    assert not (folder / "imported").exists()
+    assert main(["check", "tiny.toml", "--code", "foreign_model"]) == 0
+    assert (folder / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Tiny.load", "after the colon must stand one name"),
+        ("nn.Linear", "after the colon must stand one name"),
+        ("nn", "has no 'nn'"),
+        ("Only_imported", "is defined in torch.nn.modules.linear: foreign_model only imports it"),
+    ],
+)
+def test_only_what_a_module_itself_defines_at_its_top_level_is_called(name, words, folder, capsys):
+    assert main(["check", "tiny.toml", "--code", "code", "--model.name", f"foreign_model:{name}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_published_folder_that_names_kernels_of_a_hub_is_refused(field, folder, capsys):
+    pytest.importorskip("transformers")
+    place = folder / "published"
+    place.mkdir()
+    content = {"model_type": "llama", "hidden_size": 8, "text_config": {field: "somebody/kernels"}}
+    (place / "config.json").write_text(json.dumps(content))
+    assert main(["check", "tiny.toml", "--model.name", f"hf:{place}"]) == 2
+    assert f"text_config.{field}='somebody/kernels' names kernels on a hub" in capsys.readouterr().err
 
 
 def test_a_run_folder_made_elsewhere_needs_trust_once_and_again_after_a_change(foreign_run, folder, capsys):
@@ -264,6 +337,7 @@ def test_every_folder_of_a_namespace_package_and_compiled_modules_count_as_sourc
         monkeypatch.syspath_prepend(str(folder / name))
     model = folder / "one" / "foreign_space" / "model.py"
     shutil.copy(folder / "code" / "foreign_model.py", model)
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "foreign_space")
     before = source_hash("foreign_space.model:build", ())
     model.write_text(model.read_text() + "# another line\n")
     changed = source_hash("foreign_space.model:build", ())
@@ -275,7 +349,7 @@ def test_a_package_in_an_archive_is_refused(folder, monkeypatch, capsys):
     with zipfile.ZipFile(folder / "code.zip", "w") as archive:
         archive.writestr("foreign_zipped/__init__.py", MODULE.format(marker=str(folder / "imported")))
     monkeypatch.syspath_prepend(str(folder / "code.zip"))
-    assert main(["check", "tiny.toml", "--model.name", "foreign_zipped:build"]) == 2
+    assert main(["check", "tiny.toml", "--model.name", "foreign_zipped:build", "--code", "foreign_zipped"]) == 2
     assert "Unpack its archive" in capsys.readouterr().err
     assert not (folder / "imported").exists()
 
@@ -335,6 +409,6 @@ def test_an_exported_folder_s_own_python_and_pickles_are_not_read(folder, capsys
     written = json.loads((export / "config.json").read_text())
     written |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
     (export / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ValueError, match="auto_map names Python code in the folder"):
         load_exported(export)
     assert not (folder / "marker").exists()

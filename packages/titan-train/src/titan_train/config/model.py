@@ -16,7 +16,7 @@ class ModelConfig:
     name: str = "llama3_debug"
     """A shipped model, such as llama3_8b (`titan-train list` shows all); "hf:DIR", the decoder of transformers that the
     config.json of a Hugging Face folder describes; or "package.module:callable" that returns your own nn.Module: a class,
-    or a function annotated to return one, of an installed package or a folder of --code."""
+    or a function annotated to return one, of a folder or an installed package that --code names."""
 
     args: dict[str, int | float | bool | str | tuple[int | float | bool | str, ...]] = field(default_factory=dict)
     """Changes to the shipped model's arguments, such as {num_layers = 4}, to fields of config.json ("hf:DIR"; a dot leads

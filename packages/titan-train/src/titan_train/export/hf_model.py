@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_train.export.gate import followed
 from titan_train.models.hf.folder import PREFIX, read_published
+from titan_train.trust.published import refuse_code_in
 
 
 class HfModel:
@@ -29,6 +30,7 @@ class HfModel:
         transformers = _transformers()
         files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
+        refuse_code_in(folder)
         safe = {"trust_remote_code": False, "local_files_only": True}
         seeing = hasattr(transformers.AutoConfig.from_pretrained(folder, **safe), "vision_config")
         kind: Any = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM

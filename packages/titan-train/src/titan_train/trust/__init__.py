@@ -2,8 +2,9 @@
 
 ``model.name = "package.module:callable"`` names code, so a configuration that somebody else wrote could name anything:
 
-- `factory` imports the callable, from installed packages and from paths given with ``--code`` only, and takes it only if
-  it is declared to build an `nn.Module`.
+- `factory` imports the callable, from folders and packages given with ``--code`` only, and takes it only if it is defined
+  there, at the top level of a module, and declared to build an `nn.Module`.
+- `published` refuses code that a folder's ``config.json`` asks transformers to fetch or to run.
 - `record` remembers, in the account of the user and not in the run's folder, which code a run was started with. A folder
   made elsewhere needs ``--trust-code``; the user's own does not, as long as the code has not changed. The same holds for
   the machine code in an exported folder.
@@ -12,6 +13,7 @@ SECURITY.md says what this protects from, and what it does not. No torch until a
 """
 
 from titan_train.trust.factory import import_factory, names_code, use_code
+from titan_train.trust.published import refuse_foreign_code
 from titan_train.trust.record import (
     CodeRecord,
     admit_machine_code,
@@ -28,6 +30,7 @@ __all__ = [
     "admit_run_code",
     "import_factory",
     "names_code",
+    "refuse_foreign_code",
     "remember_code",
     "remember_machine_code",
     "use_code",

@@ -27,34 +27,64 @@ if TYPE_CHECKING:
 
 
 SOURCE_ONLY = "TITAN_TRAIN_CODE"
-"""The environment variable that tells ranks the folders of ``--code``."""
+"""The environment variable that tells ranks the folders and packages of ``--code``."""
+
+# They hold functions that are declared to build a module and that run what their arguments name: a folder's own Python, a
+# pickle, a repository on a hub. A configuration chooses the arguments.
+_NEVER = ("torch", "transformers", "diffusers", "peft", "titan_train")
 
 
 def names_code(model_name: str) -> bool:
-    """Whether a model's name leads to code from outside titan_train."""
+    """Whether a model's name leads to code that is not one of the shipped models."""
     module, colon, _ = model_name.partition(":")
-    return bool(colon) and module != "hf" and _top(module) != "titan_train"
+    return bool(colon) and module != "hf"
 
 
-def use_code(paths: Sequence[str]) -> None:
-    """Let modules be imported from these folders, in this process and in those that it starts.
+def use_code(names: Sequence[str]) -> tuple[str, ...]:
+    """Let a model be built by code of these folders and packages, in this process and in those that it starts.
 
     Args:
-        paths: Of ``--code``: folders, or files, which stand for their folder.
+        names: Of ``--code``: folders; files, which stand for their folder; or top-level names of installed packages.
+
+    Returns:
+        The same as absolute paths and names.
 
     Raises:
-        ValueError: A path does not exist.
+        ValueError: Something is neither a path nor an installed package.
     """
-    for path in map(Path, paths):
+    found: list[str] = []
+    for name in names:
+        path = Path(name)
         if not path.exists():
-            raise ValueError(f"--code {path}: no such file or folder. Name the folder that holds the model's module.")
+            if not name.isidentifier() or _find(name) is None:
+                raise ValueError(
+                    f"--code {name}: no such folder or file, and no package of this name is installed. Name the folder that "
+                    "holds the model's module, or its package."
+                )
+            _add_to(SOURCE_ONLY, name)
+            found.append(name)
+            continue
         folder = str((path if path.is_dir() else path.parent).resolve())
         if folder not in sys.path:
             sys.path.append(folder)
-        for name in ("PYTHONPATH", SOURCE_ONLY):  # for ranks, which are new interpreters
-            known = list(filter(None, os.environ.get(name, "").split(os.pathsep)))
-            if folder not in known:
-                os.environ[name] = os.pathsep.join([*known, folder])
+        for variable in ("PYTHONPATH", SOURCE_ONLY):  # for ranks, which are new interpreters
+            _add_to(variable, folder)
+        found.append(folder)
+    return tuple(found)
+
+
+def use_package_of(model_name: str) -> tuple[str, ...]:
+    """Trust the installed package that a model's name leads to, as `use_code` of its name; nothing if none is installed."""
+    top = top_package(model_name)
+    if _find(top) is None:
+        return ()
+    _add_to(SOURCE_ONLY, top)
+    return (top,)
+
+
+def top_package(model_name: str) -> str:
+    """The package that must be trusted: ``my_package`` of ``"my_package.my_model:build"``."""
+    return _top(model_name.partition(":")[0])
 
 
 def find_code(model_name: str) -> list[Path]:
@@ -64,11 +94,16 @@ def find_code(model_name: str) -> list[Path]:
         Its file, or the folder of its package; several folders, if it is a namespace package.
 
     Raises:
-        ValueError: It is neither installed nor below a path of `use_code`, or it is part of Python itself, or it lies in an
-            archive.
+        ValueError: It was not named to `use_code`, or is not found, or it is part of Python itself, of titan_train or of a
+            library whose functions load other code, or it lies in an archive.
     """
-    module = model_name.partition(":")[0]
-    top = _top(module)
+    top = top_package(model_name)
+    if top in _NEVER:
+        raise ValueError(
+            f"model.name={model_name!r} names {top!r}, whose functions can load and run other code. For a folder of Hugging "
+            "Face write model.name = 'hf:FOLDER', for a shipped model its name. Anything else: call it in a module of your "
+            "own, and name that with --code."
+        )
     if top in sys.stdlib_module_names or top == "__main__":
         raise ValueError(
             f"model.name={model_name!r} names {top!r}, which is part of Python and holds no model. Name a class or a function "
@@ -82,6 +117,11 @@ def find_code(model_name: str) -> list[Path]:
         raise ValueError(
             f"model.name={model_name!r}: module {top!r} is neither installed nor in a folder given with --code. Install it, "
             f"{advice}."
+        )
+    if not _is_trusted(top, spec):
+        raise ValueError(
+            f"model.name={model_name!r}: {top!r} is installed, but you have not named it. A configuration alone runs no code: "
+            f"read what {model_name!r} does, then add --code {top} (in a program: titan_train.use_code([{top!r}]))."
         )
     if spec.submodule_search_locations:
         found = [Path(place).resolve() for place in spec.submodule_search_locations]
@@ -103,22 +143,26 @@ def import_factory(model_name: str) -> "Callable[..., nn.Module]":
         model_name: ``"package.module:callable"``.
 
     Returns:
-        A subclass of `nn.Module`, or a function whose return annotation is one.
+        A subclass of `nn.Module`, or a function whose return annotation is one; defined in the module's own package.
 
     Raises:
         ValueError: The module is not one that may be imported, its import fails, or what it holds under the name is not
-            declared to build a module.
+            declared to build a module, or was imported from another package.
     """
+    module_name, _, attribute = model_name.partition(":")
+    if not attribute.isidentifier():
+        raise ValueError(
+            f"model.name={model_name!r}: after the colon must stand one name. Name a class or a function at the top level of "
+            "its module, not what one of them holds."
+        )
     find_code(model_name)
     _ignore_bytecode()
-    module_name, _, attribute = model_name.partition(":")
-    found = _import(model_name, module_name)
-    for part in attribute.split("."):
-        if not hasattr(found, part) or inspect.ismodule(getattr(found, part)):
-            raise ValueError(
-                f"model.name={model_name!r}: {module_name} has no {attribute!r}. {did_you_mean(part, vars(found))}".strip()
-            )
-        found = getattr(found, part)
+    module = _import(model_name, module_name)
+    found = vars(module).get(attribute)
+    if found is None or inspect.ismodule(found):
+        raise ValueError(
+            f"model.name={model_name!r}: {module_name} has no {attribute!r}. {did_you_mean(attribute, vars(module))}".strip()
+        )
     _check_declared(model_name, found)
     return found
 
@@ -147,8 +191,26 @@ def _finder(path: str) -> FileFinder:
 
 
 def _below_code(path: str) -> bool:
-    folders = filter(None, os.environ.get(SOURCE_ONLY, "").split(os.pathsep))
+    folders = filter(os.path.isabs, _listed(SOURCE_ONLY))
     return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def _is_trusted(top: str, spec: ModuleSpec) -> bool:
+    """Whether the package was named to `use_code`, or lies directly in a folder that was."""
+    named = _listed(SOURCE_ONLY)
+    if top in named:
+        return True
+    places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or "nowhere"]]
+    return all(str(place.parent.resolve()) in named for place in places)
+
+
+def _listed(variable: str) -> list[str]:
+    return list(filter(None, os.environ.get(variable, "").split(os.pathsep)))
+
+
+def _add_to(variable: str, word: str) -> None:
+    if word not in (known := _listed(variable)):
+        os.environ[variable] = os.pathsep.join([*known, word])
 
 
 def _top(module: str) -> str:
@@ -186,11 +248,17 @@ def _check_declared(model_name: str, found: Any) -> None:
     """Refuse what does not say that it builds an `nn.Module`: importing a name must not be enough to call anything."""
     from torch import nn
 
+    home = getattr(found, "__module__", None)
+    if callable(found) and isinstance(home, str) and _top(home) != top_package(model_name):
+        raise ValueError(
+            f"model.name={model_name!r} is defined in {home}: {top_package(model_name)} only imports it. Write a function in "
+            f"{top_package(model_name)} that calls it and is annotated to return a torch.nn.Module."
+        )
     if inspect.isclass(found):
         if issubclass(found, nn.Module):
             return
         raise ValueError(f"model.name={model_name!r} is a class, but no subclass of torch.nn.Module. Name one that is.")
-    if not inspect.isroutine(found) or inspect.isbuiltin(found):
+    if not inspect.isfunction(found):
         raise ValueError(
             f"model.name={model_name!r} is a {type(found).__name__}; it must be a class or a function that returns a "
             "torch.nn.Module."

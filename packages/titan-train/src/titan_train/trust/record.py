@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_train.files import open_file, parse_json, read_bytes, read_text, write_atomic
-from titan_train.trust.factory import find_code, names_code, use_code
+from titan_train.trust.factory import find_code, names_code, use_code, use_package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class CodeRecord:
     model: str
     """``model.name``."""
     paths: tuple[str, ...]
-    """Folders given with ``--code``."""
+    """Folders and packages given with ``--code``."""
     sha256: str
     """Of the source: every module of the package, in Python or compiled, or the file and those beside it in a folder of
     ``--code``."""
@@ -43,22 +43,20 @@ def admit_own_code(run_dir: Path, model_name: str, paths: Sequence[str]) -> Code
         What `remember_code` takes; None if the model is one of titan_train's.
 
     Raises:
-        ValueError: The code may not be imported, or it has changed since the run was started and no ``--code`` was given.
+        ValueError: The code was not named, or it has changed since the run was started and no ``--code`` was given.
     """
-    use_code(paths)
+    named = use_code(paths)
     if not names_code(model_name):
         return None
     known = _recall(run_dir)
-    if not paths and known is not None and known.model == model_name and known.paths:
-        use_code(known.paths)
-        paths = known.paths
-        if _source_hash(model_name, paths) != known.sha256:
+    if not named and known is not None and known.model == model_name and known.paths:
+        named = use_code(known.paths)
+        if _source_hash(model_name, named) != known.sha256:
             raise ValueError(
-                f"the code of model.name={model_name!r} in {', '.join(paths)} has changed since {run_dir} was last started. "
-                f"Name it again to go on with it: --code {paths[0]}."
+                f"the code of model.name={model_name!r} in {', '.join(named)} has changed since {run_dir} was last started. "
+                f"Name it again to go on with it: --code {named[0]}."
             )
-    folders = tuple(str(Path(path).resolve()) for path in paths)
-    return CodeRecord(model_name, folders, _source_hash(model_name, folders))
+    return CodeRecord(model_name, named, _source_hash(model_name, named))
 
 
 def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequence[str] = ()) -> None:
@@ -73,18 +71,18 @@ def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequen
     Raises:
         ValueError: The code may not be imported; or this account has not run the folder with this very code.
     """
-    use_code(paths)
+    named = use_code(paths)
     if not names_code(model_name):
         return
     known = _recall(run_dir)
     if trust:
-        folders = tuple(str(Path(path).resolve()) for path in paths)
-        remember_code(run_dir, CodeRecord(model_name, folders, _source_hash(model_name, folders)))
+        named = named or use_package_of(model_name)
+        remember_code(run_dir, CodeRecord(model_name, named, _source_hash(model_name, named)))
         return
     if known is None or known.model != model_name:
         raise ValueError(
             f"{run_dir} was made elsewhere, and its model.name={model_name!r} is code that is not part of titan_train. Read "
-            "that code, then add --trust-code (and --code DIR where it is not installed)."
+            "that code and what model.args gives it, then add --trust-code (and --code DIR where it is not installed)."
         )
     use_code(known.paths)
     if _source_hash(model_name, known.paths) != known.sha256:

@@ -21,10 +21,10 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, formatter_class=_Formatter, allow_abbrev=False)
 
-    def add_config(self, code: str = "folder that holds the model's own module (model.name); may be repeated") -> None:
+    def add_config(self, code: str = "folder or package that holds the model's own module; may be repeated") -> None:
         """Add what every command on a configuration takes: its name, and ``--code``."""
         self.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-        self.add_argument("--code", metavar="DIR", action="append", default=[], help=code)
+        self.add_argument("--code", metavar="DIR|PACKAGE", action="append", default=[], help=code)
 
     def add_trust(self) -> None:
         """Add what every command that loads a run takes: ``--trust-code`` and ``--code``."""
@@ -34,7 +34,11 @@ class CommandParser(argparse.ArgumentParser):
             help="run the model code that a folder made elsewhere names; read it first",
         )
         self.add_argument(
-            "--code", metavar="DIR", action="append", default=[], help="folder that holds that code; may be repeated"
+            "--code",
+            metavar="DIR|PACKAGE",
+            action="append",
+            default=[],
+            help="folder or installed package that holds that code; may be repeated",
         )
 
     def error(self, message: str) -> NoReturn:

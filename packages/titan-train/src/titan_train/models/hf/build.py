@@ -13,6 +13,7 @@ from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
 from titan_train.models.hf.plans import HFPlan, hf_plans
 from titan_train.nearest import did_you_mean
+from titan_train.trust import refuse_foreign_code
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
@@ -90,8 +91,10 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
             f"{did_you_mean(kind, list(hf_plans()))}Use a folder whose architecture is part of transformers."
         )
     published.pop("quantization_config", None)  # weights are read into full precision
+    refuse_foreign_code(published, f"model.name={name!r}: config.json", of_folder=False)
     cls: Any = CONFIG_MAPPING[kind]
     changed = with_changes(published, args, known=cls.from_dict(published).to_dict())
+    refuse_foreign_code(changed, "model.args", of_folder=False)
     config = cls.from_dict(changed)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_train.trust.published import refuse_code_in
+
 _FOLDERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "vae")
 _PARTS = {"text": _FOLDERS[:4], "images": _FOLDERS[4:]}
 
@@ -41,13 +43,17 @@ class Encoders:
         check_encoders(folder, text=text)
         diffusers, transformers = _libraries()
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        for name in _FOLDERS:
+            refuse_code_in(folder / name)
         try:
             self._vae: Any = _load(diffusers.AutoencoderKL, folder / "vae", torch.float32).to(self._device)
             if text:
                 self._clip: Any = _load(transformers.CLIPTextModel, folder / "text_encoder", dtype).to(self._device)
                 self._t5: Any = _load(transformers.T5EncoderModel, folder / "text_encoder_2", dtype).to(self._device)
                 self._clip_tokenizer, self._t5_tokenizer = (
-                    transformers.AutoTokenizer.from_pretrained(folder / name, local_files_only=True)
+                    transformers.AutoTokenizer.from_pretrained(
+                        folder / name, local_files_only=True, trust_remote_code=False
+                    )
                     for name in ("tokenizer", "tokenizer_2")
                 )
         except (OSError, ValueError, RuntimeError, KeyError) as err:

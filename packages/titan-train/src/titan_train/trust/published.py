@@ -1,0 +1,80 @@
+"""What the JSON files of a published folder may not ask of transformers.
+
+Some of their fields make transformers run code that is in no installed package: ``auto_map`` names Python files in the
+folder, and an attention or experts implementation with a slash names a repository of kernels, which the library `kernels`
+fetches from a hub and imports. No torch, no transformers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from titan_train.files import parse_json, read_text
+
+_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "adapter_config.json",
+)
+
+
+def refuse_foreign_code(content: Any, where: str, *, of_folder: bool = True) -> None:
+    """Refuse fields that lead to code, however deep they stand.
+
+    Args:
+        content: Of a JSON file.
+        where: Names the file or setting, for the message.
+        of_folder: Refuse Python files of the folder too (``auto_map``); else they are left to the caller.
+
+    Raises:
+        ValueError: Names the field.
+    """
+    for path, value in _fields(content):
+        name = path.rpartition(".")[2]
+        if name == "auto_map" and value and of_folder:
+            raise ValueError(
+                f"{where}: {path} names Python code in the folder, and code of a folder is never executed. Use a folder whose "
+                "architecture is part of transformers."
+            )
+        if "implementation" in name and any("/" in text or ":" in text for text in _texts(value)):
+            raise ValueError(
+                f"{where}: {path}={value!r} names kernels on a hub, and code from a hub is never executed. Remove the field."
+            )
+
+
+def refuse_code_in(folder: Path) -> None:
+    """`refuse_foreign_code` of every file of a folder that transformers reads settings from.
+
+    Raises:
+        ValueError: One asks for code, or is no JSON.
+    """
+    for file in (folder / name for name in _FILES):
+        if file.is_file():
+            try:
+                content: Any = parse_json(read_text(file))
+            except ValueError as err:
+                raise ValueError(f"{file} is not valid JSON ({err}). Fetch the folder again.") from err
+            refuse_foreign_code(content, str(file))
+
+
+def _fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of an object, with its dotted path; a loop, because the nesting may be deep."""
+    left: list[tuple[str, Any]] = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            for key, inner in cast("dict[Any, Any]", value).items():
+                name = f"{path}.{key}" if path else str(key)
+                yield name, inner
+                left.append((name, inner))
+        elif isinstance(value, list):
+            left.extend((path, inner) for inner in cast("list[Any]", value))
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a value: itself, or those of its parts' settings."""
+    if isinstance(value, dict):
+        return [text for inner in cast("dict[Any, Any]", value).values() for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []
