@@ -18,13 +18,16 @@ from titan_fsdp import (
     materialize,
     named_parameters,
     plan,
+    share_streams,
     unwrap,
     verify,
 )
+from titan_fsdp.torch_private import _STREAMS, call, fsdp_modules
 from titan_testing import run_ranks
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 # float32, values of order 0.1, sums of up to 8 ranks in another order: seen 3e-8.
 TOLERANCE = 1e-6
@@ -128,6 +131,93 @@ def test_gradient_divide_by_sum_and_number_is_right_on_gloo(mode: str) -> None:
     cases = [(Policy(mode=mode, grad_divide=d), k) for d in ("sum", 3.0) for k in ("sharded", "unsharded")]
     check(cases, 4)
     check(cases[::2], 2)  # hsdp: 2 replicas of one shard, where torch would divide twice
+
+
+OVERLAPPED = Comm(reduce_scatter_group="own", reduce_scatter_buffers=3)
+needs_2_15 = pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch < 2.15")
+
+
+@needs_2_15
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
+def test_gradients_are_the_same_with_reduce_scatters_in_a_group_and_buffers_of_their_own(mode: str) -> None:
+    check([(Policy(mode=mode, comm=OVERLAPPED), keep) for keep in keeps(mode)], 4)
+
+
+def run_groups() -> list[set[int]]:
+    """Addresses of the group of all reduce-scatters, and of all all-gathers, of one model."""
+    model = plan(TinyLM(), mesh_for("fsdp"), Policy(comm=OVERLAPPED)).apply(TinyLM())
+    infos = [g.mesh_info for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups]
+    return [{id(i.reduce_scatter_process_group) for i in infos}, {id(i.shard_process_group) for i in infos}]
+
+
+@needs_2_15
+def test_all_units_share_one_group_for_reduce_scatters_beside_the_one_for_all_gathers() -> None:
+    for scatters, gathers in run_ranks(run_groups, 2):
+        assert len(scatters) == len(gathers) == 1
+        assert scatters.isdisjoint(gathers)
+
+
+def test_a_torch_without_the_groups_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"comm.reduce_scatter_group='own' needs torch 2.15 or newer"):
+        call(
+            torch.nn.Linear(1, 1),
+            "set_separate_reduce_scatter_group",
+            since="2.15",
+            why="comm.reduce_scatter_group='own'",
+        )
+
+
+def run_symmetric_memory() -> None:
+    with pytest.raises(ValueError, match="symmetric memory is NCCL's"):
+        plan(TinyLM(), mesh_for("fsdp"), Policy(comm=Comm(symmetric_memory=True))).apply(TinyLM())
+
+
+def test_symmetric_memory_without_cuda_is_refused() -> None:
+    run_ranks(run_symmetric_memory, 1)
+
+
+def run_two_stages(shared: bool) -> tuple[list[Tensor], bool]:
+    """Gradients of two stages whose backwards alternate as in an interleaved pipeline; whether their streams are one's."""
+    torch.manual_seed(0)
+    mesh = mesh_for("fsdp")
+    blocks = [torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)]) for _ in range(2)]
+    policy = Policy(units=[torch.nn.Linear], reshard="always")
+    stages: list[Any] = [plan(block, mesh, policy).apply(block) for block in blocks]
+    if shared:
+        share_streams(stages)
+    inputs = torch.randn(4, 2, 8)
+    middle: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def forward(m: int) -> None:
+        first = stages[0](inputs[m])
+        second = first.detach().requires_grad_()
+        middle[m] = (first, second, stages[1](second))
+
+    def backward(stage: int, m: int) -> None:
+        stages[stage].set_is_last_backward(m == 3)
+        stages[stage].set_requires_gradient_sync(m == 3)
+        first, second, last = middle[m]
+        last.sum().backward() if stage else first.backward(second.grad)
+
+    for m in range(3):
+        forward(m)
+    for stage, m in ((1, 0), (0, 0), (1, 1)):
+        backward(stage, m)
+    forward(3)
+    for stage, m in ((1, 2), (1, 3), (0, 1), (0, 2), (0, 3)):
+        backward(stage, m)
+    contexts = [stage._get_fsdp_state()._comm_ctx for stage in stages]
+    same = all(getattr(contexts[0], name) is getattr(contexts[1], name) for name in _STREAMS)
+    return [p.grad.full_tensor() for stage in stages for p in stage.parameters()], same
+
+
+def test_stages_share_streams_and_keep_their_gradients() -> None:
+    """torch's own share_comm_ctx ends this with an IndexError: the first stage's last backward clears the other's order."""
+    for (alone, _), (together, same) in zip(
+        run_ranks(run_two_stages, 2, False), run_ranks(run_two_stages, 2, True), strict=True
+    ):
+        assert same
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def run_unit_on_its_own_mesh() -> None:

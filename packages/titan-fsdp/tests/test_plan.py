@@ -185,6 +185,13 @@ def rejections() -> list[Any]:
             "float32 model",
         ),
         ("hook offload", lambda: Policy(mode="ddp", comm=Comm(ddp_hook="fp16"), offload="cpu"), "cannot offload"),
+        ("buffers", lambda: Comm(reduce_scatter_buffers=0), "Use 1 or more"),
+        (
+            "ddp group",
+            lambda: Policy(mode="ddp", comm=Comm(reduce_scatter_group="own")),
+            "neither gathers nor scatters",
+        ),
+        ("symmetric", lambda: Comm(symmetric_memory=True, reduce_scatter_buffers=2), "one buffer only"),
         ("ddp rs", lambda: Policy(mode="ddp", comm=Comm(reduce_scatter="bf16")), "has no reduce-scatter"),
         (
             "rs bf16",

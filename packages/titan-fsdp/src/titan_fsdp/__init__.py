@@ -12,6 +12,7 @@ from titan_fsdp.planning.collectives import Accumulate, Collectives
 from titan_fsdp.planning.data import PlannedParam, PlannedUnit, Sizes
 from titan_fsdp.planning.estimate import Estimate
 from titan_fsdp.planning.policy import Comm, MixedPrecision, Policy, Prefetch, Unit
+from titan_fsdp.torch_private import share_streams
 from titan_fsdp.weights.conventions import Init, conventional_init
 from titan_fsdp.weights.materialize import generator_for, materialize
 from titan_fsdp.wrap_plan import WrapPlan, plan
@@ -67,6 +68,7 @@ __all__ = [
     "named_parameters",
     "plan",
     "reshard",
+    "share_streams",
     "unwrap",
     "verify",
 ]

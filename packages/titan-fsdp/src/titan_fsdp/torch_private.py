@@ -4,7 +4,7 @@
 version checked. Methods that a torch version lacks are asked for with hasattr, and named in the error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,18 @@ from titan_fsdp.loaded import is_fsdp_class, is_fsdp_module
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["call", "fake_tensors", "fsdp_modules", "original_class", "replicate_engine", "split_factor"]
+__all__ = [
+    "call",
+    "fake_tensors",
+    "fsdp_modules",
+    "fsdp_roots",
+    "original_class",
+    "replicate_engine",
+    "share_streams",
+    "split_factor",
+]
+
+_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 
 
 def replicate_engine() -> Callable[..., nn.Module]:
@@ -29,6 +40,34 @@ def replicate_engine() -> Callable[..., nn.Module]:
 def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
     """Every module of ``model`` that FSDP2 (sharded or replicated) wraps, outermost first."""
     return [module for module in model.modules() if is_fsdp_module(module)]
+
+
+def fsdp_roots(model: nn.Module) -> "list[FSDPModule]":
+    """The modules that FSDP2 wraps and that lie in no other one: ``model`` itself if it is wrapped."""
+    wrapped: list[Any] = fsdp_modules(model)
+    inside = {id(inner) for module in wrapped for inner in module.modules() if inner is not module}
+    return [module for module in wrapped if id(module) not in inside]
+
+
+def share_streams(models: Iterable[nn.Module]) -> None:
+    """Let several FSDP2 models of one process, such as the stages of a pipeline, communicate on the same streams.
+
+    CUDA's allocator keeps free memory by stream, so what the streams of one stage freed serves no other stage. torch has
+    ``share_comm_ctx`` for this, but that also shares the order of forwards, by which a backward finds what to gather next:
+    where the backwards of two stages alternate, the first one's end clears the other's (IndexError on torch 2.15). Here
+    only the streams are shared. Call it after `WrapPlan.apply` and before the first forward.
+    """
+    shared: dict[str, Any] = {}
+    for root in (root for model in models for root in fsdp_roots(model)):
+        context: Any = root._get_fsdp_state()._comm_ctx  # pyright: ignore[reportPrivateUsage]
+        make: Callable[[torch.device], None] = context.lazy_init
+
+        def with_shared(device: torch.device, context: Any = context, make: Callable[..., None] = make) -> None:
+            make(device)
+            for name in _STREAMS:
+                setattr(context, name, shared.setdefault(name, getattr(context, name)))
+
+        context.lazy_init = with_shared
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

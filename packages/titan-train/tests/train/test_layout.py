@@ -72,6 +72,8 @@ def test_one_rank_in_bf16_is_wrapped_for_its_casts():
         (8, {"dp_shard": 3}, ["dp_shard", "3"]),
         (4, {"compress": "powersgd"}, ["powersgd", "mode='ddp'"]),
         (4, {"mode": "ddp", "offload": "cpu"}, ["offload='cpu'", "fsdp"]),
+        (4, {"mode": "ddp", "reduce_scatter_group": "own"}, ["reduce_scatter_group='own'", "mode='fsdp'"]),
+        (1, {"symmetric_memory": True}, ["symmetric_memory=True", "this run is 'none'"]),
         (4, {"reshard": 3}, ["reshard=3", "nearest valid choice is 2"]),
         (4, {"accumulate": "hsdp-ar"}, ["accumulate='hsdp-ar'", "'unsharded'"]),
     ],

@@ -13,6 +13,7 @@ checkpointing recomputes are not in it; units are taken to run in registration o
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +206,8 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
     whole = keep in ("unsharded", "zero1")
     earlier = _accumulated_grads if whole else _sharded_grads
     accumulated = sum(earlier(u) for u in plan.units) if microbatches > 1 else 0
-    done, reducing, peak = accumulated, 0, accumulated + kept + saved[-1] + 2 * largest[-1]
+    in_flight: deque[int] = deque(maxlen=plan.policy.comm.reduce_scatter_buffers)  # inputs of reductions
+    done, peak = accumulated, accumulated + kept + saved[-1] + 2 * largest[-1]
     for i in range(len(units) - 1, -1, -1):
         unit = units[i]
         kept -= _kept(unit)
@@ -216,12 +218,19 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
         own = unit.reduce_numel * unit.reduce_dtype.itemsize
         new = 0 if accumulated and whole else _full_grads(unit)
         reduce = kept + ahead + new + own + _sharded_grads(unit) + (saved[i - 1] if i else 0)
+        reducing = sum(in_flight)
+        reduce += _waited_for(in_flight)
         # A microbatch before the last, which reduces nothing if gradients are kept whole; then the last.
         peak = max(peak, accumulated + compute, done + compute + reducing, done + reduce)
         done += _sharded_grads(unit) - (earlier(unit) if accumulated else 0)
-        reducing = own
+        in_flight.append(own)
     own = root.reduce_numel * root.reduce_dtype.itemsize
-    return max(peak, done + _full_grads(root) + own + _sharded_grads(root))
+    return max(peak, done + _full_grads(root) + own + _sharded_grads(root) + _waited_for(in_flight))
+
+
+def _waited_for(in_flight: deque[int]) -> int:
+    """Bytes that stay when the next unit copies its gradients: if no buffer is free, it waits for the oldest one."""
+    return sum(in_flight) - (in_flight[0] if len(in_flight) == in_flight.maxlen else 0)
 
 
 def _full_grads(unit: PlannedUnit) -> int:

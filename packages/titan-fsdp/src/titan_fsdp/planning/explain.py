@@ -88,6 +88,12 @@ def _settings(plan: PlanData) -> list[str]:
     lines = [f"gradients: {divide}"]
     if policy.comm.reduce_scatter == "bf16":
         lines.append("reduce-scatter: sent in bf16, summed in fp32")
+    if policy.comm.reduce_scatter_group == "own":
+        lines.append("reduce-scatter: in a process group of its own, beside the all-gathers")
+    if policy.comm.reduce_scatter_buffers > 1:
+        lines.append(f"reduce-scatter: up to {policy.comm.reduce_scatter_buffers} inputs in flight")
+    if policy.comm.symmetric_memory:
+        lines.append("all-gather: into symmetric memory")
     if policy.comm.ddp_hook:
         lines.append(f"DistributedDataParallel with the {policy.comm.ddp_hook} hook")
     if policy.offload:

@@ -106,7 +106,7 @@ class Prefetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comm:
-    """How gradients travel."""
+    """How parameters and gradients travel."""
 
     reduce_scatter: Literal["native", "bf16"] = "native"
     """``bf16`` sends gradients in bfloat16 but sums them in float32: half the bytes, one rounding."""
@@ -116,9 +116,28 @@ class Comm:
     """Rank of PowerSGD's low-rank approximation."""
     powersgd_start_step: int = 2
     """Steps of plain all-reduce before PowerSGD compresses; at least 2."""
+    reduce_scatter_group: Literal["shared", "own"] = "shared"
+    """``own`` gives reduce-scatters a process group beside the all-gathers', so that both are on the wire at one time in
+    backward; one group runs them one after the other. Costs a NCCL communicator. Needs torch ≥ 2.15."""
+    reduce_scatter_buffers: int = 1
+    """Inputs of reduce-scatters in flight. With 1, backward waits for a unit's transfer before it copies the next one's
+    gradients; more hide transfers that take longer than the computation beside them. Above 1 needs torch ≥ 2.15."""
+    symmetric_memory: bool = False
+    """Gather into NCCL's symmetric memory: copy engines or symmetric kernels instead of SMs. CUDA only."""
 
     def __post_init__(self) -> None:
         _one_of("comm.reduce_scatter", self.reduce_scatter, ("native", "bf16"))
+        _one_of("comm.reduce_scatter_group", self.reduce_scatter_group, ("shared", "own"))
+        if self.reduce_scatter_buffers < 1:
+            raise ValueError(
+                f"comm.reduce_scatter_buffers={self.reduce_scatter_buffers}: a reduce-scatter needs an input. Use 1 or more."
+            )
+        if self.symmetric_memory and (self.reduce_scatter == "bf16" or self.reduce_scatter_buffers > 1):
+            raise ValueError(
+                f"comm.symmetric_memory=True with comm.reduce_scatter={self.reduce_scatter!r} and "
+                f"comm.reduce_scatter_buffers={self.reduce_scatter_buffers}: torch takes symmetric memory with its own "
+                "reduce-scatter and one buffer only. Use 'native' and 1, or symmetric_memory=False."
+            )
         _one_of("comm.ddp_hook", self.ddp_hook, (None, "fp16", "bf16", "powersgd"))
         if self.powersgd_rank < 1:
             raise ValueError(f"comm.powersgd_rank={self.powersgd_rank} is not a matrix rank. Use 1 or more.")
@@ -198,6 +217,13 @@ class Policy:
                 f"comm.reduce_scatter={self.comm.reduce_scatter!r} in ddp mode, which has no reduce-scatter. "
                 "Use comm.ddp_hook or mp.reduce='bf16'."
             )
+        plain = Comm()
+        for name in ("reduce_scatter_group", "reduce_scatter_buffers", "symmetric_memory"):
+            value = getattr(self.comm, name)
+            if self.mode == "ddp" and value != getattr(plain, name):
+                raise ValueError(
+                    f"comm.{name}={value!r} in ddp mode, which neither gathers nor scatters. Leave it out, or use 'fsdp'."
+                )
         if self.comm.reduce_scatter == "bf16" and self.mp.reduce != "fp32":
             raise ValueError(
                 "comm.reduce_scatter='bf16' compresses float32 gradients on the way, but mp.reduce='bf16' makes "

@@ -64,6 +64,15 @@ class ParallelConfig:
     compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
 
+    reduce_scatter_group: Literal["shared", "own"] = "shared"
+    """own: reduce-scatters run beside all-gathers in backward, in a communicator of their own (fsdp, hsdp; torch 2.15)."""
+
+    reduce_scatter_buffers: int = 1
+    """Inputs of reduce-scatters in flight; more hide transfers that take longer than backward (fsdp, hsdp; torch 2.15)."""
+
+    symmetric_memory: bool = False
+    """Gather parameters into NCCL's symmetric memory, which leaves more SMs to the model (fsdp and hsdp on CUDA)."""
+
     accumulate: Literal["sharded", "unsharded", "zero1", "hsdp-ar"] = "sharded"
     """State between micro-batches: sharded gradients (least memory), unsharded gradients (least communication),
     also unsharded parameters (zero1), or hsdp with one all-reduce after the last micro-batch (hsdp-ar)."""
@@ -102,6 +111,8 @@ class ParallelConfig:
             raise ValueError(
                 f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
             )
+        if self.reduce_scatter_buffers < 1:
+            raise ValueError(f"parallel.reduce_scatter_buffers={self.reduce_scatter_buffers}: use 1 or more.")
         if isinstance(self.reshard, int) and self.reshard < 1:
             raise ValueError(
                 f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never."

@@ -134,6 +134,7 @@ def build_parallel_model(
     applied = _Application(task, config, layout, mode, mesh, schedule, device, whole, loss, vocab_size)
     wrapped = [applied.to(part) for part in _parts(config, whole, schedule, mesh)]
     parts = [part for part, _ in wrapped]
+    fsdp.share_streams(parts)
     pipeline = None
     copies = None
     if schedule is not None and mesh is not None:

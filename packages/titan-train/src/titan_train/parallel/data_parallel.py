@@ -41,6 +41,9 @@ def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whol
         comm=fsdp.Comm(
             reduce_scatter="bf16" if parallel.compress == "bf16" and mode != "ddp" else "native",
             ddp_hook=parallel.compress if mode == "ddp" and parallel.compress != "none" else None,
+            reduce_scatter_group=parallel.reduce_scatter_group,
+            reduce_scatter_buffers=parallel.reduce_scatter_buffers,
+            symmetric_memory=parallel.symmetric_memory,
         ),
         pp=parallel.pp > 1,
     )

@@ -88,6 +88,12 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
         raise ValueError(
             f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'."
         )
+    for name, plain in (("reduce_scatter_group", "shared"), ("reduce_scatter_buffers", 1), ("symmetric_memory", False)):
+        value = getattr(parallel, name)
+        if value != plain and mode not in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"parallel.{name}={value!r} needs sharded parameters, and this run is {mode!r}. Leave it out, or set mode='fsdp'."
+            )
     shards = spec.dp_shard * spec.cp
     if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and shards % parallel.reshard:
         raise ValueError(
