@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from titan_pipeline.runtime import register_structure
 
+
+@register_structure
 @dataclass
 class State:
     hidden: Any

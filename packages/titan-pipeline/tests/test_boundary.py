@@ -1,6 +1,12 @@
 """What crosses from stage to stage: any structure, any number of tensors, any data type; and metrics beside the loss."""
 
+import collections
 import copy
+import functools
+import os
+import re
+import typing
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +15,9 @@ testing = pytest.importorskip("titan_testing")
 
 from boundary_types import State  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, GlooTransport, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime.transport.messages import decode_header, encode_header, with_structure  # noqa: E402
+from titan_pipeline.runtime.transport.tree import TensorTree  # noqa: E402
 from torch import nn  # noqa: E402
 
 # float64; the loss is divided before or after the sum: fewer than 64 terms of order one, rounded by 2^-53 each
@@ -151,3 +159,88 @@ def test_an_auxiliary_loss_needs_a_tensor_to_join():
     executor = Executor(build_schedule("gpipe", 1, 4), [stage])
     with pytest.raises(ValueError, match="Return a tensor, or a tuple that starts with one"):
         executor.step(copy.deepcopy(data()), data())
+
+
+class Pair(typing.NamedTuple):
+    left: object
+    right: object
+
+
+class Executes:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def _refused(transport, odd):
+    schedule = build_schedule("1f1b", 2, 2)
+
+    class Odd(nn.Linear):
+        def forward(self, x):
+            x = x if isinstance(x, torch.Tensor) else x["x"]
+            return {"x": super().forward(x), "odd": [odd]} if transport.rank == 0 else super().forward(x)
+
+    stage = TorchStage(Odd(4, 4).double(), transport.rank, loss=nn.functional.mse_loss)
+    executor = Executor(schedule, [stage], transport)
+    try:
+        executor.step(data()[:2], data()[:2])
+    except (ValueError, PipelineAborted) as err:
+        return str(err)
+    return "nothing"
+
+
+def _refused_gloo(folder):
+    return _refused(GlooTransport(), Executes(f"{folder}/made"))
+
+
+def test_nothing_that_a_rank_sends_runs_on_the_rank_that_receives_it(tmp_path):
+    said = testing.run_ranks(_refused_gloo, 2, str(tmp_path))
+    assert not (tmp_path / "made").exists()
+    assert all(
+        re.search(r"the result\['odd'\]\[0\] is a \S*\.Executes, which cannot be sent", text) for text in said
+    ), said
+
+
+@pytest.mark.parametrize(
+    "odd", [Pair(1, 2), {1, 2}, 3j, typing.OrderedDict, functools.partial(int)], ids=lambda o: type(o).__name__
+)
+def test_a_structure_that_cannot_be_sent_is_refused_in_words_between_threads_too(odd):
+    for said in ThreadHub(2).run(lambda t: _refused(t, odd)):
+        assert "which cannot be sent to another rank. Return tensors, None, bool, int" in said
+        assert "register_structure" in said
+
+
+def test_plain_values_and_registered_classes_arrive_as_they_were_sent():
+    value = {
+        "a": (None, True, -(2**80), 1e300, float("inf"), "\u00e9\n", b"\x00\xff"),
+        3: [torch.Size([2, 3]), collections.OrderedDict(x=1)],
+        (1, "k"): State(torch.ones(2), None, ("a", 3)),
+    }
+    sent = TensorTree.pack(value, lambda t: True)
+    headers = encode_header((0, 1, 2), sent)
+    key, specs, structure = decode_header(torch.cat(headers))
+    got, _ = with_structure(tuple(sent), structure).unpack(lambda t, wanted: t if wanted else None)
+    assert key == (0, 1, 2)
+    assert len(specs) == 1
+    assert torch.equal(got[1, "k"].hidden, torch.ones(2))
+    assert got[1, "k"].names == ("a", 3)
+    del got[1, "k"], value[1, "k"]
+    assert got == value
+    assert [type(x) for x in got[3]] == [torch.Size, collections.OrderedDict]
+
+
+@pytest.mark.parametrize("structure", [b"[]", b"x", b"[[1,2,3],[]]", b'[["os.system","echo"],[]]', b"[" * 9999])
+def test_a_structure_that_no_rank_wrote_is_an_error(structure):
+    with pytest.raises(ValueError):  # noqa: PT011 - in the words of json or in ours
+        TensorTree.received([], structure)
+
+
+def test_no_source_file_unpickles():
+    root = Path(__file__).parents[1] / "src"
+    words = ("pickle.load", "Unpickler", "_object(", "_object_list(", "import pickle", "marshal")
+    found = [f"{path.name}: {word}" for path in root.rglob("*.py") for word in words if word in path.read_text()]
+    assert not found

@@ -27,6 +27,7 @@ from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.device import DeviceTransport
 from titan_pipeline.runtime.transport.gloo import GlooTransport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
+from titan_pipeline.runtime.transport.plain import register_structure
 from titan_pipeline.runtime.transport.threads import ThreadHub, ThreadTransport
 from titan_pipeline.runtime.weight_grad.compiled import split_backend
 from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
@@ -57,6 +58,7 @@ __all__ = [
     "clip_grad_norm",
     "find_tied_weights",
     "grouped_linear",
+    "register_structure",
     "schedule_from_torch",
     "solve_on_rank0",
     "split",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from titan_pipeline.runtime.stage.data_parallel import Gather, wrapping_of
+from titan_pipeline.runtime.transport.plain import rebuilt
 from titan_pipeline.runtime.transport.tree import TensorTree, is_flat
 from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
 from titan_pipeline.runtime.weight_grad.queue import Rule, WeightGradQueue
@@ -17,8 +18,8 @@ class TorchStage:
     """A stage that is an ``nn.Module``.
 
     What it returns, the next stage's module is called with: a tuple as its arguments, anything else (a tensor, dict, list or
-    dataclass of tensors, None and plain values) as the only one. Tensors may have any number, shape and data type; those
-    that need no gradient here (detach them to say so) get none.
+    dataclass of tensors, None and plain values; see `titan_pipeline.runtime.register_structure`) as the only one.
+    Tensors may have any number, shape and data type; those that need no gradient here (detach them to say so) get none.
 
     The module may be wrapped by DistributedDataParallel or FSDP2 (itself or its children): gradients are then reduced
     once per step, when the stage's last gradient is there.
@@ -136,7 +137,7 @@ class TorchStage:
         self._kept[microbatch] = _Kept(kept, edges, tracked)
         sent = [o.detach() for o in outputs]
         if isinstance(outputs, TensorTree):
-            return TensorTree.of(sent, outputs.structure)
+            return outputs.holding(sent)
         return (*sent, *metrics)
 
     def _taken(self, inputs: tuple[Any, ...], differentiable: bool) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
@@ -246,7 +247,7 @@ def _loss_and_metrics(result: Any) -> tuple[Any, ...]:
     if not isinstance(result, tuple):
         return (result,)
     loss, metrics = cast(tuple[Any, Any], result)
-    return loss, TensorTree.pack(metrics, lambda t: False).unpack(lambda t, _: t.detach())[0]
+    return loss, rebuilt(metrics, Tensor, lambda t: t.detach())
 
 
 class _Kept(NamedTuple):

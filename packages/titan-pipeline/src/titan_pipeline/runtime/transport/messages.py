@@ -68,7 +68,7 @@ class PipelineAborted(RuntimeError):
             if failure.hung
             else "Call reset() on every rank before the next step"
         )
-        super().__init__(f"{failure}. This rank stopped too. {then}.")
+        super().__init__(f"{str(failure).rstrip('.')}. This rank stopped too. {then}.")
         self.failure = failure
 
 
@@ -114,7 +114,7 @@ def on_wire(tensor: Tensor) -> Tensor:
 
 def with_structure(payload: Payload, structure: bytes | None) -> Payload:
     """The payload as it was sent."""
-    return payload if structure is None else TensorTree.of([t for t in payload if t is not None], structure)
+    return payload if structure is None else TensorTree.received([t for t in payload if t is not None], structure)
 
 
 def failure_header() -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_pipeline.runtime.transport.base import Receiver
 from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
+from titan_pipeline.runtime.transport.tree import TensorTree
 
 
 class MemoryBoard:
@@ -98,7 +99,9 @@ class ThreadTransport:
         """Nothing to prepare: messages are matched by key."""
 
     def send(self, target: int, key: Key, payload: Payload) -> None:
-        """Hand the tensors over."""
+        """Hand the tensors over; what processes could not send is refused here too."""
+        if isinstance(payload, TensorTree):
+            _ = payload.structure
         self._hub.receivers[target].put(self.rank, key, payload)
 
     def receive(self, source: int, key: Key) -> Payload | PeerFailure:
