@@ -10,7 +10,8 @@ parameters, gradients and AdamW's moments in float32 fit one device beside the a
 MFU counts model FLOPs only, against the bf16 rate that the same call measures on random 8192-cubed products. The share
 spent in casts is the CUDA time of titan-fp8's cast kernels in a profile of one step.
 
-Output: a table; the last line is one JSON object. ``--check`` runs the whole script on the CPU with tiny shapes.
+Output: a row of a table and one JSON object with all rows so far, after each variant. ``--check`` runs the whole script on the
+CPU with tiny shapes.
 
     python benchmarks/gpu_llama.py --layers 12 --seq-len 8192
 """
@@ -136,11 +137,28 @@ def cast_share(variant, tokens, labels):
     with torch.profiler.profile() as profile:
         variant.step(tokens, labels)
     total = casts = 0.0
-    for event in profile.key_averages():
-        time_us = getattr(event, "self_device_time_total", 0.0)
+    for event in profile.events():
+        # kernels and copies alone: an operator's or an annotation's device time is that of its kernels once more
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        time_us = event.self_device_time_total
         total += time_us
-        casts += time_us * any(word in event.key.lower() for word in ("cast", "amax"))
+        casts += time_us * any(word in event.name.lower() for word in ("cast", "amax"))
     return casts / total if total else 0.0
+
+
+def measure(variant, found, steps, tokens, labels):
+    """Warm a variant up and add its seconds a step, its peak memory and its casts to ``found``."""
+    device = tokens.device
+    for _ in range(2):
+        variant.step(tokens, labels)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        found["s"].append(timed(device, lambda: variant.step(tokens, labels)))
+    if device.type == "cuda":
+        found["gib"] = torch.cuda.max_memory_allocated() / 2**30
+    found["casts"] = cast_share(variant, tokens, labels)
 
 
 def main():
@@ -171,43 +189,35 @@ def main():
     if not arguments.check:  # inductor needs a minute per variant
         compiled = {f"{name}, compiled": (kind, recipe, True) for name, (kind, recipe, _) in variants.items()}
         variants = {"eager": variants, "compiled": compiled, "both": variants | compiled}[arguments.build]
-    found = {name: {"s": [], "gib": 0.0, "casts": 0.0} for name in variants}
-    for _ in range(arguments.rounds):
-        for name, (kind, recipe, compiled) in variants.items():
-            variant = kind(shape, recipe, compiled, device)
-            for _ in range(2):
-                variant.step(tokens, labels)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            for _ in range(arguments.steps):
-                found[name]["s"].append(timed(device, lambda v=variant: v.step(tokens, labels)))
-            if device.type == "cuda":
-                found[name]["gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found[name]["casts"] = cast_share(variant, tokens, labels)
-            del variant
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
     print(
         f"bf16 ceiling {ceiling / 1e12:.1f} TFLOP/s; {shape.llama()}; torchao {'yes' if has_torchao else 'not installed'}"
     )
-    print(f"{'variant':<32}{'tokens/s':>10}{'spread':>16}{'MFU':>8}{'peak GiB':>10}{'casts':>8}")
+    print(f"{'variant':<32}{'tokens/s':>10}{'spread':>16}{'MFU':>8}{'peak GiB':>10}{'casts':>8}", flush=True)
+    found = {name: {"s": [], "gib": 0.0, "casts": 0.0} for name in variants}
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     rows = {}
-    for name, measured in found.items():
-        seconds = statistics.median(measured["s"])
-        rows[name] = {
-            "tokens_per_s": count / seconds,
-            "mfu": flops * count / seconds / ceiling,
-            "peak_gib": measured["gib"],
-            "cast_share": measured["casts"],
-        }
-        spread = f"{count / max(measured['s']):,.0f}-{count / min(measured['s']):,.0f}"
-        print(
-            f"{name:<32}{rows[name]['tokens_per_s']:>10,.0f}{spread:>16}{rows[name]['mfu']:>8.1%}"
-            f"{measured['gib']:>10.1f}{measured['casts']:>8.1%}"
-        )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(json.dumps({"benchmark": "gpu_llama", "device": name, "torch": version("torch"), "variants": rows}))
+    for _ in range(arguments.rounds):
+        for name, (kind, recipe, compiled) in variants.items():
+            measured = found[name]
+            measure(kind(shape, recipe, compiled, device), measured, arguments.steps, tokens, labels)
+            seconds = statistics.median(measured["s"])
+            rows[name] = {
+                "tokens_per_s": count / seconds,
+                "mfu": flops * count / seconds / ceiling,
+                "peak_gib": measured["gib"],
+                "cast_share": measured["casts"],
+            }
+            spread = f"{count / max(measured['s']):,.0f}-{count / min(measured['s']):,.0f}"
+            print(
+                f"{name:<32}{rows[name]['tokens_per_s']:>10,.0f}{spread:>16}{rows[name]['mfu']:>8.1%}"
+                f"{measured['gib']:>10.1f}{measured['casts']:>8.1%}"
+            )
+            # after each variant: a run that is ended early keeps what it measured
+            record = {"benchmark": "gpu_llama", "device": device_name, "torch": version("torch"), "variants": rows}
+            print(json.dumps(record), flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 

@@ -1,13 +1,24 @@
 """The one command for a GPU machine runs here on the CPU, offline, with tiny shapes."""
 
+import argparse
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
+from sections import SECTIONS, Section  # noqa: E402
+
+_SPEC = importlib.util.spec_from_file_location("gpu_command", ROOT / "benchmarks/gpu/run.py")
+command = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(command)
 RUN = [sys.executable, ROOT / "benchmarks/gpu/run.py"]
 
 
@@ -28,7 +39,32 @@ def test_a_section_leaves_its_figures_and_the_same_command_does_not_repeat_it(tm
 
 def test_what_the_budget_does_not_allow_is_skipped_and_said(tmp_path):
     sections = run(tmp_path, "--only", "attention", "--budget", "1")
-    assert sections["attention"]["outcome"] == "skipped: no time left"
+    assert re.fullmatch(r"skipped: \d+ s left of 15", sections["attention"]["outcome"])
+
+
+def test_all_sections_of_one_gpu_fit_the_default_budget():
+    assert sum(section.expected_s for section in SECTIONS if section.gpus == 1) <= 540
+    assert next(section.name for section in SECTIONS) == "run"
+
+
+def test_the_command_runs_where_there_is_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run(tmp_path, "--only", "attention")
+    assert json.loads((tmp_path / "gpu.json").read_text())["machine"]["commit"] == "unknown"
+
+
+def test_a_section_that_is_ended_keeps_what_it_measured(tmp_path, monkeypatch):
+    """It prints its result after each piece; here it hangs in the second one."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nprint('one 1 ms')\n"
+        """print('{"rows": {"one": 1}}')\nprint('{"rows', flush=True)\ntime.sleep(60)\n"""
+    )
+    section = Section("slow", "?", "", str(tmp_path / "slow.py"), expected_s=1, limit_s=3)
+    arguments = argparse.Namespace(device="cpu", out=tmp_path)
+    row = command._run(section, arguments, dict(os.environ), time.monotonic() + 60, 0)
+    assert row["outcome"] == "failed: over 3 s"
+    assert row["result"] == {"rows": {"one": 1}}
+    assert row["last"] == ["one 1 ms"]
 
 
 def test_a_device_that_is_not_there_is_a_failure_of_the_section(tmp_path):

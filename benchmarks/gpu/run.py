@@ -7,9 +7,10 @@ Needs a Python with torch, triton, numpy and pytest; no network and no other too
 wheels: `python benchmarks/gpu/wheels.py --out DIR` downloads them on another machine. A section whose modules are missing
 is skipped with their names.
 
-Sections run in order of value, each in a process of its own and for at most 150 s (see `sections.py`). After each of
-them DIR holds `gpu.json` (results, versions, commands), `gpu.md` (a table) and `gpu.log` (all output). The same command
-again goes on with the sections that have not succeeded yet.
+Sections run in order of value, each in a process of its own and with a time limit (see `sections.py`). A section is started if
+the time that is left covers what it is expected to take. What it has measured is written as it goes, so a section that is ended
+keeps its figures. After each of them DIR holds `gpu.json` (results, versions, commands), `gpu.md` (a table) and `gpu.log` (all
+output). The same command again goes on with the sections that have not succeeded yet.
 """
 
 import argparse
@@ -30,7 +31,6 @@ from sections import SECTIONS, Section
 ROOT = Path(__file__).resolve().parents[2]
 _LAST = 60
 """Lines of a section's output that the report shows: its tables."""
-LEAST_S = 15  # a section is not started with less time than this
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
     environment = _environment(arguments)
     kept = arguments.out / "gpu.json"
     record = json.loads(kept.read_text()) if kept.is_file() else {"sections": {}}
-    record["machine"] = _machine(environment)
+    record["machine"] = machine = _machine(environment)
     print(f"{record['machine']}", flush=True)
     for section in SECTIONS:
         if arguments.only and section.name not in arguments.only:
@@ -49,7 +49,7 @@ def main() -> int:
         if record["sections"].get(section.name, {}).get("outcome") == "ok":
             print(f"{section.name:10} done before", flush=True)
             continue
-        row = _run(section, arguments, environment, deadline)
+        row = _run(section, arguments, environment, deadline, machine.get("gpus", 0))
         record["sections"][section.name] = row
         _write(arguments.out, record)
         print(f"{section.name:10} {row['outcome']:28} {row['seconds']:6.1f} s  {section.question}", flush=True)
@@ -97,15 +97,21 @@ def _environment(arguments: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _run(section: Section, arguments: argparse.Namespace, environment: dict[str, str], deadline: float) -> dict:
+def _run(
+    section: Section, arguments: argparse.Namespace, environment: dict[str, str], deadline: float, gpus: int
+) -> dict:
     command = (section.command if arguments.device == "cuda" else section.on_cpu).split()
+    workers = ["-n", "8"] if _importable("xdist", environment) else []
+    command = [word for part in command for word in (workers if part == "{workers}" else [part])]
     row = {"question": section.question, "command": "python " + " ".join(command), "seconds": 0.0}
     missing = [name for name in section.needs if not _importable(name, environment)]
     if missing:
         return row | {"outcome": f"skipped: no {', '.join(missing)}"}
+    if arguments.device == "cuda" and section.gpus > max(1, gpus):
+        return row | {"outcome": f"skipped: {gpus} of {section.gpus} GPUs"}
     left = deadline - time.monotonic()
-    if left < LEAST_S:
-        return row | {"outcome": "skipped: no time left"}
+    if left < section.expected_s:
+        return row | {"outcome": f"skipped: {max(0, left):.0f} s left of {section.expected_s}"}
     began = time.monotonic()
     # A session of its own, so that a section's ranks and compilers end with it.
     process = subprocess.Popen(
@@ -124,9 +130,18 @@ def _run(section: Section, arguments: argparse.Namespace, environment: dict[str,
     # torch's profiler traces itself on the same stream; the log above keeps everything
     lines = [line for line in output.strip().splitlines() if not line.startswith("USDT:")] or [""]
     row |= {"outcome": outcome, "seconds": time.monotonic() - began, "last": lines[-_LAST:]}
-    if lines[-1].startswith("{"):
-        row |= {"result": json.loads(lines[-1]), "last": lines[-_LAST:-1]}
+    # a section prints its result after each piece: the last one that is whole counts, however the section ended
+    results = [found for line in lines if line.startswith('{"') and (found := _parsed(line)) is not None]
+    if results:
+        row |= {"result": results[-1], "last": [line for line in lines if not line.startswith('{"')][-_LAST:]}
     return row
+
+
+def _parsed(line: str) -> dict | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _importable(name: str, environment: dict[str, str]) -> bool:
@@ -142,17 +157,26 @@ def _machine(environment: dict[str, str]) -> dict[str, str]:
         "cuda = torch.cuda.is_available()\n"
         "found = {n: m.version(n) for n in ('triton', 'torchao', 'numpy') if u.find_spec(n)}\n"
         "name = torch.cuda.get_device_name() if cuda else 'cpu'\n"
-        "print(json.dumps({'device': name, 'torch': torch.__version__, 'cuda': torch.version.cuda, **found}))"
+        "print(json.dumps({'device': name, 'torch': torch.__version__, 'cuda': torch.version.cuda, "
+        "'gpus': torch.cuda.device_count(), **found}))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-500:]}
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return found | {
         "python": platform.python_version(),
-        "commit": head.stdout.strip() or "unknown",
+        "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "command": "python " + " ".join([os.path.relpath(__file__, ROOT), *sys.argv[1:]]),
     }
+
+
+def _commit() -> str:
+    """The commit that stands here; unknown where there is no git."""
+    try:
+        head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() or "unknown"
 
 
 def _write(out: Path, record: dict) -> None:

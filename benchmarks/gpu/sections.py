@@ -1,13 +1,17 @@
 """What `run.py` runs, most valuable first: one value per section.
 
 A section is one command in a process of its own, so that a crash, a hang or an out-of-memory of one leaves the others
-alone. Its last line of output, where that is a JSON object, is its result. `{tiny}` in a command is replaced by the
-arguments that make it run on a CPU in seconds.
+alone. The last JSON object in its output is its result; long ones print it after each piece, so that a section that is ended
+keeps what it measured. `{workers}` in a command stands for pytest-xdist's processes, where it is installed. The expected
+seconds of all sections together fit the default budget, 540 s.
 """
 
 from dataclasses import dataclass
 
 PYTEST = "-m pytest -q -c benchmarks/gpu/pytest.ini --rootdir . -p no:titan_testing -p titan_testing.plugin -p no:cacheprovider"
+
+_APP = ("zstandard", "xxhash", "sentencepiece", "tiktoken", "pydantic", "tomli_w")
+"""What titan-train needs beside torch."""
 
 
 @dataclass(frozen=True)
@@ -22,22 +26,64 @@ class Section:
     """The same for ``--device cpu --tiny``."""
     needs: tuple[str, ...] = ()
     """Modules without which the section is skipped, beside torch, numpy and pytest."""
+    expected_s: int = 15
+    """Seconds that it is expected to take: it is not started with less. Unmeasured, until a GPU has run it."""
     limit_s: int = 150
     """Seconds after which the section is ended."""
+    gpus: int = 1
+    """Devices without which the section is skipped."""
 
 
 SECTIONS = (
     Section(
+        "run",
+        "Does the Trainer train here: bf16, resumed, CUDA graphs, offload, compile, float8, experts, the command, an 8B shape?",
+        "benchmarks/gpu/product.py --device cuda",
+        "benchmarks/gpu/product.py --device cpu --tiny",
+        needs=_APP,
+        expected_s=110,
+        limit_s=220,
+    ),
+    Section(
+        "multi",
+        "Does the same run give the same losses on two GPUs: FSDP2, DDP, tensor, context and pipeline parallelism, recorded?",
+        "benchmarks/gpu/product.py --device cuda --ranks 2",
+        "benchmarks/gpu/product.py --device cpu --tiny --ranks 2 --only fsdp zbv",
+        needs=_APP,
+        expected_s=120,
+        limit_s=300,
+        gpus=2,
+    ),
+    Section(
+        "transports",
+        "Do the tests of pipeline messages over NCCL pass?",
+        f"{PYTEST} --gpu -m multi_gpu packages/titan-pipeline/tests",
+        f"{PYTEST} packages/titan-pipeline/tests/test_transports.py -k refuse",
+        expected_s=20,
+        gpus=2,
+    ),
+    Section(
         "kernels",
         "Does every float8 kernel give the reference's bits on this device?",
-        f"{PYTEST} --gpu -m gpu packages/titan-fp8/tests/kernels/test_on_device.py",
-        f"{PYTEST} packages/titan-fp8/tests/test_stats.py",
+        f"{PYTEST} {{workers}} --gpu -m gpu packages/titan-fp8/tests/kernels/test_on_device.py",
+        f"{PYTEST} {{workers}} packages/titan-fp8/tests/test_stats.py",
+        expected_s=50,
+        limit_s=300,
     ),
     Section(
         "paths",
         "Do the models, attention, experts, float8 layers and FSDP's float8 gather compute on the device what the CPU does?",
         "benchmarks/gpu/correctness.py --device cuda",
         "benchmarks/gpu/correctness.py --device cpu --tiny",
+        expected_s=40,
+    ),
+    Section(
+        "models",
+        "Tokens/s, MFU and memory of an 8B-shaped model in bfloat16 and float8, eager, beside a hand-written FSDP2 loop",
+        "benchmarks/gpu_llama.py --layers 4 --seq-len 8192 --rounds 1 --steps 5 --build eager",
+        "benchmarks/gpu_llama.py --check",
+        needs=_APP,
+        expected_s=45,
     ),
     Section(
         "tests",
@@ -45,51 +91,37 @@ SECTIONS = (
         f"{PYTEST} --gpu -m gpu packages/titan-cp/tests/test_backends.py packages/titan-ckpt/tests/test_async.py "
         "packages/titan-train/tests/data/test_loader.py packages/titan-train/tests/observe/test_memory.py",
         f"{PYTEST} packages/titan-cp/tests/test_backends.py -k cpu_flash_gives",
-        needs=("zstandard", "xxhash", "sentencepiece", "tiktoken", "pydantic", "tomli_w"),
-    ),
-    Section(
-        "models",
-        "Tokens/s, MFU and memory of an 8B-shaped model in bfloat16 and float8, eager, beside a hand-written FSDP2 loop",
-        "benchmarks/gpu_llama.py --layers 4 --seq-len 8192 --rounds 1 --steps 5 --build eager",
-        "benchmarks/gpu_llama.py --check",
-        needs=("pydantic", "tomli_w", "zstandard", "xxhash"),
-    ),
-    Section(
-        "linears",
-        "How much faster than bfloat16 is a float8 linear layer, forward and backward, host time included?",
-        "packages/titan-fp8/benchmarks/on_gpu.py --sections linears --shapes 8b --repeats 8",
-        "packages/titan-fp8/benchmarks/on_gpu.py --check --sections linears",
+        needs=_APP,
+        expected_s=30,
     ),
     Section(
         "compiled",
         "The same 8B-shaped models under torch.compile, beside torchtitan's recipe (FSDP2, compile, torchao)",
         "benchmarks/gpu_llama.py --layers 4 --seq-len 8192 --rounds 1 --steps 5 --build compiled",
         "benchmarks/gpu_llama.py --check",
-        needs=("pydantic", "tomli_w", "zstandard", "xxhash"),
+        needs=_APP,
+        expected_s=90,
+        limit_s=200,
+    ),
+    Section(
+        "linears",
+        "How much faster than bfloat16 is a float8 linear layer, forward and backward, host time included?",
+        "packages/titan-fp8/benchmarks/on_gpu.py --sections linears --shapes 8b --repeats 8",
+        "packages/titan-fp8/benchmarks/on_gpu.py --check --sections linears",
+        expected_s=35,
     ),
     Section(
         "casts",
         "Which share of the copy bandwidth do the casts reach, and are they exact?",
         "packages/titan-fp8/benchmarks/on_gpu.py --sections casts --repeats 12",
         "packages/titan-fp8/benchmarks/on_gpu.py --check --sections casts",
-    ),
-    Section(
-        "fsdp",
-        "What do the float8 gather's cast, its byte transpose and a gathered step cost on one rank?",
-        "benchmarks/gpu/fsdp_float8.py --device cuda",
-        "benchmarks/gpu/fsdp_float8.py --device cpu --tiny",
+        expected_s=25,
     ),
     Section(
         "attention",
         "Causal, packed, packed with a dense mask, and latent attention: time and memory",
         "benchmarks/gpu/attention.py --device cuda",
         "benchmarks/gpu/attention.py --device cpu --tiny",
-    ),
-    Section(
-        "grouped",
-        "How much faster than bfloat16 are grouped float8 products of experts?",
-        "packages/titan-fp8/benchmarks/on_gpu.py --sections grouped --repeats 8",
-        "packages/titan-fp8/benchmarks/on_gpu.py --check --sections grouped",
     ),
     Section(
         "ring",
@@ -106,9 +138,23 @@ SECTIONS = (
         needs=("zstandard", "xxhash"),
     ),
     Section(
+        "grouped",
+        "How much faster than bfloat16 are grouped float8 products of experts?",
+        "packages/titan-fp8/benchmarks/on_gpu.py --sections grouped --repeats 8",
+        "packages/titan-fp8/benchmarks/on_gpu.py --check --sections grouped",
+        expected_s=20,
+    ),
+    Section(
+        "fsdp",
+        "What do the float8 gather's cast, its byte transpose and a gathered step cost on one rank?",
+        "benchmarks/gpu/fsdp_float8.py --device cuda",
+        "benchmarks/gpu/fsdp_float8.py --device cpu --tiny",
+    ),
+    Section(
         "stack",
         "A stack of eager 8B blocks in every recipe: speed, memory, share of time in casts",
         "packages/titan-fp8/benchmarks/on_gpu.py --sections stack --repeats 5",
         "packages/titan-fp8/benchmarks/on_gpu.py --check --sections stack",
+        expected_s=20,
     ),
 )

@@ -142,9 +142,12 @@ def main():
                     flush=True,
                 )
     cuda = device.type == "cuda"
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:  # images for GPUs often have no git
+        head = ""
     print(
         json.dumps(
             {
@@ -153,7 +156,7 @@ def main():
                 "rows": rows,
                 "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
                 "torch": torch.__version__,
-                "commit": head.stdout.strip() or "unknown",
+                "commit": head or "unknown",
             }
         )
     )

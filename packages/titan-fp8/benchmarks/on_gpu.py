@@ -121,16 +121,18 @@ def _rows(rows: dict[str, dict]) -> list[str]:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # images for GPUs often have no git
+        commit = ""
     packages = [name for name in ("triton", "torchao") if importlib.util.find_spec(name)]
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         **{name: importlib.metadata.version(name) for name in packages},
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
     }
 
 

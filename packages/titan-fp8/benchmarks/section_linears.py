@@ -43,6 +43,7 @@ def run(bench: Bench, which: str = "all") -> dict:
             times = {"ms": ms, "kernels_ms": bench.median_ms([step]), "host_us": bench.host_us(step)}
             speedup = row["bf16"]["ms"] / ms if row else 1.0
             row[label] = {**times, "speedup": speedup, "saved_bytes": saved_bytes(forward, x, w)}
+            print(f"{name} {label}: {ms:.3f} ms, {speedup:.2f} times bf16", flush=True)  # for a run that is ended early
         for recipe in RECIPES:  # would the automatic filter have converted this layer?
             with torch.device("meta"):
                 model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
