@@ -380,7 +380,7 @@ class _Restore:
         seed = 0 if first is None else first["seed"]
         _log.warning(
             "%s was saved by %d ranks and is loaded by %d: random generators are reseeded from (seed %d, step %d, "
-            "rank), so dropout and shuffling differ from an uninterrupted run",
+            "rank), so what is drawn from them, such as dropout, differs from an uninterrupted run",
             *(manifest.path, manifest.world_size, self.comm.size, seed, manifest.step),
         )
         self.apply_steps.append(lambda: reseed(seed, manifest.step, rank))

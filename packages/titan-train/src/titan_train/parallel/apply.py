@@ -24,6 +24,7 @@ from titan_train.kernels import apply_kernels, check_taken, choose_kernels, kern
 from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
+from titan_train.models.dropout import active_dropout
 from titan_train.parallel.activations import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks
@@ -179,6 +180,13 @@ def describe_options(config: Config, model: ParallelModel) -> list[str]:
     if config.activations.offload and device != "cuda":
         lines.append(
             f"activations.offload=true moves nothing: this run is on {device}, and only CUDA tensors leave for the host"
+        )
+    dropped = active_dropout(model.parts)
+    if dropped:
+        rates = ", ".join(f"{rate} ({count}x)" for rate, count in dropped.items())
+        lines.append(
+            f"dropout is active: {rates}. What is dropped depends on run.seed, the step, and the rank's place in data and "
+            "context parallelism and the pipeline. Set the rates to 0 in model.args to train without dropout"
         )
     if config.profile.range is not None and config.profile.range[0] > config.train.steps:
         lines.append(

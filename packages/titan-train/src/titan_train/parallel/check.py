@@ -14,6 +14,7 @@ from titan_train.config import Config
 from titan_train.kernels import check_kernels
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.dropout import active_dropout
 from titan_train.parallel.activations import check_patterns
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
 from titan_train.parallel.context import Heads, plan_rows
@@ -63,6 +64,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
         )
+    _check_layers_dropped(layout, model)
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
     if spec.cp > 1 and "cu_seqlens" in task.keywords:
         _check_inputs(config, model)
@@ -100,6 +102,16 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         raise ValueError(
             "activations.checkpoint='budget' is decided by torch.compile, which is disabled. Set compile.enabled=true, or "
             "use 'selective'."
+        )
+
+
+def _check_layers_dropped(layout: Layout, model: nn.Module) -> None:
+    """Refuse to skip layers by chance on several ranks: each draws for itself, and layers hold collectives."""
+    skipped = [rate for rate in active_dropout([model]) if "layerdrop" in rate.lower()]
+    if skipped and layout.num_ranks > 1:
+        raise ValueError(
+            f"{type(model).__name__} skips whole layers by chance ({skipped[0]}), and each of the {layout.num_ranks} ranks draws "
+            "for itself: a rank that computes a layer would wait for those that skip it. Set that rate to 0 in model.args."
         )
 
 

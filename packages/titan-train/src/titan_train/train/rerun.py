@@ -105,7 +105,7 @@ class RandomState:
     """The random number generators of this rank, as they were."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -113,7 +113,7 @@ class RandomState:
         """Go back to it."""
         torch.set_rng_state(self._host)
         if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+            torch.cuda.set_rng_state(self._cuda, self.device)
 
 
 def gather(value: float, device: torch.device) -> list[float]:
@@ -126,12 +126,18 @@ def gather(value: float, device: torch.device) -> list[float]:
     return every.tolist()
 
 
-def neighbours_batches(batches: Sequence[TaskBatch], group: dist.ProcessGroup, device: torch.device) -> list[TaskBatch]:
-    """The batches of the rank before in data parallelism, on this rank's device. Collective over ``group``."""
-    sent: list[Any] = [_moved(batch, torch.device("cpu")) for batch in batches]
+def neighbours_batches(
+    batches: Sequence[TaskBatch], state: RandomState, group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[TaskBatch], RandomState]:
+    """What the rank before in data parallelism computes on: its batches, on this device, and its random numbers.
+
+    Collective over ``group``.
+    """
     every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, sent, group=group)
-    return [_moved(batch, device) for batch in every[(group.rank() - 1) % group.size()]]
+    dist.all_gather_object(every, ([_moved(batch, torch.device("cpu")) for batch in batches], state), group=group)
+    lent, draws = every[(group.rank() - 1) % group.size()]
+    draws.device = device
+    return [_moved(batch, device) for batch in lent], draws
 
 
 def judge(

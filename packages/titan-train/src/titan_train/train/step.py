@@ -193,10 +193,10 @@ class OptimizerStep:
         group = self._scope.data_group
         if group is None:
             return RerunVerdict("reproduced", tuple(range(len(parts))), reason, whole), again
-        lent = neighbours_batches(batches, group, self._device)
+        lent, draws = neighbours_batches(batches, state, group, self._device)
         ranks = dist.get_process_group_ranks(group)
         source = [int(rank) for rank in gather(float(ranks[(group.rank() - 1) % group.size()]), self._device)]
-        there = self._again(lent, counts, state)
+        there = self._again(lent, counts, draws)
         elsewhere = gather(there.own, self._device)
         norms = (again.grad_norm, there.grad_norm)
         return judge_elsewhere(parts_again, elsewhere, source, norms, reason, (*whole, there.loss)), there

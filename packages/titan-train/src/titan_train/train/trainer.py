@@ -1,8 +1,8 @@
 """The loop: batches in, optimizer steps, what is logged, validated and saved along the way.
 
-State between steps is a handful of objects: model, optimizer, scheduler, the data position (a few integers) and the
-random number generators. All of it is in every checkpoint, so that ten steps, a stop, and ten more give bitwise the
-losses of twenty.
+State between steps is a handful of objects: model, optimizer, scheduler and the data position (a few integers). All of it
+is in every checkpoint, and random numbers are drawn from the number of the step, so that ten steps, a stop, and ten more
+give bitwise the losses of twenty.
 """
 
 import contextlib
@@ -52,6 +52,7 @@ from titan_train.train.published_tokenizer import check_tokenizer
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
+from titan_train.train.step_random import StepRandom, place_of_rank
 from titan_train.train.validate import validation_loss
 from titan_train.train.warm_start import load_init
 from titan_train.train.whole_model import sample
@@ -167,6 +168,8 @@ class Trainer:
             rerun_above=config.train.rerun_above,
             cudagraphs=config.compile.cudagraphs,
         )
+        place = place_of_rank(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self._random = StepRandom(config.run.seed, self.device, place)
         self._checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
@@ -292,6 +295,7 @@ class Trainer:
             microbatches = self._monitor.data_loaded(self.step + 1, microbatches)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._monitor.before_step(self.step + 1, self.model.parts)
+        self._random(self.step + 1)
         self._optimizer_step.wants_layer_norms = self._measure.due(self.step + 1)
         self._pipeline_times.before_step(
             self._measure.due(self.step + 1) and bool(self.losses)
@@ -427,6 +431,7 @@ class Trainer:
             optim=self.optimizer,
             sched=self.scheduler,
             data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
+            rng=False,  # each step is seeded
         )
 
     def _shards(self) -> dict[str, LocalShard]:
