@@ -150,3 +150,13 @@ def test_command_refuses_with_one_line_and_status_2(arguments, capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
+
+
+def test_a_browser_shows_the_drawing_without_a_complaint(tmp_path, browser):
+    file = tmp_path / "grid.svg"
+    file.write_text(draw_svg(Layout(MeshSpec.parse("pp2 dp2 tp2"))))
+    page = browser.open(file.as_uri())
+    assert page.ask("document.documentElement.getBoundingClientRect().width") > 100
+    assert "tp" in page.ask("document.documentElement.textContent")
+    assert page.errors == []
+    page.close()

@@ -25,6 +25,19 @@ def test_a_generated_file_verifies_simulates_draws_and_traces(tmp_path, capsys, 
     assert {e["ph"] for e in events} == {"M", "X", "C", "s", "f"}
 
 
+def test_a_browser_shows_what_is_drawn_without_a_complaint(tmp_path, browser):
+    file = tmp_path / "s.json"
+    main(["gen", "zbv", "-p", "2", "-m", "4", "-o", str(file)])
+    for name in ("s.svg", "s.html"):
+        main(["draw", str(file), "-o", str(tmp_path / name)])
+        page = browser.open((tmp_path / name).as_uri())
+        assert page.ask("document.querySelectorAll('rect').length") > 48  # forward, backward, weights of 2 x 2 x 4
+        assert "zbv" in page.ask("document.documentElement.textContent")
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert page.errors == []
+        page.close()
+
+
 def test_drawings_are_stable_text(tmp_path):
     main(["gen", "1f1b", "-p", "2", "-m", "3", "-o", str(tmp_path / "a.json")])
     for name in ("1.svg", "2.svg"):

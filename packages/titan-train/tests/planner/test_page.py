@@ -9,11 +9,10 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from titan_testing.browser import Browser
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.view.page import machine_data, page, shape_data
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def node() -> str | None:
@@ -73,10 +72,14 @@ console.log(JSON.stringify(cases.map((c) => {{
         assert found == pytest.approx(wanted, rel=1e-9), case
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_draws_the_page_and_follows_the_sliders(tmp_path: Path, width: int) -> None:
-    probe = """<script>
+def test_a_browser_draws_the_page_and_follows_the_sliders(browser: Browser, tmp_path: Path, width: int) -> None:
+    preset = Setup(seq_len=8192, global_batch=128, microbatch=1, dp_shard=8)
+    file = tmp_path / "page.html"
+    file.write_text(page(preset))
+    shown = browser.open(file.as_uri(), width=width)
+    assert shown.ask("document.getElementById('facts').textContent").endswith("8.0 B parameters")
+    seen, wide, rects, chosen = shown.ask("""(() => {
 const seen = [document.body.dataset.state];
 const move = (id, value) => {
   const e = document.getElementById(id);
@@ -85,20 +88,14 @@ const move = (id, value) => {
   seen.push(document.body.dataset.state + " " + document.getElementById("speed").textContent);
 };
 move("tp", 1); move("stages_per_rank", 1); move("schedule", "zbv"); move("pp", 2); move("model", "llama3_405b"); move("gpus", 0);
-document.body.dataset.seen = JSON.stringify(seen);
-document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-document.body.dataset.rects = document.querySelectorAll("#drawing rect").length;
-document.body.dataset.chosen = document.getElementById("schedule").value;
-</script></body>"""
-    preset = Setup(seq_len=8192, global_batch=128, microbatch=1, dp_shard=8)
-    file = tmp_path / "page.html"
-    file.write_text(page(preset).replace("</body>", probe))
-    words = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
-    printed = subprocess.run([*words, file.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
-    body = next(line for line in printed.splitlines() if "<body" in line)
-    assert 'data-wide="0"' in body  # nothing is wider than the window
-    assert 'data-chosen="zbv"' in body  # drawing the schedule leaves its choice alone
-    assert int(body.split('data-rects="')[1].split('"')[0]) > 10
-    assert body.count("fits") >= 3  # at first, with tp 2, with pp 4
-    assert "over" in body  # 405B on 8 devices
-    assert "invalid" in body  # one device cannot hold tp 2 x pp 4
+return [seen.join("; "), document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  document.querySelectorAll("#drawing rect").length, document.getElementById("schedule").value];
+})()""")
+    assert shown.errors == []
+    shown.close()
+    assert wide == 0  # nothing is wider than the window
+    assert chosen == "zbv"  # drawing the schedule leaves its choice alone
+    assert rects > 10
+    assert seen.count("fits") >= 3  # at first, with tp 2, with pp 4
+    assert "over" in seen  # 405B on 8 devices
+    assert "invalid" in seen  # one device cannot hold tp 2 x pp 4

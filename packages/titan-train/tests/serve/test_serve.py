@@ -160,3 +160,19 @@ def test_other_bad_requests_are_refused_too(client: Any) -> None:
     assert client.get("/v1/completions").status_code == 405
     assert client.post("/v1/completions", content=b" " * 5_000_000).json()["error"]["message"].startswith("the body")
     assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_a_browser_chats_on_the_page_without_a_complaint(client: Any, browser: Any) -> None:
+    page = browser.open(str(client.base_url))
+    assert page.ask("document.getElementById('model').textContent") == "tiny, step 7"
+    page.ask("""document.getElementById("tokens").value = 5; document.getElementById("text").value = "hello";
+document.getElementById("form").requestSubmit(); 0""")
+    page.wait_until("document.querySelectorAll('.turn').length === 2 && document.getElementById('stop').hidden")
+    assert page.ask("[...document.querySelectorAll('.turn')].map((turn) => turn.className)") == [
+        "turn user",
+        "turn assistant",
+    ]
+    assert page.ask("document.querySelector('.turn').textContent") == "hello"
+    assert page.ask("document.querySelectorAll('.error').length") == 0
+    assert page.errors == []
+    page.close()

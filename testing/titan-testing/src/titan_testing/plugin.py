@@ -1,8 +1,11 @@
-"""The pytest plugin: skips for GPU and slow tests, one thread a process, warm ranks."""
+"""The pytest plugin: skips for GPU and slow tests, one thread a process, a browser."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from titan_testing.browser import BROWSER, Browser
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,3 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices and --gpu"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for all tests; they are skipped where there is none."""
+    if BROWSER is None:
+        pytest.skip("needs chromium or chrome")
+    with Browser(tmp_path_factory.mktemp("browser")) as started:
+        yield started

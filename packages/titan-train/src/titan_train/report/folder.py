@@ -32,8 +32,7 @@ class RunFolder:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """Each start of this run, the last one at the end."""
-        found = self.info.get("attempts")
-        return [a for a in cast("list[Any]", found) if isinstance(a, dict)] if isinstance(found, list) else []
+        return attempts_of(self.info)
 
     @property
     def status(self) -> str:
@@ -64,6 +63,12 @@ def read_folder(run_dir: str | Path) -> RunFolder:
     if not (history.steps or history.validations or history.events or folder.info or folder.config):
         raise ValueError(f"{path} holds no metrics.jsonl, run.json or config.toml; give the folder of a run.")
     return folder
+
+
+def attempts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each start of a run by its `run.json`, the last one at the end."""
+    found = info.get("attempts")
+    return [a for a in cast("list[Any]", found) if isinstance(a, dict)] if isinstance(found, list) else []
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

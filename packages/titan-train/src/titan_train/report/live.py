@@ -1,28 +1,28 @@
-"""The report of a run that goes on, on loopback: the page at ``/``, and at ``/events`` a word each time it changes.
+"""The report of a run that goes on, on loopback: the page at ``/``, and at ``/events`` a word for the state it shows.
 
-The page is made anew when a browser asks for it. A browser that shows it loads it again when a server-sent event says that
-`metrics.jsonl`, `pipeline.json` or `run.json` has changed, and keeps its place. Only names of this machine are answered to.
+The page is made anew when a browser asks for it. A browser that shows it asks for the word every few seconds, as server-sent
+events do by themselves. When it is no longer the page's own, because `metrics.jsonl`, `pipeline.json` or `run.json` has
+changed or the run was killed, the browser loads the page again and keeps its place. While the folder cannot be read, the page
+says why. Only names of this machine are answered to.
 """
 
 import asyncio
-import tempfile
-from collections.abc import AsyncGenerator
+import hashlib
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from titan_train.report.page import build_report
+from titan_train.observe import read_run_info
+from titan_train.report.folder import attempts_of, read_folder
+from titan_train.report.page import render, report_page
+from titan_train.run_folder import run_status
 
-_FOLLOW = """<script>
-const source = new EventSource("/events");
-source.onmessage = () => { sessionStorage.setItem("top", String(scrollY)); location.reload(); };
-scrollTo(0, Number(sessionStorage.getItem("top") || 0));
-</script>"""
+_NEW = {"Cache-Control": "no-store"}
 
 
 def build_live_app(run_dir: Path, *, every_s: float = 2.0) -> Starlette:
@@ -30,45 +30,34 @@ def build_live_app(run_dir: Path, *, every_s: float = 2.0) -> Starlette:
 
     Args:
         run_dir: The run's folder.
-        every_s: Seconds between two looks at its files, so at most one new page in so long.
+        every_s: Seconds between two looks of a browser at its files, so at most one new page in so long.
     """
 
     async def page(_request: Request) -> Response:
+        state = _state(run_dir)  # from before the page is made: what changes meanwhile makes another
+        status = 200
         try:
-            html = await asyncio.to_thread(_page, run_dir)
+            html = await asyncio.to_thread(lambda: report_page(read_folder(run_dir), state=state))
         except (OSError, ValueError) as err:
-            return PlainTextResponse(f"{err}\n", 503)
-        return HTMLResponse(html.replace("</body>", _FOLLOW + "</body>"), headers={"Cache-Control": "no-store"})
+            html, status = render("unreadable.html", state=state, name=run_dir.resolve().name, reason=str(err)), 503
+        return HTMLResponse(html, status, headers=_NEW)
 
-    async def events(request: Request) -> Response:
-        return StreamingResponse(_changes(request, run_dir, every_s), media_type="text/event-stream")
+    async def events(_request: Request) -> Response:
+        event = f"retry: {1000 * every_s:.0f}\ndata: {_state(run_dir)}\n\n"
+        return Response(event, headers=_NEW, media_type="text/event-stream")
 
     hosts = ["127.0.0.1", "localhost", "[::1]"]
     routes = [Route("/", page), Route("/events", events)]
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
 
-def _page(run_dir: Path) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return build_report(run_dir, Path(folder) / "report.html").read_text(encoding="utf-8")
-
-
-async def _changes(request: Request, run_dir: Path, every_s: float) -> AsyncGenerator[str]:
-    known = _state(run_dir)
-    yield ": watching\n\n"  # so that the browser knows that it is connected
-    while not await request.is_disconnected():
-        await asyncio.sleep(every_s)
-        now = _state(run_dir)
-        yield "data: changed\n\n" if now != known else ": nothing new\n\n"
-        known = now
-
-
-def _state(run_dir: Path) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
+def _state(run_dir: Path) -> str:
+    """A word that differs once one of the files has changed, or the run has ended without a word."""
+    found: list[object] = [run_status(run_dir, attempts_of(read_run_info(run_dir)))]
     for name in ("metrics.jsonl", "pipeline.json", "run.json"):
         try:
             status = (run_dir / name).stat()
             found.append((status.st_size, status.st_mtime_ns))
         except OSError:
             found.append((0, 0))
-    return tuple(found)
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The HTML report: what is on the page. How it looks is in `page/`: a template, a style sheet and a small script.
 
-The file asks nothing of the network, and its content security policy forbids that it could. Every text goes through
-the template's escaping; drawings are numbers made here.
+The file asks nothing of the network, and its content security policy forbids that it could; a live page may ask its own
+server. Every text goes through the template's escaping; drawings are numbers made here.
 """
 
 import json
@@ -78,9 +78,16 @@ def build_report(run: str | Path | RunFolder, out: str | Path | None = None) -> 
     """
     folder = run if isinstance(run, RunFolder) else read_folder(run)
     target = Path(out) if out is not None else folder.path / REPORT_NAME
+    write_atomic(target, report_page(folder))
+    return target
+
+
+def report_page(folder: RunFolder, *, state: str = "") -> str:
+    """The report of a run; ``state`` as in `render`."""
     events = _told(folder.history.events)
-    html = render(
+    return render(
         "template.html",
+        state=state,
         folder=folder,
         status=folder.status,
         setting=setting(folder),
@@ -110,12 +117,16 @@ def build_report(run: str | Path | RunFolder, out: str | Path | None = None) -> 
         event_role=lambda kind: _EVENT_ROLES.get(kind, "other"),
         value_text=value_text,
     )
-    write_atomic(target, html)
-    return target
 
 
-def render(template: str, **values: object) -> str:
-    """A page of `template/` with these values, with the style sheet and the script inside it."""
+def render(template: str, *, state: str = "", **values: object) -> str:
+    """A page of `template/` with these values, with the style sheet and the script inside it.
+
+    Args:
+        template: Its name.
+        state: Of a live page: it loads itself again when its server's ``/events`` tells of another. Empty: it asks for nothing.
+        values: What the template shows.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_resource),
         autoescape=True,
@@ -124,7 +135,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     page = environment.get_template(template)
-    return page.render(values | {"style": _resource("style.css"), "script": _resource("chart.js")})
+    return page.render(values | {"state": state, "style": _resource("style.css"), "script": _resource("chart.js")})
 
 
 def event_label(kind: str) -> str:

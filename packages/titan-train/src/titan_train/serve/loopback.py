@@ -29,6 +29,7 @@ def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]]
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         app, name = build()
+        listening.listen()  # a browser that is faster than the server waits for it
         print(f"{name}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
         try:
             uvicorn.Server(uvicorn.Config(app, log_level="warning", **settings)).run(sockets=[listening])

@@ -69,7 +69,7 @@ def front_svg(ranking: Ranking) -> str:
     ]
     for share in (0, 0.5, 1):
         out.append(f'<text x="8" y="{384 - 320 * share:.0f}">{floor + share * (top - floor):,.0f}</text>')
-        out.append(f'<text x="{70 + 730 * share:.0f}" y="400">{low + share * (high - low):.0f}</text>')
+        out.append(f'<text x="{70 + 730 * share:.0f}" y="400">{low + share * (high - low):.3g}</text>')
     for e in ranking.front:
         x, y = at(e, e.tokens_per_s)
         label = f"{escape(e.setup.describe())}: {e.tokens_per_s:,.0f} tokens/s, {e.memory.allocated_gib:.1f} GiB"
