@@ -1,5 +1,6 @@
 """Every chore of the project as a documented session: `uvx nox` runs the default ones, `uvx nox -l` lists all."""
 
+import argparse
 import shutil
 import tomllib
 from pathlib import Path
@@ -77,21 +78,22 @@ def ranges(session: nox.Session, package: str, end: str) -> None:
 
 
 @nox.session(default=False)
-@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
-def slow(session: nox.Session, package: str) -> None:
-    """One package's slow tests: full counts of what the default run samples."""
-    _install_wheels(session, package)
-    session.run(
-        "pytest",
-        "-q",
-        "--slow",
-        "-m",
-        "slow",
-        str(_folder(package) / "tests"),
-        *session.posargs,
-        env=TEST_ENV,
-        success_codes=[0, 5],
+def slow(session: nox.Session) -> None:
+    """All slow tests: full counts of what the default run samples. `-- --shard 3/8` runs the third of eight equal parts."""
+    parser = argparse.ArgumentParser(prog="nox -s slow --")
+    parser.add_argument("--shard", default="1/1", help="which part of how many, by recorded durations")
+    parser.add_argument(
+        "--record", action="store_true", help="write how long each test took to tests/slow_durations.json"
     )
+    arguments, others = parser.parse_known_args(session.posargs)
+    part, parts = arguments.shard.split("/")
+    _sync(session, "test", "--all-packages", "--all-extras")
+    session.run(
+        "pytest", "-q", "--slow", "-m", "slow", "--splits", parts, "--group", part,
+        "--splitting-algorithm", "least_duration", "--durations-path", "tests/slow_durations.json",
+        *(["--store-durations"] if arguments.record else []),
+        *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 5],
+    )  # fmt: skip
 
 
 @nox.session(default=False, venv_backend="none")

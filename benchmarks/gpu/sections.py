@@ -58,7 +58,7 @@ SECTIONS = (
         "transports",
         "Do the tests of pipeline messages over NCCL pass?",
         f"{PYTEST} --gpu -m multi_gpu packages/titan-pipeline/tests",
-        f"{PYTEST} packages/titan-pipeline/tests/test_transports.py -k refuse",
+        f"{PYTEST} --collect-only -m multi_gpu packages/titan-pipeline/tests",
         expected_s=20,
         gpus=2,
     ),
