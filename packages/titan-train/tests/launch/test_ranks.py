@@ -1,9 +1,13 @@
 import datetime
+import os
 
 import pytest
-from titan_train.config import LaunchConfig, load_config
+from titan_testing import run_ranks
+from titan_train.config import Config, LaunchConfig, ParallelConfig, load_config
 from titan_train.config.launch import RayConfig
+from titan_train.launch.rank import worker
 from titan_train.launch.rank.info import (
+    RankInfo,
     count_gpus,
     device_type,
     ranks_from_torchrun,
@@ -74,3 +78,15 @@ def test_ranks_wait_for_a_late_one_as_long_as_start_up_may_take(tmp_path, monkey
     with pytest.raises(Seen):
         trainer.Trainer(config, run_dir=tmp_path)
     assert given["agree_within"] == given["timeout"] == datetime.timedelta(seconds=77)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_of_a_pipeline_load_kernels_when_they_start(pp):
+    assert run_ranks(_kernel_loading, 1, pp, init=False) == [None if pp == 1 else "EAGER"]
+
+
+def _kernel_loading(pp):
+    os.environ.pop("CUDA_MODULE_LOADING", None)
+    config = Config(parallel=ParallelConfig(pp=pp))
+    with worker._process_group(config, RankInfo(0, 0, 1, 1, "cpu", os.environ["TITAN_TEST_STORE"]), None):
+        return os.environ.get("CUDA_MODULE_LOADING")

@@ -2,6 +2,7 @@
 
 ====================  ==============================================================
 `executor`            runs the programs of one rank: `Executor`
+`clock`               when actions ran
 `agreement`           all ranks have one schedule; what a split backward gains
 `program`             one rank's part of a schedule, compiled
 `step`                one step: walk the program
@@ -16,6 +17,7 @@
 """
 
 from titan_pipeline.runtime.agreement import DeferredWork, solve_on_rank0
+from titan_pipeline.runtime.clock import Clock, DeviceClock, HostClock
 from titan_pipeline.runtime.executor import Executor, PipelineResult
 from titan_pipeline.runtime.optimizer import Optimistic, clip_grad_norm
 from titan_pipeline.runtime.stage.cut import split_layers
@@ -38,10 +40,13 @@ from titan_pipeline.runtime.whole_model.cutter import ModelSplit, split
 
 __all__ = [
     "NORM_RULES",
+    "Clock",
     "DeferredWork",
+    "DeviceClock",
     "DeviceTransport",
     "Executor",
     "GlooTransport",
+    "HostClock",
     "ModelSplit",
     "Optimistic",
     "PeerFailure",

@@ -12,7 +12,6 @@ Loss: stages return sums over tokens; the step divides by the number of tokens o
 ragged microbatches weigh what they should.
 """
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from torch import Tensor
 from titan_pipeline.analysis.measure import Measurement
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.analysis.verify import verify
-from titan_pipeline.ir.schedule import Action, Kind, Schedule
+from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule
 from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, warn_of_low_shares
+from titan_pipeline.runtime.clock import Clock, HostClock
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, reduce_tied
@@ -65,8 +65,8 @@ class Executor:
         trace: Record when each action ran; see `measured`. `Executor.trace` may be set between steps, to trace one of many.
         hang_timeout_s: If no rank has made progress for so long, all of them raise `PipelineAborted`, which names the rank
             that hangs and its action. Longer than the longest action, compilation included; None waits for ever.
-        synchronize: Called before each time is read while tracing. Give ``torch.cuda.synchronize`` on a GPU, whose work
-            is otherwise only queued when an action returns.
+        clock: What tells the time while tracing: the host's by default. Stages on an accelerator need a `DeviceClock`, since
+            their work is only queued when an action returns.
 
     Raises:
         ValueError: If the stages are not those of this rank, the transport has another number of ranks, or a tied
@@ -85,13 +85,13 @@ class Executor:
         deterministic: bool = False,
         trace: bool = False,
         hang_timeout_s: float | None = 600.0,
-        synchronize: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.transport: Transport = transport if transport is not None else ThreadHub(1).transport(0)
         self.rank = self.transport.rank
         self.stages = {stage.index: stage for stage in stages}
         self.spans: list[Slot] = []
-        """With ``trace``: when each action of this rank ran, in seconds since the step began here."""
+        """With ``trace``: when each action of this rank ran, in seconds since the first of them began here."""
         self._count = count_tokens
         self.tied = tuple(tied)
         self._deterministic = deterministic
@@ -99,7 +99,7 @@ class Executor:
         """Whether the next steps record when each action ran. Set it on all ranks alike."""
         self.around: Callable[[Action | None], AbstractContextManager[object]] | None = None
         """Gives a block to run each compute action in, to time or to label it, and with None each wait for other ranks."""
-        self._clock = time.perf_counter if synchronize is None else _synchronized(synchronize)
+        self._clock = HostClock() if clock is None else clock
         self._began = 0.0
         self._broken = False
         self._forward_program: Program | None = None
@@ -273,6 +273,16 @@ class Executor:
             self._forward_program = compile_program(self.schedule.for_evaluation(), self.rank)
         return self._forward_program
 
+    def _read_marks(self, program: Program, marks: Sequence[Any]) -> None:
+        """Times of the actions that ran: all ranks have met, so nothing that the device waits for is still to come."""
+        times = self._clock.times(marks) if marks else [0.0]
+        self._began = times[0]
+        actions = (Action(kind, s, mb) for kind, s, mb in program.actions if kind is not None and kind in COMPUTE)
+        self.spans = [
+            Slot(action, start - times[0], end - times[0])
+            for action, start, end in zip(actions, times[::2], times[1::2], strict=False)
+        ]
+
     def _run(self, program: Program, batch: StepBatch) -> tuple[PipelineResult, dict[int, Any]]:
         if self._broken:
             raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
@@ -299,7 +309,7 @@ class Executor:
             transport.announce(failure)
         with self._meeting(), nullcontext() if self.around is None else self.around(None):
             first, reports = transport.close_step(failure, (run.loss_sum, float(run.denominator), run.aux_sum))
-        self.spans, self._began = run.spans, run.began
+        self._read_marks(program, run.marks if first is None else [])
         if first is not None:
             self._broken = True
             if error is not None:
@@ -309,11 +319,3 @@ class Executor:
         aux = sum(report[2] for report in reports)
         metrics = tuple(run.metrics[mb] for mb in sorted(run.metrics))
         return PipelineResult(loss_sum / divisor, divisor, tuple(run.losses), metrics, aux), run.outputs
-
-
-def _synchronized(synchronize: Callable[[], None]) -> Callable[[], float]:
-    def clock() -> float:
-        synchronize()
-        return time.perf_counter()
-
-    return clock

@@ -1,6 +1,5 @@
 """One step of one rank: walk the program, action by action."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,8 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.ir.schedule import COMPUTE, Action, Kind
+from titan_pipeline.runtime.clock import Clock
 from titan_pipeline.runtime.program import Program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.transport.base import Transport
@@ -40,7 +39,7 @@ class StepRun:
         stages: The stages of this rank.
         transport: To the other ranks.
         count_tokens: Tokens of one target; None counts each microbatch as 1.
-        clock: Read before and after each compute action; None does not trace.
+        clock: Gives a mark before and after each compute action; None does not trace.
         around: Gives a block to run each compute action in, and with None each wait for a message; None runs all without.
     """
 
@@ -51,7 +50,7 @@ class StepRun:
         stages: Mapping[int, Stage],
         transport: Transport,
         count_tokens: Callable[[Any], float] | None,
-        clock: Callable[[], float] | None,
+        clock: Clock | None,
         around: Callable[[Action | None], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.program = program
@@ -67,15 +66,13 @@ class StepRun:
         self.losses: list[Any] = []
         self.outputs: dict[int, Any] = {}
         self.metrics: dict[int, Any] = {}
-        self.spans: list[Slot] = []
-        self.began = 0.0
-        """Wall-clock time at which the program started."""
+        self.marks: list[Any] = []
+        """With a clock: before and after each compute action."""
         self._count = count_tokens
         self._clock = clock
         self._around = around
         self._aux_weight = 1.0 / program.num_microbatches if batch.aux_weight is None else batch.aux_weight
         self._last = program.num_stages - 1
-        self._started = 0.0
         # results that wait for their send, or for the next stage on this rank
         self._forward: dict[tuple[int, int], Any] = {}
         self._backward: dict[tuple[int, int], Any] = {}
@@ -125,8 +122,6 @@ class StepRun:
             Kind.SEND_B: self._send_backward,
             None: self._finish,
         }
-        self.began = time.time()
-        begin = time.perf_counter()
         for position, (kind, s, mb) in enumerate(self.program.actions):
             self.position = position
             failure = transport.failed()
@@ -138,7 +133,7 @@ class StepRun:
             else:
                 run[kind](s, mb)
             if clock is not None and kind in COMPUTE:
-                self.spans.append(Slot(Action(cast(Kind, kind), s, mb), self._started - begin, clock() - begin))
+                self.marks.append(clock.mark())
         self.position = -1
         self.losses = [self._loss_parts[mb] for mb in sorted(self._loss_parts)]
         self.loss_sum = float(sum(float(x) for x in self.losses))
@@ -154,7 +149,7 @@ class StepRun:
         else:
             given = self._receive(self.program.place[s - 1], (0, s, mb))
         if self._clock is not None:
-            self._started = self._clock()
+            self.marks.append(self._clock.mark())
         target = batch.targets[mb] if s == self._last and batch.targets is not None else None
         extra = _NOTHING if batch.extras is None else batch.extras[mb]
         outputs = self.stages[s].forward(mb, given, target, extra, batch.training)
@@ -177,7 +172,7 @@ class StepRun:
         else:
             grads = self._receive(self.program.place[s + 1], (1, s, mb))
         if self._clock is not None:
-            self._started = self._clock()
+            self.marks.append(self._clock.mark())
         result = self.stages[s].backward(mb, grads, defer)
         if s:
             self._backward[s, mb] = result
@@ -187,7 +182,7 @@ class StepRun:
 
     def _run_weight_grad(self, s: int, mb: int) -> None:
         if self._clock is not None:
-            self._started = self._clock()
+            self.marks.append(self._clock.mark())
         self.stages[s].backward_weight(mb)
 
     def _send_forward(self, s: int, mb: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from titan_mesh import Mesh
 from titan_pipeline import Action, Kind, Schedule
-from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage, Transport
+from titan_pipeline.runtime import DeviceClock, DeviceTransport, Executor, GlooTransport, TorchStage, Transport
 from torch import Tensor, nn
 
 from titan_train.config import PipelineConfig
@@ -97,13 +97,13 @@ class Pipeline:
         ]
         self._keywords = keywords
         parameter = next((p for part in parts for p in part.parameters()), None)
-        on_cpu = parameter is None or parameter.device.type == "cpu"
+        device = torch.device("cpu") if parameter is None else parameter.device
         self.executor = Executor(
             schedule,
             stages,
             transport,
             deterministic=config.deterministic,
-            synchronize=None if on_cpu else torch.accelerator.synchronize,
+            clock=None if device.type == "cpu" else DeviceClock(device),
         )
 
     def measure(self, timer: StepTimer, meter: CollectiveMeter) -> None:

@@ -138,8 +138,8 @@ class StepMeasure:
 class PipelineTimes:
     """The last step of each window as the pipeline of rank 0 ran it: each action of each of its ranks, on one clock.
 
-    The newest is kept in ``pipeline.json`` of the run's folder, a `titan_pipeline.Measurement` with its step. On an accelerator
-    the recorded step waits for the device around each action.
+    The newest is kept in ``pipeline.json`` of the run's folder, a `titan_pipeline.Measurement` with its step. An accelerator's
+    times are those of events on its stream, read after the step.
     """
 
     def __init__(self, pipeline: Pipeline | None, mesh: Mesh | None, run_dir: Path, device: torch.device) -> None:

@@ -133,6 +133,8 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     )
     if "OMP_NUM_THREADS" in os.environ and ranks.device_type == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if config.parallel.pp > 1:  # loading a kernel in mid-step waits for the device, and so for messages to other stages
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if ranks.device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
