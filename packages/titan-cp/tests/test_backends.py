@@ -123,6 +123,31 @@ def test_auto_takes_the_first_cuda_backend_that_serves(options, used):
     assert backends.explain("cuda", **options).used.name == used
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "enabled", "head_dim", "used"),
+    [
+        ((9, 0), 91800, True, 128, "cudnn"),
+        ((10, 0), 92000, True, 64, "cudnn"),
+        ((9, 0), 91800, True, 192, "cuda_flash"),
+        ((9, 0), 91000, True, 128, "cuda_flash"),
+        ((9, 0), 91800, False, 128, "cuda_flash"),
+        ((8, 0), 92000, True, 128, "cuda_flash"),
+        ((12, 0), 92000, True, 128, "cuda_flash"),
+    ],
+)
+def test_on_hopper_and_blackwell_cudnn_comes_before_flash_attention_2(
+    monkeypatch, capability, version, enabled, head_dim, used
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    choice = backends.explain("cuda", torch.bfloat16, head_dim=head_dim)
+    assert choice.used.name == used
+    if used == "cudnn":
+        assert "made for this GPU" in choice.reasons["cuda_flash"]
+
+
 def test_a_named_backend_that_cannot_run_is_refused_with_the_one_that_can():
     request = backends.Request(torch.device("cpu"), torch.float32, 64, False, False)
     with pytest.raises(ValueError, match=r"'cuda_flash' cannot run here: needs CUDA tensors.*takes 'cpu_flash'"):

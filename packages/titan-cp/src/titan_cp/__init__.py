@@ -18,6 +18,7 @@ from titan_cp.methods.reference import attention_mask, reference_attention
 from titan_cp.models.flex import localize_mask
 from titan_cp.models.module import ContextParallel, CPAttention, apply_context_parallel
 from titan_cp.planning.costs import AttentionCosts
+from titan_cp.planning.groups import connect
 from titan_cp.planning.plan import AttentionPlan, plan
 from titan_cp.planning.tiles import Tile
 
@@ -33,6 +34,7 @@ __all__ = [
     "attention",
     "attention_mask",
     "backends",
+    "connect",
     "localize_mask",
     "merge",
     "plan",

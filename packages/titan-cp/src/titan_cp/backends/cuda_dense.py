@@ -22,6 +22,17 @@ def why_not_cuda(request: Request, dtypes: tuple[torch.dtype, ...], max_head_dim
     return None
 
 
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN comes before FlashAttention 2: on Hopper and Blackwell (9.0, 10.0), from cuDNN 9.18 on, as in torch.
+
+    The rule of ``torch.nn.attention.varlen`` (2.15), unless ``torch.backends.cuda.enable_cudnn_sdp(False)`` was called.
+    """
+    if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    version = torch.backends.cudnn.version()
+    return version is not None and version >= 91800 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
 def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     """Seed and offset for kernels that ask for them even without dropout."""
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -40,6 +51,12 @@ class CudaFlash(_CudaDense):
 
     name = "cuda_flash"
     summary = "FlashAttention, one call a tile"
+
+    def why_not_first(self, request: Request) -> str | None:
+        """Where cuDNN has kernels of the GPU's own generation, this FlashAttention 2 has none."""
+        if CudaCudnn().why_not(request) is None and prefers_cudnn(request.device):
+            return "cuDNN's kernels are made for this GPU, FlashAttention 2's for the one before"
+        return None
 
     def block_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float

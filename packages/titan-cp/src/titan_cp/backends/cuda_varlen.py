@@ -12,6 +12,7 @@ fake tensors); values are checked by the tests marked ``gpu``.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch import Tensor
 from titan_cp.backends.backend import Backend, Grads, Request, Saved
 from titan_cp.backends.cuda_dense import why_not_cuda
 from titan_cp.backends.merge import merge_in_place
-from titan_cp.planning.tiles import Tile
+from titan_cp.planning.tiles import Tile, Tiles
+from titan_cp.planning.tokens import to_device
 
 
 class CudaVarlenFlash(Backend):
@@ -40,16 +42,14 @@ class CudaVarlenFlash(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, out: Tensor, lse: Tensor
     ) -> None:
         """Merge the tiles' attention into ``out`` and ``lse``, in place."""
-        for window, group in _by_window(tiles).items():
-            q_spans, k_spans = _spans(group)
-            cu_q, cu_k, max_q, max_k = _lengths(group, q.shape[0], q.device)
+        for call in _calls(tiles, q.shape[0], q.device):
             packed_out, packed_lse, *_ = torch.ops.aten._flash_attention_forward(
-                _pack(q, q_spans), _pack(k, k_spans), _pack(v, k_spans), cu_q, cu_k, max_q, max_k,
-                0.0, window == (-1, 0), False, scale=scale, window_size_left=window[0], window_size_right=window[1],
+                _pack(q, call.q_rows), _pack(k, call.k_rows), _pack(v, call.k_rows), *call.lengths,
+                0.0, call.causal, False, scale=scale, window_size_left=call.left, window_size_right=call.right,
             )  # fmt: skip
             block_out, block_lse = _unpack(packed_out, q.shape[0]), packed_lse.unflatten(1, (q.shape[0], -1))
             row = 0
-            for start, stop in _joined(q_spans):
+            for start, stop in call.q_rows:
                 rows, local = slice(row, row + stop - start), slice(start, stop)
                 merge_in_place(
                     out[:, :, local], lse[:, :, local], block_out[:, :, rows], block_lse.transpose(0, 1)[:, :, rows]
@@ -59,39 +59,62 @@ class CudaVarlenFlash(Backend):
     def backward(self, saved: Saved, tiles: Sequence[Tile], scale: float, grads: Grads) -> None:
         """Add the tiles' gradients into ``grads``, in place."""
         batch, device = saved.q.shape[0], saved.q.device
-        for window, group in _by_window(tiles).items():
-            q_spans, k_spans = _spans(group)
-            cu_q, cu_k, max_q, max_k = _lengths(group, batch, device)
-            lse = torch.cat([saved.lse[:, :, a:b] for a, b in _joined(q_spans)], dim=2)
+        for call in _calls(tiles, batch, device):
+            q_rows, k_rows = call.q_rows, call.k_rows
+            lse = torch.cat([saved.lse[:, :, a:b] for a, b in q_rows], dim=2)
             grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-                _pack(saved.grad_out, q_spans), _pack(saved.q, q_spans), _pack(saved.k, k_spans),
-                _pack(saved.v, k_spans), _pack(saved.out, q_spans), lse.transpose(0, 1).flatten(1).contiguous(),
-                cu_q, cu_k, max_q, max_k, 0.0, window == (-1, 0),
+                _pack(saved.grad_out, q_rows), _pack(saved.q, q_rows), _pack(saved.k, k_rows),
+                _pack(saved.v, k_rows), _pack(saved.out, q_rows), lse.transpose(0, 1).flatten(1).contiguous(),
+                *call.lengths, 0.0, call.causal,
                 torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device),
-                scale=scale, window_size_left=window[0], window_size_right=window[1],
+                scale=scale, window_size_left=call.left, window_size_right=call.right,
             )  # fmt: skip
             for into, spans, packed in (
-                (grads.q, q_spans, grad_q),
-                (grads.k, k_spans, grad_k),
-                (grads.v, k_spans, grad_v),
+                (grads.q, q_rows, grad_q),
+                (grads.k, k_rows, grad_k),
+                (grads.v, k_rows, grad_v),
             ):
                 rows = _unpack(packed, batch)
                 row = 0
-                for start, stop in _joined(spans):
+                for start, stop in spans:
                     into[:, :, start:stop] += rows[:, :, row : row + stop - start]
                     row += stop - start
 
 
-def _by_window(tiles: Sequence[Tile]) -> dict[tuple[int, int], list[Tile]]:
-    groups: dict[tuple[int, int], list[Tile]] = {}
-    for tile in tiles:
-        left = tile.k_len - tile.q_len if tile.sliding else -1
-        groups.setdefault((left, 0 if tile.causal else -1), []).append(tile)
-    return groups
+class _VarlenCall(NamedTuple):
+    """One call of the kernel: the tiles whose window agrees."""
+
+    left: int
+    right: int
+    q_rows: list[tuple[int, int]]
+    k_rows: list[tuple[int, int]]
+    lengths: tuple[Tensor, Tensor, int, int]
+    """Cumulative query and key lengths (int32, on the device) and the longest of each."""
+
+    @property
+    def causal(self) -> bool:
+        return (self.left, self.right) == (-1, 0)
 
 
-def _spans(tiles: Sequence[Tile]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    return [(t.q_start, t.q_stop) for t in tiles], [(t.k_start, t.k_stop) for t in tiles]
+def _calls(tiles: Sequence[Tile], batch: int, device: torch.device) -> list[_VarlenCall]:
+    """The calls for these tiles, built once: every layer has the same, and a copy of lengths would make the host wait."""
+
+    def build() -> list[_VarlenCall]:
+        groups: dict[tuple[int, int], list[Tile]] = {}
+        for tile in tiles:
+            left = tile.k_len - tile.q_len if tile.sliding else -1
+            groups.setdefault((left, 0 if tile.causal else -1), []).append(tile)
+        return [
+            _VarlenCall(
+                *window,
+                _joined([(t.q_start, t.q_stop) for t in group]),
+                _joined([(t.k_start, t.k_stop) for t in group]),
+                _lengths(group, batch, device),
+            )
+            for window, group in groups.items()
+        ]
+
+    return tiles.once(("cuda_varlen", batch, device), build) if isinstance(tiles, Tiles) else build()
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -105,9 +128,8 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _pack(x: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+def _pack(x: Tensor, joined: list[tuple[int, int]]) -> Tensor:
     """``[B, H, T, D]`` to the spans' rows as ``[B·rows, H, D]``, one batch row after the other."""
-    joined = _joined(spans)
     rows = x[:, :, slice(*joined[0])] if len(joined) == 1 else torch.cat([x[:, :, a:b] for a, b in joined], dim=2)
     return rows.transpose(1, 2).flatten(0, 1)
 
@@ -120,7 +142,6 @@ def _unpack(packed: Tensor, batch: int) -> Tensor:
 def _lengths(tiles: Sequence[Tile], batch: int, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Cumulative query and key lengths (int32, on ``device``) and the longest of each."""
     q_lens, k_lens = [t.q_len for t in tiles], [t.k_len for t in tiles]
-    cumulative = torch.tensor(
-        [[0, *accumulate(q_lens * batch)], [0, *accumulate(k_lens * batch)]], dtype=torch.int32, device=device
-    )
-    return cumulative[0], cumulative[1], max(q_lens), max(k_lens)
+    cumulative = torch.tensor([[0, *accumulate(q_lens * batch)], [0, *accumulate(k_lens * batch)]], dtype=torch.int32)
+    lengths = to_device(cumulative, device)
+    return lengths[0], lengths[1], max(q_lens), max(k_lens)

@@ -23,7 +23,6 @@ from titan_cp.methods.ring import block_gradients, new_accumulators, widen_saved
 from titan_cp.methods.rows import KeyValues, pack_rows, widen
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
-from titan_cp.planning.tokens import range_index
 
 
 class GatherSetup(NamedTuple):
@@ -134,7 +133,7 @@ def _start_gather(kv: KeyValues, plan: AttentionPlan, group: dist.ProcessGroup |
     def finish() -> KeyValues:
         assert work is not None, "an asynchronous collective returns its work"
         work.wait()
-        index = _rank_order(plan).argsort().to(kv.buffer.device)
+        index = plan.ring_order(kv.buffer.device).places
         by_rank = parts.view(group.size(), -1).split([kv.k.numel(), kv.v.numel()], dim=1)
         k, v = (
             part.unflatten(1, x.shape).permute(1, 2, 0, 3, 4).flatten(2, 3).index_select(2, index)
@@ -153,7 +152,7 @@ def _scatter(
         for target, grad in zip(into, (full.k, full.v), strict=True):
             target.copy_(grad)
         return lambda: None
-    index = _rank_order(plan).to(full.k.device)
+    index = plan.ring_order(full.k.device).tokens
     by_rank = [
         grad.index_select(2, index).unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).flatten(1)
         for grad in (full.k, full.v)
@@ -169,8 +168,3 @@ def _scatter(
             target.copy_(part.view(target.shape))
 
     return finish
-
-
-def _rank_order(plan: AttentionPlan) -> Tensor:
-    """The token of the sequence at each place of the ranks' tokens laid end to end."""
-    return torch.cat([range_index(held, "cpu") for held in plan.ring_ranges])

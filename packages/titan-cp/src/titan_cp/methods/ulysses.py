@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
-from titan_cp.planning.tokens import range_index
+from titan_cp.planning.tokens import TokenOrder
 
 
 def sequence_for_heads(
@@ -71,8 +71,8 @@ class _Collect(torch.autograd.Function):
 def _to_sequence(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """``[B, H, T, D]`` each to ``[B, H/u, u·T, D]``, tokens ascending, in one all-to-all; each may have its own D."""
     by_rank = [t.unflatten(1, (group.size(), -1)).transpose(0, 1) for t in tensors]
-    order = _rank_order(plan)
-    index = None if order is None else order.argsort().to(tensors[0].device)
+    order = _token_order(plan, tensors[0].device)
+    index = None if order is None else order.places
     # [u, B, h, T, D]: the first dim is now the token's rank.
     joined = (t.permute(1, 2, 0, 3, 4).flatten(2, 3) for t in _exchange(by_rank, group))
     return tuple(t if index is None else t.index_select(2, index) for t in joined)
@@ -80,10 +80,9 @@ def _to_sequence(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.P
 
 def _to_heads(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """The inverse of `_to_sequence`."""
-    order = _rank_order(plan)
+    order = _token_order(plan, tensors[0].device)
     if order is not None:
-        index = order.to(tensors[0].device)
-        tensors = tuple(t.index_select(2, index) for t in tensors)
+        tensors = tuple(t.index_select(2, order.tokens) for t in tensors)
     by_rank = [t.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4) for t in tensors]
     # [u, B, h, T, D]: the first dim is now the head's rank.
     return tuple(t.transpose(0, 1).flatten(1, 2) for t in _exchange(by_rank, group))
@@ -107,8 +106,6 @@ def _sum_repeats(grad: Tensor, kv_heads: int) -> Tensor:
     return wide.unflatten(1, (kv_heads, -1)).sum(2).to(grad.dtype)
 
 
-def _rank_order(plan: AttentionPlan) -> Tensor | None:
-    """The token at each place of the Ulysses ranks' tokens laid end to end; None if that is ascending already."""
-    if plan.ring_degree > 1 or plan.layout == "contiguous":
-        return None
-    return torch.cat([range_index(held, "cpu") for held in plan.shard_ranges])
+def _token_order(plan: AttentionPlan, device: torch.device) -> TokenOrder | None:
+    """The Ulysses ranks' tokens laid end to end; None if they ascend already."""
+    return None if plan.ring_degree > 1 or plan.layout == "contiguous" else plan.shard_order(device)

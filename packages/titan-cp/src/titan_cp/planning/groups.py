@@ -1,6 +1,22 @@
-"""Checks that a process group is the one the plan was made for."""
+"""The process groups that a plan runs on: their ranks' first meeting, and the check that they are the plan's."""
 
+import torch
 import torch.distributed as dist
+
+
+def connect(*groups: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Let the ranks of each group meet once. Call it on every rank before the first attention, groups in one order.
+
+    NCCL makes a group's communicator at its first use, and waits there for all ranks. With packed documents some ranks may
+    have nothing to exchange: they would not come, and the others would wait for them in a later collective, for ever.
+
+    Args:
+        groups: ``group``, or USP's ``ring_group`` and ``ulysses_group``; None is skipped.
+        device: Where the attention runs.
+    """
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def check_group(group: dist.ProcessGroup | None, size: int, rank: int, name: str) -> None:

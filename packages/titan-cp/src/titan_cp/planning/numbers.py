@@ -1,9 +1,9 @@
 """The numbers of a plan: ranges of tokens for each rank, tiles, work and bytes. Derived on demand and kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from titan_cp.planning.costs import (
 from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
 from titan_cp.planning.layouts import plan_ranges
 from titan_cp.planning.ranges import Ranges, split_ranges
-from titan_cp.planning.tiles import Tile, plan_tiles
+from titan_cp.planning.tiles import Tiles, plan_tiles
+from titan_cp.planning.tokens import TokenOrder, token_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,10 @@ class PlanNumbers:
     """Tokens per block of the ``block`` layout."""
     reasons: tuple[str, str] = field(repr=False, compare=False)
     """Why this method, and why this layout."""
-    _tiles: dict[tuple[int, int], tuple[Tile, ...]] = field(
-        default_factory=dict[tuple[int, int], tuple[Tile, ...]], init=False, repr=False, compare=False
+    _tiles: dict[tuple[int, int], Tiles] = field(
+        default_factory=dict[tuple[int, int], Tiles], init=False, repr=False, compare=False
     )
+    _indices: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], init=False, repr=False, compare=False)
 
     @property
     def pad_to(self) -> int:
@@ -209,7 +211,7 @@ class PlanNumbers:
         """The smallest number of ranks at which Ulysses sends fewer bytes than the full ring; None if there is none."""
         return crossover_size(self.shape)
 
-    def tiles(self, k_rank: int) -> tuple[Tile, ...]:
+    def tiles(self, k_rank: int) -> Tiles:
         """The tiles of this rank's queries with the keys of ring rank ``k_rank``."""
         key = (self.ring_rank, k_rank)
         if key not in self._tiles:
@@ -219,7 +221,7 @@ class PlanNumbers:
             )  # fmt: skip
         return self._tiles[key]
 
-    def round_tiles(self, index: int) -> tuple[Tile, ...]:
+    def round_tiles(self, index: int) -> Tiles:
         """The tiles of this rank's queries with the keys it receives in round ``index``."""
         key = (self.ring_rank, -2 - index)
         if key not in self._tiles:
@@ -229,7 +231,7 @@ class PlanNumbers:
             )  # fmt: skip
         return self._tiles[key]
 
-    def sequence_tiles(self) -> tuple[Tile, ...]:
+    def sequence_tiles(self) -> Tiles:
         """The tiles of this rank's queries with the keys of the whole sequence, in its own order."""
         key = (self.ring_rank, -1)
         if key not in self._tiles:
@@ -237,6 +239,20 @@ class PlanNumbers:
                 self.ring_ranges[key[0]], ((0, self.pad_to),), self.cu_seqlens, causal=self.causal, window=self.window
             )
         return self._tiles[key]
+
+    def ring_order(self, device: torch.device) -> TokenOrder:
+        """The tokens of the ring's ranks laid end to end, on ``device``; kept with the plan, 8 bytes a token."""
+        return self.index_once(("ring", device), lambda: token_order(self.ring_ranges, device))
+
+    def shard_order(self, device: torch.device) -> TokenOrder:
+        """As `ring_order`, of what all ranks hold outside attention."""
+        return self.index_once(("shards", device), lambda: token_order(self.shard_ranges, device))
+
+    def index_once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """What ``build`` makes, built at the first call with ``key``. The newest 64 plans are kept, and theirs with them."""
+        if key not in self._indices:
+            self._indices[key] = build()
+        return self._indices[key]
 
     def for_rank(self, rank: int) -> Self:
         """The same plan as another rank sees it."""

@@ -162,7 +162,12 @@ class AttentionPlan(PlanNumbers):
         Raises:
             ValueError: If ``x`` is not ``seq_len`` long along ``dim``.
         """
-        return token_moves.shard(x, dim, self.shard_ranges[self.rank], self.seq_len, self.pad_to, pad_value)
+        held = self.shard_ranges[self.rank]
+
+        def index() -> Tensor:
+            return self.index_once(("held", x.device), lambda: token_moves.range_index(held, x.device))
+
+        return token_moves.shard(x, dim, held, self.seq_len, self.pad_to, pad_value, index)
 
     def unshard(self, x: Tensor, dim: int = 1, *, group: dist.ProcessGroup | None) -> Tensor:
         """The whole sequence from every rank's tokens, padding removed: the inverse of `shard`. One all-gather.
@@ -178,7 +183,11 @@ class AttentionPlan(PlanNumbers):
         Raises:
             ValueError: If ``x`` is not ``local_len`` long along ``dim``, or the group does not fit the plan.
         """
-        return token_moves.unshard(x, dim, self.shard_ranges, self.seq_len, group, self.rank)
+
+        def places() -> Tensor:
+            return self.shard_order(x.device).places[: self.seq_len]
+
+        return token_moves.unshard(x, dim, self.local_len, group, self.rank, self.size, places)
 
     def shift_labels(self, tokens: Tensor, dim: int = -1, *, ignore_index: int = -100) -> Tensor:
         """Next-token labels of a whole sequence: ``tokens`` shifted by one, never across a document's end.

@@ -23,8 +23,8 @@ row to the next both bounds do the same until the next cut. Runs of equal steps 
 Cost: array operations on the pieces of both ranks, and one Python object per tile.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -72,9 +72,20 @@ class Tile(NamedTuple):
         return (column >= low) & (column < high)
 
 
+class Tiles(tuple[Tile, ...]):
+    """The tiles of one block of keys, as `plan_tiles` makes them. They last as long as their plan."""
+
+    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """What ``build`` makes of these tiles, built at the first call with ``key``: the same in every layer."""
+        kept = cast(dict[Hashable, Any], self.__dict__)
+        if key not in kept:
+            kept[key] = build()
+        return kept[key]
+
+
 def plan_tiles(
     q_ranges: Ranges, k_ranges: Ranges, cu_seqlens: Sequence[int], *, causal: bool, window: int | None
-) -> tuple[Tile, ...]:
+) -> Tiles:
     """The tiles of one rank's queries against one rank's keys, in local row numbers, ordered by query row.
 
     Args:
@@ -89,12 +100,12 @@ def plan_tiles(
     """
     runs = _visible_runs(q_ranges, k_ranges, cu_seqlens, causal, window)
     if not len(runs.row):
-        return ()
+        return Tiles()
     first, count = _longest_alike(runs)
     row, lo, hi = _rows_at(runs, first)
     _, last_lo, last_hi = _rows_at(runs, first + count - 1)
     columns = (row, row + count, lo, last_hi, last_hi > hi, last_lo > lo)
-    return tuple(map(Tile._make, zip(*(column.tolist() for column in columns), strict=True)))
+    return Tiles(map(Tile._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 class _Runs(NamedTuple):

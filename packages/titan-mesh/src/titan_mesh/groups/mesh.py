@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mesh.groups.agree import agree
 from titan_mesh.groups.pool import GroupPool
-from titan_mesh.groups.torch_private import default_store, forget_meshes
+from titan_mesh.groups.torch_private import default_store, forget_meshes, timeout_of
 from titan_mesh.layout.layout import Layout
 from titan_mesh.layout.spec import EXPERT_AXES
 from titan_mesh.nearest import nearest_name
@@ -164,6 +164,11 @@ class Mesh:
     def process_groups(self) -> list[ProcessGroup]:
         """Each distinct group this rank uses, once; the default group is among them if a name spans the world."""
         return list({id(group): group for group in self._groups.values()}.values())
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The time limit of the groups' collectives, for groups of your own beside them; None where the backend has none."""
+        return timeout_of(next(iter(self._groups.values())))
 
     def check(self) -> None:
         """Run one collective on every group and compare who answered with the layout. Collective.

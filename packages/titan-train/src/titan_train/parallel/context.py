@@ -117,7 +117,7 @@ class ContextParallelism:
         dtype: torch.dtype,
         windows: Sequence[int] = (),
     ) -> None:
-        """Prepare. Collective over all ranks where the method needs two groups (USP).
+        """Prepare. Collective over the ranks that share a sequence, whose groups connect here.
 
         Args:
             config: Method and layout.
@@ -143,6 +143,7 @@ class ContextParallelism:
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
         if self._whole.method == "usp":
             self._groups = _usp_groups(mesh, self._whole.ulysses_degree)
+        titan_cp.connect(*dict.fromkeys((self._group, *self._groups.values())), device=mesh.device_type)
 
     def apply(self, model: nn.Module) -> None:
         """Replace every `CausalAttention` of ``model``."""
@@ -159,7 +160,8 @@ class ContextParallelism:
         plan = self._whole
         if batch.cu_seqlens is not None:
             tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
-            documents = joined_documents(batch.cu_seqlens, batch.tokens.shape[1])
+            boundaries = batch.cu_seqlens if batch.boundaries is None else torch.from_numpy(batch.boundaries)
+            documents = joined_documents(boundaries, batch.tokens.shape[1])
             plan = self._plan(cu_seqlens=documents)
             windows = {window: self._plan(cu_seqlens=documents, window=window) for window in self._windows}
         else:
@@ -286,14 +288,11 @@ def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:
 
 
 def _usp_groups(mesh: Mesh, ulysses_degree: int) -> dict[str, dist.ProcessGroup | None]:
-    """The two groups of USP: rank ``ring * ulysses_degree + ulysses`` of the context group."""
+    """The two groups of USP: rank ``ring * ulysses_degree + ulysses`` of the context group. Each is made by its ranks alone."""
+    ranks, me = mesh.layout.group_of(mesh.global_rank, "cp"), mesh.rank_in("cp")
+    first = me // ulysses_degree * ulysses_degree
+    ring, heads = ranks[me % ulysses_degree :: ulysses_degree], ranks[first : first + ulysses_degree]
     mine: dict[str, Any] = {"group": None}
-    for ranks in mesh.layout.groups("cp"):
-        rings = [ranks[u::ulysses_degree] for u in range(ulysses_degree)]
-        heads = [ranks[i : i + ulysses_degree] for i in range(0, len(ranks), ulysses_degree)]
-        for name, lists in (("ring_group", rings), ("ulysses_group", heads)):
-            for members in lists:
-                made = dist.new_group(list(members))  # every rank takes part in making every group
-                if mesh.global_rank in members:
-                    mine[name] = made
+    for name, members in (("ring_group", ring), ("ulysses_group", heads)):
+        mine[name] = dist.new_group(list(members), timeout=mesh.timeout, use_local_synchronization=True)
     return mine

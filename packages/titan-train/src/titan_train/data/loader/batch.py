@@ -36,6 +36,8 @@ class Batch:
     """Longest stretch of one document in any row; S if the document mask is off."""
     samples_consumed: int
     """Global samples consumed once the step this microbatch completes is done; unchanged within a step."""
+    boundaries: npt.NDArray[np.int32] | None = None
+    """``cu_seqlens`` in host memory, to plan by: reading them from the device would wait for all that is queued there."""
 
     @property
     def inputs(self) -> "tuple[Tensor, ...]":
@@ -74,7 +76,9 @@ class HostBatch:
     def on_device(self, tensors: "Sequence[Tensor | None]") -> Batch:
         """The batch of these copies of `tensors`."""
         tokens, labels, positions, boundaries = (cast("Any", tensor) for tensor in tensors)
-        return Batch(tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed)
+        return Batch(
+            tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed, boundaries=self.cu_seqlens
+        )
 
 
 class Rows(Protocol):
