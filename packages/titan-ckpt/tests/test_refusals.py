@@ -116,3 +116,9 @@ def test_a_malformed_pattern_is_refused(tmp_path):
     step = Checkpointer(tmp_path / "run").save(1, TrainState(model=nn.Linear(1, 1))).path
     with pytest.raises(ValueError, match=r"leave_out='\(' is not a regular expression"):
         export_hf(step, tmp_path / "hf", leave_out=["("])
+
+
+@pytest.mark.parametrize("key", [1, None, ("a", 1)])
+def test_keys_of_extra_are_strings(tmp_path, key) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=r"extra has the key .*use strings"):
+        checkpointer.save(1, TrainState(model=nn.Linear(1, 1), extra={key: 1}))

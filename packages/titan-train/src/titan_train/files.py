@@ -2,13 +2,18 @@
 
 import contextlib
 import errno
+import gzip
 import json
 import os
+import re
 import stat
 import tomllib
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+_MOST_TOML = 1_000_000
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 
 
 def open_file(path: Path | str) -> BufferedReader:
@@ -72,16 +77,43 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from err
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """As `tomllib.loads`, but a text that is nested too deeply is damaged like any other.
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """The content of a TOML file of at most 1 MB, whose keys have at most 100 parts; see `open_file`.
+
+    `tomllib` takes minutes for a longer key of many parts, and a file as large as that is no configuration.
 
     Raises:
-        ValueError: It is not TOML.
+        OSError: It cannot be read.
+        ValueError: It is larger, or not TOML.
     """
+    with open_file(path) as file:
+        content = file.read(_MOST_TOML + 1)
+    if len(content) > _MOST_TOML:
+        raise ValueError(f"it is larger than the {_MOST_TOML:,} bytes that a TOML file may have here")
+    text = content.decode("utf-8").replace("\r\n", "\n")
+    if _LONG_KEY.search(text):
+        raise ValueError("it has a key of more than 100 parts")
     try:
         return tomllib.loads(text)
     except RecursionError as err:
         raise ValueError("it is nested too deeply") from err
+
+
+def read_gzip(path: Path | str) -> bytes:
+    """The content of a gzip file, of at most 64 times its size, but 64 MiB in any case; see `open_file`.
+
+    Raises:
+        OSError: It cannot be read, or is not gzip.
+        EOFError: It ends early.
+        ValueError: It decompresses to more.
+    """
+    with open_file(path) as raw:
+        most = max(64 << 20, 64 * os.fstat(raw.fileno()).st_size)
+        with gzip.GzipFile(fileobj=raw) as file:
+            content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it decompresses to more than {most:,} bytes, more than such a file can hold")
+    return content
 
 
 def refuse_link_out(file: Path) -> None:

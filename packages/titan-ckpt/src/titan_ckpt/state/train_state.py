@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -87,9 +87,15 @@ class TrainState:
 
 
 def check_state(state: Any) -> None:
-    """Raise a TypeError for anything but a `TrainState`."""
+    """Raise a TypeError for anything but a `TrainState`, and for keys of ``extra`` that are no strings."""
     if not isinstance(state, TrainState):
         raise TypeError(f"state is a {type(state).__name__}. Pass a TrainState, such as TrainState(model=model).")
+    for key in cast("dict[Any, Any]", state.extra):
+        if not isinstance(key, str):
+            raise TypeError(
+                f"extra has the key {key!r}, which is a {type(key).__name__}. Its entries are found again by name: use strings, "
+                "or put the dict below one, such as extra={'counts': {1: 2}}."
+            )
 
 
 def shard_of(

@@ -8,15 +8,20 @@ from pydantic import ValidationError
 
 from titan_train.nearest import nearest_name
 
+_SHOWN = 20
+_LINE = 1000
+
 
 class ConfigError(ValueError):
-    """All problems of a configuration, one line per problem."""
+    """The problems of a configuration, one line per problem; the message has the first twenty."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in self.problems))
+        lines = [line if len(line) <= _LINE else f"{line[:_LINE]} ..." for line in self.problems[:_SHOWN]]
+        more = [f"and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
+        super().__init__(f"{source}: {count}\n" + "\n".join(f"  {line}" for line in lines + more))
 
 
 def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:

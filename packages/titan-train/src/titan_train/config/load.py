@@ -8,11 +8,11 @@ import dataclasses
 import functools
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Sequence
 from importlib import resources
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from titan_train.config.errors import ConfigError, describe_unknown_key, describ
 from titan_train.config.published import with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, read_words
-from titan_train.files import read_text
+from titan_train.files import read_toml
 from titan_train.nearest import nearest_name
 
 
@@ -67,7 +67,7 @@ def parse_config(tree: dict[str, Any], source: str = "config") -> Config:
     Raises:
         ConfigError: Names every unknown key and every value that cannot work.
     """
-    problems = [*_unknown_keys(tree, Config, ""), *_impossible_values(tree, "")]
+    problems = list(islice(chain(_unknown_keys(tree, Config, ""), _impossible_values(tree, "")), _MOST_PROBLEMS))
     if problems:
         raise ConfigError(source, problems)
     try:
@@ -91,6 +91,7 @@ def list_configs() -> list[str]:
 
 
 _ADAPTER = TypeAdapter(Config)
+_MOST_PROBLEMS = 1000
 
 
 def _shipped() -> Path:
@@ -119,7 +120,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise ConfigError(str(path), [f"extends goes in a circle: {chain}. Remove one `extends`."])
     try:
-        tree = tomllib.loads(read_text(path))
+        tree = read_toml(path)
     except ValueError as err:
         raise ConfigError(str(path), [f"not TOML: {err}."]) from None
     base = tree.pop("extends", None)

@@ -1,8 +1,9 @@
 """The optimizer and the learning-rate schedule of a run."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal
+
+from titan_train.config.patterns import check_patterns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class OptimizerConfig:
 
     lr_scales: dict[str, float] = field(default_factory=dict)
     """Multipliers of lr by pattern, such as {"tok_embeddings" = 0.5}: regular expressions searched in the full name of
-    a parameter, the first that is found counts. A pattern found in no name is an error."""
+    a parameter, the first that is found counts. A pattern found in no name is an error, and so is one that may not end."""
 
     weight_decays: dict[str, float] = field(default_factory=dict)
     """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""
@@ -54,14 +55,8 @@ class OptimizerConfig:
         if not self.weight_decay >= 0:
             raise ValueError(f"optimizer.weight_decay={self.weight_decay} must be >= 0; 0 turns it off.")
         for table in ("lr_scales", "weight_decays", "frozen_steps"):
+            check_patterns(f"optimizer.{table}", getattr(self, table))
             for pattern, value in getattr(self, table).items():
-                try:
-                    re.compile(pattern)
-                except re.error as err:
-                    raise ValueError(
-                        f"optimizer.{table} has the pattern {pattern!r}, which is not a regular expression: {err}. "
-                        f"To search for the plain text, write {re.escape(pattern)!r}."
-                    ) from None
                 if not value >= 0:
                     raise ValueError(f"optimizer.{table}.{pattern}={value} must be >= 0; the nearest choice is 0.")
 

@@ -7,12 +7,11 @@ where it contradicts the folder, `titan_train.train.warm_start` and `titan_train
 A run that resumes after its folder has gone takes both from what it was started with. No torch is imported.
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import read_text
+from titan_train.files import read_toml
 from titan_train.models.family import Family
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.registry import families, find_model, list_models
@@ -110,7 +109,7 @@ def _as_started(
     run = _table(tree, "run") or {}
     run_dir = Path(str(run.get("dir", "runs"))) / str(run.get("name", "run"))
     try:
-        started = tomllib.loads(read_text(run_dir / "config.toml"))
+        started = read_toml(run_dir / "config.toml")
         before, ids = dict(started["model"]), dict(started["tokenizer"])
     except (OSError, ValueError, KeyError, TypeError):
         return tree, ""

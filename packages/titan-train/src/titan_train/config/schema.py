@@ -17,6 +17,7 @@ from titan_train.config.metrics import MetricsConfig, ProfileConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
+from titan_train.config.patterns import check_patterns
 from titan_train.nearest import nearest_divisor
 
 
@@ -100,6 +101,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")
+        check_patterns("train.freeze", self.freeze)
         if self.max_grad_norm < 0:
             raise ValueError(f"train.max_grad_norm={self.max_grad_norm} must be >= 0; 0 measures without clipping.")
         if self.rerun_above and self.rerun_above <= 1:

@@ -1,6 +1,5 @@
 """Put chosen kernels into a model, in place."""
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from titan_train.config import Config, KernelsConfig
+from titan_train.files import read_toml
 from titan_train.kernels import forms
 from titan_train.kernels.registry import OPERATIONS, find_kernel, kernels_of, measured_choice
 from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
@@ -37,7 +37,7 @@ def choose_kernels(config: KernelsConfig, device: torch.device) -> Chosen:
             raise ValueError(
                 f"kernels.measured={config.measured!r}: there is no such file. Write it with titan-train doctor --bench FILE."
             )
-        measured = tomllib.loads(path.read_text(encoding="utf-8"))
+        measured = read_toml(path)
     chosen: dict[str, Callable[..., Any]] = {}
     for operation in OPERATIONS:
         name, source = getattr(config, operation), f"kernels.{operation}"

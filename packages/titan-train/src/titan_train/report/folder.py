@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import parse_toml, read_text
+from titan_train.files import read_text, read_toml
 from titan_train.observe import History, read_history, read_run_info
 from titan_train.run_folder import run_status
 
@@ -73,7 +73,7 @@ def attempts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(read_text(path))
+        return read_toml(path)
     except (OSError, ValueError):
         return {}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
-from titan_train.files import parse_toml, read_bytes, read_text, write_atomic
+from titan_train.files import read_bytes, read_toml, write_atomic
 
 _HF = "hf:"
 _MODEL = "model"
@@ -27,7 +27,7 @@ def read_config(run_dir: Path) -> Config:
         raise ValueError(
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
-    config = parse_config(parse_toml(read_text(file)), source=str(file))
+    config = parse_config(read_toml(file), source=str(file))
     return with_kept_model(config, run_dir)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import Config, dump_config
-from titan_train.files import parse_toml, read_text, write_atomic
+from titan_train.files import read_toml, write_atomic
 
 _CONFIG = "config.toml"
 
@@ -29,7 +29,7 @@ def changes(config: Config, run_dir: Path) -> list[str]:
         One ``key: old -> new`` per line; empty for a new run.
     """
     try:
-        before = parse_toml(read_text(run_dir / _CONFIG))
+        before = read_toml(run_dir / _CONFIG)
     except (OSError, ValueError):  # a new run, or a damaged file that the attempt replaces
         return []
     return _differences(before, tomllib.loads(dump_config(config)))

@@ -1,7 +1,8 @@
 """Tables: Parquet and Arrow files, and folders that the `datasets` library saved, read by pyarrow (extra ``data``).
 
-A file is read in batches of rows and only the columns that are asked for, so memory does not grow with the file. The
-`datasets` library is not needed: its folder is Arrow files, named in order by ``state.json``.
+A file is read in batches of rows and only the columns that are asked for, so memory does not grow with the file. The batches are
+small, because a few kilobytes of Parquet can stand for any number of copies of a long text. The `datasets` library is not
+needed: its folder is Arrow files, named in order by ``state.json``.
 """
 
 import json
@@ -17,7 +18,7 @@ from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
 from titan_train.files import read_text
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 32
 _EXCERPT_CHARS = 200
 
 
@@ -133,14 +134,10 @@ def _columns(path: Path, source: SourceConfig, present: list[str]) -> list[str]:
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass  # one of them is bad: find out which
+    """One row at a time: all of a batch may be a thousand copies of one long text."""
     for number in range(batch.num_rows):
         try:
-            yield batch.slice(number, 1).to_pylist()[0]
+            yield {name: column[number].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
         except UnicodeDecodeError as err:
             yield err
 

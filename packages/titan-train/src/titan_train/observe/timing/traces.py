@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import parse_json
+from titan_train.files import parse_json, read_gzip
 from titan_train.observe.timing.causes import Cause, find_causes
 from titan_train.observe.timing.matching import calls_of, errors_of_clocks
 from titan_train.observe.timing.split import Place, StepSplit, combine
@@ -99,10 +100,9 @@ def _move(events: list[dict[str, Any]], by_us: float) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        with gzip.open(file, "rt", encoding="utf-8") as text:
-            trace = parse_json(text.read())
+        trace = parse_json(read_gzip(file))
         about = trace["titan"]
         assert isinstance(about["row"], list)
         return trace
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AssertionError) as err:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AssertionError) as err:
         raise ValueError(f"{file} is no whole trace of titan-train ({err}). Trace the steps again.") from err

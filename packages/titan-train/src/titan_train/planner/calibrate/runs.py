@@ -7,14 +7,13 @@ and warm-up do not count. The constants that a handful of runs can tell are fitt
 import dataclasses
 import math
 import statistics
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from titan_train.files import read_text
+from titan_train.files import read_toml
 from titan_train.observe import read_run_info
 from titan_train.observe.jsonl import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
@@ -135,7 +134,7 @@ def load_constants(path: str | Path) -> Constants:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no constants file {str(path)!r}: write one with titan-train calibrate.")
-    table = tomllib.loads(read_text(file))
+    table = read_toml(file)
     unknown = set(table) - {f.name for f in dataclasses.fields(Constants)}
     if unknown:
         raise ValueError(f"{path} has unknown constants {', '.join(sorted(unknown))}.")

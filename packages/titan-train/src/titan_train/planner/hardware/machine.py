@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import read_text
+from titan_train.files import read_toml
 from titan_train.nearest import did_you_mean
 
 _ALIASES = {
@@ -76,7 +76,7 @@ def load_machine(name: str) -> Machine:
             raise ValueError(
                 f"no hardware file {name!r}. Give a shipped name ({', '.join(list_machines())}) or a path."
             )
-        return _parse(tomllib.loads(read_text(path)), name)
+        return _parse(read_toml(path), name)
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in list_machines():
         raise ValueError(

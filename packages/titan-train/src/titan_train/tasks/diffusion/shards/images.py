@@ -121,7 +121,7 @@ def _of_tar(path: Path) -> Iterator[Captioned]:
     """A sample's files stand next to each other, as the webdataset form asks."""
     key, files = "", dict[str, bytes]()
     try:
-        with tarfile.open(path, mode="r:*") as members:
+        with tarfile.open(path, mode="r:") as members:
             for member in members:
                 if not member.isreg():
                     continue
