@@ -1,8 +1,10 @@
 """Bytes between ranks, exchanged by all of them and through the first rank of each node."""
 
 import os
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError
@@ -53,3 +55,18 @@ def test_rank_0_is_connected_to_leaders_and_its_node_and_not_to_all():
     leaders = run_ranks(connections, 8, 4)
     assert everyone[0] >= 7
     assert leaders[0] <= (4 - 1) + (2 - 1)
+
+
+def groups_after():
+    """A group of ranks 0 and 1, made by all after the groups of nodes: of a leader and a rank that is none."""
+    ByteComm(ranks_per_node=2)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    if dist.get_rank() > 1:
+        return None
+    value = torch.tensor(1.0)
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+def test_groups_that_are_made_after_those_of_nodes_meet():
+    assert run_ranks(groups_after, 4) == [2.0, 2.0, None, None]

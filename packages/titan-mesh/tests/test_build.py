@@ -62,6 +62,18 @@ def test_without_a_timeout_every_group_has_the_default_groups():
         assert times == [51.0] * count
 
 
+def after_other_groups() -> bool:
+    """Ranks 0 and 1 have made a group before, which torch counts in the names of groups that only members make."""
+    dist.new_group([0, 1])
+    with build(layout_of("dp2 tp2")) as mesh:
+        mesh.check()
+        return mesh._pool.local
+
+
+def test_ranks_that_made_unequal_numbers_of_groups_before_still_meet():
+    assert run_ranks(after_other_groups, 4) == [False] * 4
+
+
 def groups_of_the_world() -> list[bool]:
     same = []
     for seconds in (timeout_of(default_group()).total_seconds(), 17.0):
@@ -157,7 +169,7 @@ def wrong_groups() -> str:
     with build(layout) as mesh:
         groups = dict(mesh._groups, tp=mesh.group("dp"))
         try:
-            Mesh(layout, "cpu", groups, [], owns_world=False)
+            Mesh(layout, "cpu", groups, mesh._pool, owns_world=False)
         except RuntimeError as err:
             return str(err)
     return ""

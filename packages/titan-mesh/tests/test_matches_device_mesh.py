@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, MeshSpec, build
-from titan_mesh.groups.torch_private import default_group
+from titan_mesh.groups.torch_private import default_group, groups_so_far
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -59,6 +60,25 @@ def test_every_rank_of_a_layout_sits_where_torchs_device_mesh_puts_it(order):
             for name, axes in layout.flattens.items():
                 ordered = tuple(axis for axis in order if axis in axes)
                 assert list(layout.group_of(rank, name)) == theirs[ordered].mesh.flatten().tolist()
+
+
+@pytest.mark.parametrize("text", ["pp16 dp-1 tp8", "dp_replicate4 dp-1 cp4 tp8 ep16"])
+def test_a_rank_of_2048_makes_its_own_groups_without_a_barrier_of_the_world(text, monkeypatch):
+    """Counted under TORCH_DIST_INIT_BARRIER=1, which some clusters set."""
+    layout = Layout(MeshSpec.parse(text), world_size=2048)
+    counters, barriers = set(), []
+    for rank in (0, 777, 2047):
+        with simulated(rank, 2048), monkeypatch.context() as patch:
+            patch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+            patch.setattr(distributed_c10d, "_store_based_barrier", lambda *given: barriers.append(given[3]))
+            with build(layout) as mesh:
+                counters.add(groups_so_far())  # later names of groups are equal
+                made = len(mesh._pool.created)
+                assert len(barriers) == made
+                assert made <= len(layout.names)
+                assert max(barriers) < 2048
+            barriers.clear()
+    assert len(counters) == 1
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from titan_mesh.groups.torch_private import default_group, default_store, forget_meshes, timeout_of
+from titan_mesh.groups.torch_private import default_group, default_store, forget_meshes, groups_so_far, timeout_of
 
 
 def test_default_store_and_a_groups_timeout_can_be_read():
@@ -18,8 +18,10 @@ def test_default_store_and_a_groups_timeout_can_be_read():
         assert store.get("key") == b"value"
         assert store.add("count", 2) == 2
         assert timeout_of(default_group()) == timedelta(seconds=33)
+        before = groups_so_far()
         group = dist.new_group([0], timeout=timedelta(seconds=21))
         assert timeout_of(group) == timedelta(seconds=21)
+        assert groups_so_far() != before
     finally:
         dist.destroy_process_group()
 

@@ -161,10 +161,10 @@ class ByteComm:
         if not alike or not 1 < ranks_per_node < self.size or self.size % ranks_per_node:
             return
         ranks = dist.get_process_group_ranks(self.group)
-        first = self.rank - self.rank % ranks_per_node
-        self._node = ByteComm(_local_group(ranks[first : first + ranks_per_node]))
-        if self.rank == first:
-            self._leaders = ByteComm(_local_group(ranks[::ranks_per_node]))
+        self._node = ByteComm(_join([ranks[i : i + ranks_per_node] for i in range(0, self.size, ranks_per_node)]))
+        across = _join([ranks[place::ranks_per_node] for place in range(ranks_per_node)])
+        if self.rank % ranks_per_node == 0:
+            self._leaders = ByteComm(across)
 
     def _lengths(self, length: int) -> list[int]:
         into = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -200,11 +200,20 @@ def _cpu_group() -> dist.ProcessGroup | None:
     return made
 
 
-def _local_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group; only its members make it."""
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def _join(partition: list[list[int]]) -> dist.ProcessGroup:
+    """The gloo group of ``partition`` that holds this rank. Collective over all its ranks.
+
+    Where they are all ranks, every rank walks every group: torch then names them alike. What only members make is named by how
+    many groups each of them has made before, and ranks of a pipeline have made unequal numbers.
+    """
+    everybody = sum(map(len, partition)) == dist.get_world_size()
+    made = [
+        dist.new_group(ranks, backend="gloo", use_local_synchronization=not everybody)
+        for ranks in partition
+        if everybody or dist.get_rank() in ranks
+    ]
+    (mine,) = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    return mine
 
 
 def _padded(payload: bytes, length: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from titan_mesh.layout.validate import Issue
 
 if TYPE_CHECKING:
     from titan_mesh.groups.mesh import Mesh
+    from titan_mesh.groups.torch_private import timeout_of
 
 __all__ = [
     "DEFAULT_ORDER",
@@ -34,12 +35,17 @@ __all__ = [
     "draw_svg",
     "megatron",
     "megatron_experts",
+    "timeout_of",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Mesh":  # the only public name that needs torch
+    if name == "Mesh":  # it and `timeout_of` need torch
         from titan_mesh.groups.mesh import Mesh
 
         return Mesh
+    if name == "timeout_of":
+        from titan_mesh.groups.torch_private import timeout_of
+
+        return timeout_of
     raise AttributeError(f"module 'titan_mesh' has no attribute {name!r}")

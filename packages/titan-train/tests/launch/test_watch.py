@@ -1,5 +1,10 @@
+import threading
+
+import torch
 from titan_train.config import LaunchConfig
+from titan_train.launch.rank import monitor as monitor_module
 from titan_train.launch.rank.heartbeat import Beat, Heartbeat, Phase, read_beat
+from titan_train.launch.rank.monitor import RankMonitor
 from titan_train.launch.supervise.watch import find_hang, find_stragglers
 
 
@@ -19,7 +24,7 @@ def test_a_hang_is_many_times_the_median_step_and_not_less_than_the_least():
 
 def test_start_saves_and_validation_have_three_times_a_collectives_time():
     launch = LaunchConfig(hang_factor=10, hang_least_s=5, timeout_s=60)
-    for phase in (Phase.STARTING, Phase.SAVE, Phase.VALIDATE):
+    for phase in (Phase.STARTING, Phase.SAVE, Phase.VALIDATE, Phase.COMPILE):
         assert find_hang({0: beat(179, phase), 1: beat(59)}, launch) is None
         assert find_hang({0: beat(181, phase), 1: beat(1)}, launch) is not None
     assert find_hang({0: beat(59, step_s=0.0)}, launch) is None  # the first step may compile
@@ -54,3 +59,34 @@ def test_a_heartbeat_is_read_as_written_and_a_torn_one_not_at_all(tmp_path):
     raw[:8] = (99).to_bytes(8, "little")  # the first word of the next reading, the rest of this one
     file.write_bytes(raw)
     assert read_beat(file) is None
+
+
+def test_a_shape_that_is_compiled_in_mid_run_does_not_look_like_a_hang(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(monitor_module, "set_collective_timeout", limits.append)
+    launch = LaunchConfig(timeout_s=600, step_timeout_s=120)
+    file = tmp_path / "beat"
+
+    def run(step_of):
+        limits.clear()
+        monitor = RankMonitor(Heartbeat(file), launch, 0, tmp_path, threading.Event())
+        for step in (1, 2, 3):
+            monitor.before_step(step, [])
+            step_of(step)
+            monitor.step_made(step)
+        with monitor.phase("save", 3):
+            pass
+        return limits
+
+    seen = []
+
+    def backend(graph, _):
+        seen.append(read_beat(file).phase)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    with_compiler = list(run(lambda step: compiled(torch.ones(1 if step < 3 else 7))))
+    assert seen == [Phase.STARTING, Phase.COMPILE]
+    assert read_beat(file).phase is Phase.TRAIN
+    assert with_compiler == [600, 600, 600]  # a peer that waits set its time-out before it could know
+    assert list(run(lambda step: None)) == [120, 600, 120]

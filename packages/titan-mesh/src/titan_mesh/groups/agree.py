@@ -5,8 +5,10 @@ come, and everybody hangs until the time limit, half an hour by default, with no
 
 Idea: the store that ranks met through needs no group. Each rank writes its text and adds itself to a counter under its
 digest; the last to arrive opens a gate; behind it, a rank whose digest does not count the whole world knows that texts
-differ. Four store operations a rank when all is well; only on failure does each rank read all texts, to name who
+differ. Six store operations a rank when all is well; only on failure does each rank read all texts, to name who
 differs.
+
+What only matters where it is equal (``also``) is counted the same way: ranks learn whether it is, and nobody fails.
 
 Limit: a rank that dies before it arrives looks like a slow one, until ``within`` has passed.
 """
@@ -24,8 +26,8 @@ from titan_mesh.layout.explain import show_ranks
 _LINGER_S = 1.0
 
 
-def agree(store: Store, rank: int, world_size: int, digest: str, text: str, within: timedelta) -> None:
-    """Return if every rank came with the same ``digest``.
+def agree(store: Store, rank: int, world_size: int, digest: str, text: str, within: timedelta, also: str = "") -> bool:
+    """Return if every rank came with the same ``digest``: whether all brought the same ``also`` too.
 
     Args:
         store: A store that all ranks share.
@@ -34,6 +36,7 @@ def agree(store: Store, rank: int, world_size: int, digest: str, text: str, with
         digest: What must be equal.
         text: What to show for it in an error.
         within: How long to wait for the last rank.
+        also: What may differ.
 
     Raises:
         ValueError: Digests differ; the message lists which ranks brought which text. On every rank.
@@ -44,6 +47,7 @@ def agree(store: Store, rank: int, world_size: int, digest: str, text: str, with
     room = PrefixStore(f"titan_mesh/agree/{call}", store)
     room.set(f"text/{rank}", f"{digest}|{text}")
     room.add(f"count/{digest}", 1)
+    room.add(f"also/{also}", 1)
     if room.add("arrived", 1) == world_size:
         room.set("gate", "open")
     try:
@@ -52,6 +56,7 @@ def agree(store: Store, rank: int, world_size: int, digest: str, text: str, with
         raise RuntimeError(_absent(room, world_size, within)) from err
     if room.add(f"count/{digest}", 0) != world_size:
         raise ValueError(_disagreement(room, world_size))
+    return room.add(f"also/{also}", 0) == world_size
 
 
 def _absent(room: Store, world_size: int, within: timedelta) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mesh.groups.agree import agree
 from titan_mesh.groups.pool import GroupPool
-from titan_mesh.groups.torch_private import default_store, forget_meshes, timeout_of
+from titan_mesh.groups.torch_private import default_group, default_store, forget_meshes, groups_so_far, timeout_of
 from titan_mesh.layout.layout import Layout
 from titan_mesh.layout.spec import EXPERT_AXES
 from titan_mesh.nearest import nearest_name
@@ -65,12 +65,15 @@ def build_mesh(
     if owns_world:
         _init_world(layout, device_type, timeout)
     try:
+        alike = True
         if dist.get_backend() != "fake":  # simulated ranks: nobody to compare with
             text = f"{str(layout.spec) or 'one rank'} on {layout.num_ranks} ranks"
-            agree(default_store(), dist.get_rank(), dist.get_world_size(), layout.digest(), text, agree_within)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            alike = agree(default_store(), rank, size, layout.digest(), text, agree_within, also=groups_so_far())
         if layout.num_ranks != dist.get_world_size():
             raise ValueError(_world_message(layout, dist.get_world_size()))
-        pool = GroupPool(timeout)
+        bound = getattr(default_group(), "bound_device_id", None) is not None  # every rank takes part in a split
+        pool = GroupPool(timeout, local=alike and not bound)
         groups = {
             name: pool.join(name, layout.groups(name), backends.get(name), options.get(name)) for name in layout.names
         }
@@ -78,7 +81,7 @@ def build_mesh(
         if owns_world:
             dist.destroy_process_group()
         raise
-    return Mesh(layout, device_type, groups, pool.created, owns_world=owns_world)
+    return Mesh(layout, device_type, groups, pool, owns_world=owns_world)
 
 
 class Mesh:
@@ -99,7 +102,7 @@ class Mesh:
         layout: Layout,
         device_type: str,
         groups: Mapping[str, ProcessGroup],
-        created: Sequence[ProcessGroup],
+        pool: GroupPool,
         *,
         owns_world: bool,
     ) -> None:
@@ -107,7 +110,7 @@ class Mesh:
         self.device_type = device_type
         self.global_rank = dist.get_rank()
         self._groups = dict(groups)
-        self._created = list(created)
+        self._pool = pool
         self._owns_world = owns_world
         self._closed = False
         _open.add(self)
@@ -221,8 +224,8 @@ class Mesh:
             return
         if barrier:
             dist.barrier()
-        _closing.extend(self._created)
-        self._created.clear()
+        _closing.extend(self._pool.created)
+        self._pool.created.clear()
         others = list(_open)
         if others:
             others[0]._owns_world |= self._owns_world

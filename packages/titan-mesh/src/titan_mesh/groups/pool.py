@@ -4,10 +4,13 @@ Problem: torch makes one communicator for each axis of each mesh, even where two
 ``dp_shard`` without context parallelism); each costs memory and start-up time. It also forgets the time limit: a
 subgroup gets torch's default of half an hour (ten minutes for NCCL), whatever `init_process_group` was told.
 
-Idea: a pool keyed by ranks. Every rank walks the same groups in the same order, as ``new_group`` demands. The group of
-all ranks is the default group, if its time limit and backend are the wanted ones. With an eagerly connected NCCL
-(``init_process_group(device_id=…)``), one ``split_group`` an axis replaces one ``new_group`` a group, as each of those
-would be a collective over the whole world.
+Idea: a pool keyed by ranks. The group of all ranks is the default group, if its time limit and backend are the wanted
+ones. Each rank makes only the groups that it is in, one an axis (``use_local_synchronization``): 5 to 11 calls, where
+walking all groups of 2,048 ranks is thousands, each a barrier of the world under ``TORCH_DIST_INIT_BARRIER=1``. Members
+meet at a name that torch counts on each rank, so all must have made equally many groups before. Where they have not
+(`build` compares) every rank walks the same groups in the same order. With an
+eagerly connected NCCL (``init_process_group(device_id=…)``), one ``split_group`` an axis replaces one ``new_group`` a
+group, as each of those would be a collective over the whole world.
 """
 
 from collections.abc import Sequence
@@ -26,8 +29,10 @@ class GroupPool:
     created: list[ProcessGroup]
     """Groups made here that this rank is in, in order; the default group is not among them."""
 
-    def __init__(self, timeout: timedelta | None) -> None:
+    def __init__(self, timeout: timedelta | None, *, local: bool) -> None:
+        """Start empty; ``local``: each rank makes only its own groups. The same on every rank."""
         self.created = []
+        self.local = local
         self._world = default_group()
         self._timeout = timeout_of(self._world) if timeout is None else timeout
         # Options are compared by identity: two names with their own options get their own groups.
@@ -45,16 +50,16 @@ class GroupPool:
         rank = dist.get_rank()
         mine = next(ranks for ranks in partition if rank in ranks)
         keys = {ranks: (ranks, backend, None if options is None else id(options)) for ranks in partition}
-        missing = [ranks for ranks in partition if keys[ranks] not in self._known]
-        if missing and self._is_world(missing[0], backend, options):
-            self._known[keys[missing[0]]] = self._world
-        elif missing:
-            if options is not None:
-                options._timeout = self._timeout  # torch warns, and takes the argument, if the two differ
-            made = self._make(f"titan_{name}", missing, backend, options)
-            self._known |= {keys[ranks]: made if ranks == mine else None for ranks in missing}
-            if made is not None:
+        # If one is missing all are made, so that every rank makes equally many.
+        if any(key not in self._known for key in keys.values()):
+            if self._is_world(mine, backend, options):
+                made = self._world
+            else:
+                if options is not None:
+                    options._timeout = self._timeout  # torch warns, and takes the argument, if the two differ
+                made = self._make(f"titan_{name}", mine, partition, backend, options)
                 self.created.append(made)
+            self._known |= {key: made if ranks == mine else None for ranks, key in keys.items()}
         group = self._known[keys[mine]]
         assert group is not None
         return group
@@ -66,19 +71,28 @@ class GroupPool:
         return same_backend and timeout_of(self._world) in (None, self._timeout)
 
     def _make(
-        self, description: str, missing: Sequence[tuple[int, ...]], backend: str | None, options: Any
-    ) -> ProcessGroup | None:
-        """Make one group for each of ``missing``; this rank's, or None if it is in none of them."""
+        self,
+        description: str,
+        mine: tuple[int, ...],
+        partition: Sequence[tuple[int, ...]],
+        backend: str | None,
+        options: Any,
+    ) -> ProcessGroup:
+        """Make the group of ``partition`` that holds this rank, and the others where ranks walk all."""
         if backend is None and getattr(self._world, "bound_device_id", None) is not None:
             split = dist.split_group(
-                self._world, [list(ranks) for ranks in missing], self._timeout, options, description
+                self._world, [list(ranks) for ranks in partition], self._timeout, options, description
             )
-            return split if isinstance(split, ProcessGroup) else None
-        mine: ProcessGroup | None = None
-        for ranks in missing:
-            group = dist.new_group(
-                list(ranks), timeout=self._timeout, backend=backend, pg_options=options, group_desc=description
+            return cast(ProcessGroup, split)
+        made = {
+            ranks: dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                backend=backend,
+                pg_options=options,
+                use_local_synchronization=self.local,
+                group_desc=description,
             )
-            if dist.get_rank() in ranks:
-                mine = cast(ProcessGroup, group)
-        return mine
+            for ranks in ([mine] if self.local else partition)
+        }
+        return cast(ProcessGroup, made[mine])

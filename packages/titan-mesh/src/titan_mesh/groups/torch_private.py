@@ -6,6 +6,8 @@ Checked on torch 2.11 and 2.15 (`tests/test_torch_private.py` names them and fai
   opening a second one would need a second port.
 - ``ProcessGroup._device_types``, ``ProcessGroup._get_backend(device).options._timeout``: a group's time limit, which
   torch lets a caller set and not read.
+- ``distributed_c10d._world.group_count``, ``.pg_names``: what names of groups are counted by. Members of a group that only
+  they make (``use_local_synchronization``) take its name from one or the other, by version, and meet at that name.
 - ``torch.distributed.tensor.debug._clear_sharding_prop_cache``: DTensor caches the layout of results by the layout of
   arguments, and takes two meshes for one if their ranks and names are equal. What it returns holds the first of them.
 """
@@ -41,6 +43,12 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
         if options is not None:
             return options._timeout
     return None
+
+
+def groups_so_far() -> str:
+    """The counters that this rank's next group is named by."""
+    world = cast(Any, c10d)._world
+    return f"{world.group_count} {len(world.pg_names)}"
 
 
 def forget_meshes() -> None:

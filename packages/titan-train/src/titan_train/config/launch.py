@@ -81,7 +81,7 @@ class LaunchConfig:
     """Seconds a collective may take during start-up, a save or a validation before the run fails."""
 
     step_timeout_s: float = 120.0
-    """Seconds a collective may take after the first step; 0 keeps timeout_s."""
+    """Seconds a collective may take after the first step; 0 keeps timeout_s, as does a run that compiles."""
 
     max_restarts: int = 3
     """Restarts from the last finished checkpoint within restart_window_s before the run gives up; 0 never restarts."""

@@ -25,9 +25,11 @@ class Phase(IntEnum):
     TRAIN = 1
     SAVE = 2
     VALIDATE = 3
-    STOPPED = 4
+    COMPILE = 4
+    """Compiling a shape that is new in the middle of the run."""
+    STOPPED = 5
     """Ended by request, with everything saved."""
-    FINISHED = 5
+    FINISHED = 6
     """All steps made."""
 
 

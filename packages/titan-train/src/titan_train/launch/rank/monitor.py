@@ -1,7 +1,13 @@
-"""A rank's side of being watched: heartbeats, injected faults, time-outs that tighten once the run steps."""
+"""A rank's side of being watched: heartbeats, injected faults, time-outs that tighten once the run steps.
+
+Compiled runs compile again when a shape is new, often on one rank alone, in the middle of a step, for minutes. Its peers
+wait in collectives, whose time-out was set before anybody knew. So where anything was compiled, collectives keep the long
+time-out of the start, and the rank that compiles says so in its heartbeat, which the launcher judges hangs by.
+"""
 
 import contextlib
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -33,12 +39,15 @@ class RankMonitor(StepMonitor):
         self._injector = Injector(parse_faults(launch.faults), rank, run_dir)
         self._long_s = launch.timeout_s
         self._short_s = launch.step_timeout_s or launch.timeout_s
+        self._compiled = False  # anything, so far
+        self._phase = Phase.STARTING
         self._ready = ready  # set at the first step, when the trainer handles signals
         self._step = 0
         self._met: float | None = None  # when this rank last left the others: after a step, a save, a validation
         self._alone: deque[float] = deque(maxlen=_WINDOW)
         self._together: deque[float] = deque(maxlen=_WINDOW)
         heartbeat.write(Phase.STARTING, 0)
+        self._callbacks: Any = None
 
     def measured(self, meter: CollectiveMeter) -> None:
         """Let a slow link be injected."""
@@ -55,6 +64,7 @@ class RankMonitor(StepMonitor):
     def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Called before the step, after the batch is loaded and before any collective."""
         self._ready.set()
+        self._watch_compiler()
         self._step = step - 1
         if self._heartbeat.from_step < 0:
             self._heartbeat.from_step = step - 1
@@ -71,7 +81,7 @@ class RankMonitor(StepMonitor):
         self._together.append(self._met - self._began)
         self._step = step
         if len(self._together) == 1:
-            set_collective_timeout(self._short_s)
+            self._tighten()
         self._write(Phase.TRAIN)
 
     @contextlib.contextmanager
@@ -82,7 +92,7 @@ class RankMonitor(StepMonitor):
         set_collective_timeout(self._long_s)
         with self._injector.during_save(step) if name == "save" else contextlib.nullcontext():
             yield
-        set_collective_timeout(self._short_s)
+        self._tighten()
         self._met = time.monotonic()
         self._write(Phase.TRAIN)
 
@@ -90,7 +100,27 @@ class RankMonitor(StepMonitor):
         """Note that the trainer returned after ``step``."""
         self._heartbeat.write(Phase.FINISHED if step >= total_steps else Phase.STOPPED, step)
 
+    def compiling(self, now: bool) -> None:
+        """Note that a compilation begins or ends, in any thread that waits for it."""
+        self._compiled = True
+        if now and self._phase is Phase.TRAIN:
+            self._write(Phase.COMPILE)
+        elif not now and self._phase is Phase.COMPILE:
+            self._write(Phase.TRAIN)
+
+    def _watch_compiler(self) -> None:
+        """Be told of compilations, from when Dynamo is loaded: nothing compiles before."""
+        if self._callbacks is None and "torch._dynamo.callback" in sys.modules:
+            self._callbacks = sys.modules["torch._dynamo.callback"].callback_handler
+            self._callbacks.register_start_callback(lambda _: self.compiling(True))
+            self._callbacks.register_end_callback(lambda _: self.compiling(False))
+
+    def _tighten(self) -> None:
+        """The time-out of collectives while the run steps."""
+        set_collective_timeout(self._long_s if self._compiled else self._short_s)
+
     def _write(self, phase: Phase) -> None:
+        self._phase = phase
         # the first steps warm up at different speeds, which says nothing about the ranks
         alone = _median(self._alone) if len(self._alone) >= _WARM_UP else 0.0
         together = _median(self._together)

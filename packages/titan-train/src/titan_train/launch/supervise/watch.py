@@ -22,9 +22,9 @@ class Hang:
 def find_hang(beats: Mapping[int, Beat], launch: LaunchConfig) -> Hang | None:
     """Whether a step takes too long.
 
-    The limit is ``hang_factor`` times the median step, at least ``hang_least_s``. While a rank saves or validates, and
-    before the first step (which may compile), there is no median to compare with: the limit is three times ``timeout_s``,
-    so that a collective's own time-out, which knows more, comes first.
+    The limit is ``hang_factor`` times the median step, at least ``hang_least_s``. While a rank saves, validates or compiles
+    a new shape, and before the first step (which may compile), there is no median to compare with: the limit is three times
+    ``timeout_s``, so that a collective's own time-out, which knows more, comes first.
     """
     running = [beat for beat in beats.values() if beat.phase not in (Phase.STOPPED, Phase.FINISHED)]
     if launch.hang_factor == 0 or not running:

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch.distributed as dist
 from titan_fsdp import clean_fqn
+from titan_mesh import timeout_of
 from torch import nn
 
 from titan_train.parallel.param_shard import ParamShard, slice_parameter
@@ -103,7 +104,10 @@ class _Cutter:
             ranks = dist.get_process_group_ranks(self.group)
             first = self.group.rank() // copies * copies
             mine = ranks[first : first + copies]
-            made = self.group if copies == len(ranks) else dist.new_group(mine, use_local_synchronization=True)
+            made = self.group
+            if copies < len(ranks):
+                limit = timeout_of(self.group)
+                made = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
             self._replicas[copies] = cast(dist.ProcessGroup, made)
         return self._replicas[copies]
 
