@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
     from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
     from titan_fsdp.wrapping.apply import applied_plan
+    from titan_fsdp.wrapping.powersgd import PowerSGD, gradient_compression
 
 _ON_USE = {
     "accumulate": "titan_fsdp.training.accumulate",
@@ -35,6 +36,8 @@ _ON_USE = {
     "Verification": "titan_fsdp.training.verify",
     "verify": "titan_fsdp.training.verify",
     "applied_plan": "titan_fsdp.wrapping.apply",
+    "PowerSGD": "titan_fsdp.wrapping.powersgd",
+    "gradient_compression": "titan_fsdp.wrapping.powersgd",
 }
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "PlannedParam",
     "PlannedUnit",
     "Policy",
+    "PowerSGD",
     "Prefetch",
     "Sizes",
     "Unit",
@@ -63,6 +67,7 @@ __all__ = [
     "eval_mode",
     "full_state_dict",
     "generator_for",
+    "gradient_compression",
     "is_dtensor",
     "materialize",
     "named_parameters",

@@ -57,6 +57,8 @@ REFUSALS = (
             {"parallel": {"pp": 2, "accumulate": "zero1"}, "train": {"global_batch": 16}}),
     Refusal("DDP that offloads parameters", {"parallel": {"mode": "ddp", "offload": "cpu"}}),
     Refusal("a compressed reduction that only DDP has", {"parallel": {"compress": "powersgd"}}),
+    Refusal("steps computed again with PowerSGD",
+            {"parallel": {"mode": "ddp", "compress": "powersgd"}, "train": {"rerun_above": 2.0}}),
     Refusal("HSDP on ranks that do not make two degrees", {"parallel": {"mode": "hsdp"}}, ranks=2),
     Refusal("a CUDA graph of several ranks", {"compile": {"cudagraphs": True}}, ranks=2),
     Refusal("a CUDA graph on the CPU", {"compile": {"cudagraphs": True}, "launch": {"device": "cpu"}}, ranks=1),

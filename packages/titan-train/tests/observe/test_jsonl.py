@@ -44,6 +44,15 @@ def test_a_line_is_strict_json_even_when_the_loss_is_not_a_number(tmp_path, step
     assert record.grad_norm == -math.inf
 
 
+def test_tables_of_an_event_may_hold_what_is_not_finite(tmp_path):
+    """A step whose gradient is not finite reports its layers' norms like any other."""
+    tracker = JsonlTracker(tmp_path)
+    tracker.log_event("groups", step=1, norms={"layers.0": math.nan, "other": math.inf}, rates=[1e-3, -math.inf])
+    tracker.close()
+    (event,) = read_metrics(tmp_path).events
+    assert event.fields == {"norms": {"layers.0": None, "other": math.inf}, "rates": [1e-3, -math.inf]}
+
+
 def test_resuming_drops_later_steps_so_that_none_is_counted_twice(tmp_path, step_record):
     first = JsonlTracker(tmp_path)
     for step in range(1, 11):

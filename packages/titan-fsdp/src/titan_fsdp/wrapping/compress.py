@@ -4,8 +4,7 @@ A plain bfloat16 reduce-scatter rounds after every addition, so its error grows 
 its contribution once, an all-to-all brings every shard's contributions to their owner (the same bytes a
 reduce-scatter moves), and the owner sums them in float32. Cost: a receive buffer of the input's size in bfloat16.
 
-PowerSGD and the fp16/bf16 hooks of DistributedDataParallel are torch's; here they only get the divide factor.
-Paper: Vogels et al., PowerSGD, NeurIPS 2019.
+The fp16/bf16 hooks of DistributedDataParallel are torch's; here they only get the divide factor.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.planning.policy import Policy
+from titan_fsdp.wrapping.powersgd import PowerSGD
 
 
 class Bf16ReduceScatter:
@@ -53,15 +53,12 @@ def register_ddp_hook(model: DistributedDataParallel, policy: Policy, group: dis
     ranks = group.size()
     state: Any = group
     if policy.comm.ddp_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=group,
-            matrix_approximation_rank=policy.comm.powersgd_rank,
-            start_powerSGD_iter=policy.comm.powersgd_start_step,
-        )
+        state = PowerSGD(model, group, rank=policy.comm.powersgd_rank, start_step=policy.comm.powersgd_start_step)
+        model.gradient_compression = state
     hooks: dict[str | None, Callable[[Any, Any], Any]] = {
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
-        "powersgd": powerSGD_hook.powerSGD_hook,
+        "powersgd": PowerSGD.reduce,
     }
     hook = hooks[policy.comm.ddp_hook]
     scale = (

@@ -238,24 +238,29 @@ def lines_of(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None
 
 
 def encode_line(line: dict[str, object]) -> bytes:
-    """One line of JSON, with null for NaN and 1e999 for infinity.
+    """One line of JSON, with null for NaN and 1e999 for infinity, in lists and tables too.
 
     Raises:
         ValueError: If a value is not a JSON value; the message names its key.
     """
     parts: list[str] = []
     for key, value in line.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            text = "null" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
-        else:
-            try:
-                text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-            except (TypeError, ValueError) as err:
-                raise ValueError(
-                    f"{key}={value!r} is not a JSON value; log a number, a string or a list of them."
-                ) from err
-        parts.append(f"{json.dumps(key)}:{text}")
+        try:
+            parts.append(f"{json.dumps(key)}:{_json(value)}")
+        except (TypeError, ValueError) as err:
+            raise ValueError(f"{key}={value!r} is not a JSON value; log a number, a string or a list of them.") from err
     return ("{" + ",".join(parts) + "}\n").encode()
+
+
+def _json(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "null" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+        return "{" + ",".join(f"{json.dumps(str(key))}:{_json(inner)}" for key, inner in items) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_json, cast("list[object]", value))) + "]"
+    return json.dumps(value, allow_nan=False)
 
 
 def _late_lines(path: Path, start: int, step: int) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -52,6 +52,12 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     _check_wrapping_patterns(config, layout, model)
     check_kernels(config, model, tp=spec.tp)
     _check_plan(config, layout, model)
+    if config.train.rerun_above and parallel.compress == "powersgd":
+        raise ValueError(
+            f"train.rerun_above={config.train.rerun_above} and parallel.compress='powersgd': what compression did not send is "
+            "added to the next gradient, so a step that is computed again differs on sound hardware. Set train.rerun_above=0, or "
+            "parallel.compress='bf16'."
+        )
     task = task or load_task(config)
     task.check(config, model)
     if spec.tp > 1:

@@ -5,7 +5,7 @@
 - `validate`: the loss on held-out data. `whole_model`: what the task samples then, with the model as one module.
 - `measure`: where the time of steps goes. `profile`: traces of some. `inspect_step`: the activations of one.
 - `process`: the rank's device, seeds and garbage collection. `step_random`: the random numbers of each step.
-- `reduce_scope`: what this rank contributes to sums over all ranks.
+- `reduce_scope`: what this rank contributes to sums over all ranks. `rank_state`: what it saves beside tensors of the model.
 - `warm_start`: start from published weights. `published_tokenizer`: with their tokenizer.
 - `monitor`: what the trainer reports to its launcher. `signals`: requests to stop or to save.
 """

@@ -149,6 +149,10 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             if not skipped:
                 self._optimizer.step()
+            else:
+                for hook in map(fsdp.gradient_compression, self._model.parts):
+                    if hook is not None:
+                        hook.forget()  # it would add what is not finite to the next gradient
             self._forget_gradients()
         flags = tuple(flag > 0 for flag in agreed)
         return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing), verdict)

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, LocalShard, TrainState
@@ -49,6 +48,7 @@ from titan_train.train.monitor import StepMonitor
 from titan_train.train.process import CollectedTogether, device_name, device_of, set_seeds
 from titan_train.train.profile import StepProfile
 from titan_train.train.published_tokenizer import check_tokenizer
+from titan_train.train.rank_state import RankState
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.signals import SaveRequests
 from titan_train.train.step import OptimizerStep, StepResult, Stopwatch
@@ -430,7 +430,7 @@ class Trainer:
             shards=self._shards(),
             optim=self.optimizer,
             sched=self.scheduler,
-            data=_DataPosition(self._loader, self.config.checkpoint.allow_data_change),
+            data=RankState(self._loader, self.config.checkpoint.allow_data_change, self.model.parts),
             rng=False,  # each step is seeded
         )
 
@@ -500,17 +500,3 @@ class Trainer:
         log.info(text)
         if self._progress is not None:
             self._progress.message(text)
-
-
-class _DataPosition:
-    """The loader's few integers, the same on every rank, so that any number of ranks can continue from them."""
-
-    def __init__(self, loader: DataLoader, allow_change: bool) -> None:
-        self._loader = loader
-        self._allow_change = allow_change
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._loader.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self._loader.load_state_dict(state, allow_data_change=self._allow_change)
