@@ -1,13 +1,17 @@
+import importlib.metadata
 import importlib.util
 import logging
 import math
 import sys
+import threading
+import time
 import types
 
 import pytest
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe import (
     JsonlTracker,
+    StepRecord,
     TensorBoardTracker,
     ValidationRecord,
     WandbTracker,
@@ -15,7 +19,8 @@ from titan_train.observe import (
     check_trackers,
     read_metrics,
 )
-from titan_train.observe.trackers.build import _UntilItFails
+from titan_train.observe.trackers import registry
+from titan_train.observe.trackers.beside import TrackerBeside
 
 VALIDATION = ValidationRecord(step=2, loss=3.0, bits_per_byte=1.5, tokens=10)
 
@@ -91,6 +96,7 @@ def wandb_runs(monkeypatch):
     module.__spec__ = importlib.util.spec_from_loader("wandb", loader=None)
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     return runs
 
 
@@ -120,29 +126,137 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path, wandb_runs, step_
     assert wandb_runs[0].finished == 1
 
 
-def test_a_dashboard_that_fails_is_dropped_with_one_warning(tmp_path, wandb_runs, step_record, caplog):
-    jsonl, wandb = build_trackers(MetricsConfig(wandb=True), tmp_path)
+class Dashboard:
+    """A tracker of another package, whose server can be down."""
 
-    def fail(values: object) -> None:
-        raise ConnectionError("no route to host")
+    def __init__(self) -> None:
+        self.down: Exception | None = None
+        self.hangs = threading.Event()
+        self.hangs.set()
+        self.opened: list[int] = []
+        self.taken: list[int] = []
 
-    wandb_runs[0].log = fail
+    def __call__(self, run_dir: object, *, resume_step: int) -> "Dashboard":
+        self.opened.append(resume_step)
+        self._answer()
+        return self
+
+    def _answer(self) -> None:
+        self.hangs.wait(60)
+        if self.down is not None:
+            raise self.down
+
+    def log_step(self, record: StepRecord) -> None:
+        self._answer()
+        self.taken.append(record.step)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def dashboard(monkeypatch):
+    made = Dashboard()
+    entry = importlib.metadata.EntryPoint("mine", "ignored", registry.GROUP)
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: made)
+    monkeypatch.setattr(registry, "_other_packages", lambda: {"mine": entry})
+    monkeypatch.setattr(TrackerBeside.__init__, "__kwdefaults__", {"retry_s": (0.01, 0.02)})
+    return made
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_dashboard_that_is_down_at_a_restart_does_not_end_the_run_and_gets_its_records_later(
+    tmp_path, dashboard, step_record, caplog
+):
+    dashboard.down = ConnectionError("no route\nto host")
     with caplog.at_level(logging.WARNING):
-        for step in (1, 2, 3):
-            for tracker in (jsonl, wandb):
-                tracker.log_step(step_record(step))
-        wandb.close()
+        jsonl, mine = build_trackers(MetricsConfig(trackers=("mine",)), tmp_path, resume_step=3)
+        for step in (4, 5):
+            jsonl.log_step(step_record(step))
+            mine.log_step(step_record(step))
+        wait_for(lambda: len(dashboard.opened) > 2)  # again and again
+        dashboard.down = None
+        wait_for(lambda: dashboard.taken == [4, 5])
+        mine.close()
     jsonl.close()
     assert [record.message for record in caplog.records] == [
-        "WandbTracker failed and is off from here on: no route to host"
+        "mine failed and is opened again later; the run goes on without it: no route to host"
     ]
-    assert len(read_metrics(tmp_path).steps) == 3
+    assert set(dashboard.opened) == {3}
+    assert len(read_metrics(tmp_path).steps) == 2
+
+
+def test_a_dashboard_that_fails_on_the_way_is_opened_again_after_one_warning(tmp_path, dashboard, step_record, caplog):
+    _, mine = build_trackers(MetricsConfig(trackers=("mine",)), tmp_path)
+    mine.log_step(step_record(1))
+    wait_for(lambda: dashboard.taken == [1])
+    dashboard.down = ConnectionError()
+    with caplog.at_level(logging.WARNING):
+        mine.log_step(step_record(2))  # is lost
+        wait_for(lambda: len(dashboard.opened) > 3)
+        dashboard.down = None
+        mine.log_step(step_record(3))
+        wait_for(lambda: dashboard.taken == [1, 3])
+        mine.close()
+        mine.close()
+    assert dashboard.opened[:2] == [0, 1]
+    assert len(caplog.records) == 1
+    assert "ConnectionError" in caplog.records[0].message
+
+
+def test_training_waits_for_no_dashboard(tmp_path, dashboard, step_record, monkeypatch, caplog):
+    monkeypatch.setattr("titan_train.observe.trackers.beside._CLOSE_S", 0.1)
+    dashboard.hangs.clear()
+    started = time.monotonic()
+    _, mine = build_trackers(MetricsConfig(trackers=("mine",)), tmp_path, resume_step=3)
+    for step in range(4, 10_010):
+        mine.log_step(step_record(step))
+    mine.close()
+    assert time.monotonic() - started < 30  # a server that is down takes minutes
+    dashboard.hangs.set()
+    assert [record.message for record in caplog.records] == [
+        "mine is 10,000 records behind; it will lack the oldest, which metrics.jsonl has",
+        "mine did not end within 0.1 s; it may lack the last records, which metrics.jsonl has",
+    ]
+    wait_for(lambda: len(dashboard.taken) == 10_000)
+
+
+def test_wandb_without_a_key_is_refused_before_it_could_ask(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_DISABLED",
+        "NETRC",
+        "WANDB_BASE_URL",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    config = MetricsConfig(trackers=("wandb",))
+    for call in (lambda: check_trackers(config), lambda: build_trackers(config, tmp_path)):
+        with pytest.raises(ValueError, match=r"finds no key. Run `wandb login`, or set WANDB_API_KEY"):
+            call()
+    (tmp_path / ".netrc").write_text("machine example.org login user password x\n")
+    with pytest.raises(ValueError, match="no key"):
+        check_trackers(config)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    check_trackers(config)
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_trackers(config)
 
 
 def test_metrics_jsonl_itself_may_fail_loudly(tmp_path, step_record):
     (tracker,) = build_trackers(MetricsConfig(), tmp_path)
     assert isinstance(tracker, JsonlTracker)
-    assert not isinstance(tracker, _UntilItFails)
     tracker.close()
 
 

@@ -2,6 +2,7 @@
 
 ================  ======================================================================
 `build`           open the trackers that a configuration names
+`beside`          a tracker on a thread of its own, opened again when it fails
 `registry`        trackers by name, those of other packages included
 `scalars`         a record as named numbers
 `tensorboard`     TensorBoard event files

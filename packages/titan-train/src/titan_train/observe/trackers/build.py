@@ -1,36 +1,32 @@
-"""Open the trackers that a configuration names.
+"""Open the trackers that a configuration names."""
 
-A run must not die because a dashboard's server does: a tracker that fails while the run is going is dropped with one
-warning. `metrics.jsonl` has no such grace: a disk that cannot take it cannot take a checkpoint either.
-"""
-
-import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe.jsonl import JsonlTracker
-from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
+from titan_train.observe.records import Tracker
+from titan_train.observe.trackers.beside import TrackerBeside
 from titan_train.observe.trackers.registry import check_tracker, find_tracker
-from titan_train.observe.trackers.wandb import WandbTracker
-
-log = logging.getLogger(__name__)
+from titan_train.observe.trackers.wandb import WandbTracker, check_login
 
 
 def check_trackers(config: MetricsConfig) -> None:
-    """Check that the wanted trackers exist and that their packages are installed, without importing them.
+    """Check that the wanted trackers exist, that their packages are installed, and that wandb finds a key, importing none.
 
     Only one rank opens trackers, but every rank can call this, so that all of them refuse alike.
 
     Raises:
-        ValueError: A tracker that does not exist, or whose package is missing; the message names the extra to install.
+        ValueError: A tracker that does not exist, or whose package or key is missing; the message says what to do.
     """
     for name, setting in _wanted(config).items():
         check_tracker(name, setting)
+        if name == "wandb":
+            check_login(setting)
 
 
 def build_trackers(config: MetricsConfig, run_dir: str | Path, resume_step: int = 0) -> list[Tracker]:
-    """Open the run's trackers. Call it on one rank only; `metrics.jsonl` is always the first.
+    """Open the run's trackers, each on a thread of its own; `metrics.jsonl` is always the first. Call it on one rank only.
 
     Args:
         config: Which trackers.
@@ -38,18 +34,19 @@ def build_trackers(config: MetricsConfig, run_dir: str | Path, resume_step: int 
         resume_step: The step training continues from; what was logged about later steps is dropped.
 
     Raises:
-        ValueError: The package of a wanted tracker is missing.
+        ValueError: A new run's trackers cannot work, as `check_trackers` finds. A run that continues goes on without them.
     """
-    check_trackers(config)
+    if resume_step == 0:
+        check_trackers(config)
     run_dir = Path(run_dir)
-    trackers: list[Tracker] = [JsonlTracker(run_dir, resume_step=resume_step)]
-    for name in _wanted(config):
+
+    def opened(name: str, step: int) -> Tracker:
         if name == "wandb":
-            made: Tracker = WandbTracker(run_dir, project=config.wandb_project, resume_step=resume_step)
-        else:
-            made = find_tracker(name)(run_dir, resume_step=resume_step)
-        trackers.append(_UntilItFails(made))
-    return trackers
+            return WandbTracker(run_dir, project=config.wandb_project, resume_step=step)
+        return find_tracker(name)(run_dir, resume_step=step)
+
+    record = JsonlTracker(run_dir, resume_step=resume_step)
+    return [record, *(TrackerBeside(name, partial(opened, name), resume_step) for name in _wanted(config))]
 
 
 def _wanted(config: MetricsConfig) -> dict[str, str]:
@@ -57,31 +54,3 @@ def _wanted(config: MetricsConfig) -> dict[str, str]:
     switches = {"tensorboard": config.tensorboard, "wandb": config.wandb}
     wanted = {name: f"metrics.{name}=true" for name, on in switches.items() if on}
     return {name: f"metrics.trackers={list(config.trackers)!r}" for name in config.trackers} | wanted
-
-
-class _UntilItFails:
-    """A tracker that is dropped, with one warning, when it first raises."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker: Tracker | None = tracker
-
-    def log_step(self, record: StepRecord) -> None:
-        self._try(lambda tracker: tracker.log_step(record))
-
-    def log_validation(self, record: ValidationRecord) -> None:
-        self._try(lambda tracker: tracker.log_validation(record))
-
-    def log_event(self, kind: str, *, step: int, **fields: object) -> None:
-        self._try(lambda tracker: tracker.log_event(kind, step=step, **fields))
-
-    def close(self) -> None:
-        self._try(lambda tracker: tracker.close())
-
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        if self._tracker is None:
-            return
-        try:
-            call(self._tracker)
-        except Exception as err:  # whatever a third party's client raises, the run goes on
-            log.warning("%s failed and is off from here on: %s", type(self._tracker).__name__, err)
-            self._tracker = None

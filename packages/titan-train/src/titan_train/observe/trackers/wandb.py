@@ -1,6 +1,7 @@
 """Weights & Biases."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,39 @@ class WandbTracker:
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+def check_login(setting: str) -> None:
+    """Check that wandb can find a key, where it looks for one, without importing it: without one it asks or raises.
+
+    Args:
+        setting: What the user wrote to ask for the tracker, for the message.
+
+    Raises:
+        ValueError: It is to be online, and there is no key.
+    """
+    if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_DISABLED"):
+        return
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    # a key that was logged in with, or settings that may hold one, a mode or another server
+    places = [os.environ.get("NETRC") or "~/.netrc", "~/_netrc", folder / "settings", Path("wandb") / "settings"]
+    if not any(_speaks_of_wandb(Path(place).expanduser()) for place in places):
+        raise ValueError(
+            f"{setting}: Weights & Biases finds no key. Run `wandb login`, or set WANDB_API_KEY; with WANDB_MODE=offline it "
+            "needs none and `wandb sync` sends the run later."
+        )
+
+
+def _speaks_of_wandb(file: Path) -> bool:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    if file.name == "settings":
+        return any(word in text for word in ("mode", "base_url", "api_key"))
+    server = (
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0].partition(":")[0]
+    )
+    return any(word.partition(":")[0] in (server, "default") for word in text.split())
