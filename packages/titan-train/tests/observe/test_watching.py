@@ -108,7 +108,7 @@ def test_the_page_is_live_on_loopback_only(run_dir):
                 assert client.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
                 retry, data, *_ = client.get("/events").text.splitlines()
                 assert retry == "retry: 50"
-                assert json.dumps(data.removeprefix("data: ")) in page.text
+                assert f'data-state="{data.removeprefix("data: ")}"' in page.text
                 with (run_dir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"kind": "event", "event": "x", "step": 6, "time": 1.0}) + "\n")
                 assert client.get("/events").text.splitlines()[1] != data

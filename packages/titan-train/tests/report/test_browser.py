@@ -125,6 +125,28 @@ def test_a_report_with_every_section_shows_all_of_it_and_asks_for_nothing(browse
     page.close()
 
 
+@pytest.mark.parametrize("which", ["report", "comparison", "plan"])
+def test_a_script_that_got_past_the_escaping_does_not_run(which, browser, make_run, tmp_path):
+    from titan_train.planner.view.page import page as plan_page
+
+    file = tmp_path / "page.html"
+    if which == "report":
+        build_report(make_run(5), file)
+    elif which == "comparison":
+        compare_runs([make_run(5, name="one"), make_run(5, name="two")], file)
+    else:
+        file.write_text(plan_page())
+    framed = "<iframe srcdoc='<script>parent.evil = 1</script>'></iframe>"
+    evil = f"<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>{framed}"
+    for marker, expected in (("", False), (evil, True)):
+        (tmp_path / "opened.html").write_text(file.read_text().replace("</body>", f"{marker}</body>"))
+        page = browser.open((tmp_path / "opened.html").as_uri())
+        page.listen(0.3)
+        assert page.ask("window.evil === undefined")
+        assert bool(page.errors) == expected  # the browser says what it did not run
+        page.close()
+
+
 @contextmanager
 def served(run_dir, every_s=0.1):
     """The address of a run's live page."""

@@ -1,7 +1,7 @@
 """Requests with images, which the server does not take, are refused with what does."""
 
 import pytest
-from titan_train.serve.requests import BadRequestError, read_chat
+from titan_train.serve.requests import BadRequestError, Limits, read_chat
 
 
 def test_a_message_with_an_image_is_refused_with_what_takes_it():
@@ -10,4 +10,4 @@ def test_a_message_with_an_image_is_refused_with_what_takes_it():
     with pytest.raises(
         BadRequestError, match=r"messages\[0\].content holds a part that is not text\. .* generate --image"
     ):
-        read_chat({"messages": [{"role": "user", "content": content}]}, most=8)
+        read_chat({"messages": [{"role": "user", "content": content}]}, limits=Limits(8, 8, 1))

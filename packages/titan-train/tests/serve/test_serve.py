@@ -43,6 +43,7 @@ def client(run: LoadedRun) -> Iterator[Any]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60, trust_env=False) as client:
+        client.headers["Content-Type"] = "application/json"
         yield client
     server.should_exit = True
     thread.join(30)
@@ -138,6 +139,17 @@ def test_a_client_that_leaves_frees_the_model(client: Any) -> None:
         ("completions", {"prompt": "x" * 500, "max_tokens": 50, "stream": True}, 400, None, "has learned 512"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "surrogates not allowed"),
         ("completions", {"prompt": "x", "model": "gpt-9"}, 404, None, "'gpt-9' does not exist; this is 'tiny'"),
+        (
+            "completions",
+            {"prompt": "x" * 513, "max_tokens": 1},
+            400,
+            "prompt",
+            "has 513 tokens, and this server takes 512",
+        ),
+        ("completions", {"prompt": ["x"] * 9, "n": 2}, 400, "prompt", "18 answers are asked for"),
+        ("completions", {"prompt": "x", "n": 17}, 400, "n", "from 1 to 16"),
+        ("completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "16 texts of 256 characters"),
+        ("completions", {"prompt": "x", "stop": "a" * 257}, 400, "stop", "16 texts of 256 characters"),
         ("chat/completions", {"messages": []}, 400, "messages", "at least one message"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0]", "content must be a text"),
         ("completions", [1], 400, None, "must be a JSON object"),

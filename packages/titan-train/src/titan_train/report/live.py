@@ -3,7 +3,7 @@
 The page is made anew when a browser asks for it. A browser that shows it asks for the word every few seconds, as server-sent
 events do by themselves. When it is no longer the page's own, because `metrics.jsonl`, `pipeline.json` or `run.json` has
 changed or the run was killed, the browser loads the page again and keeps its place. While the folder cannot be read, the page
-says why. Only names of this machine are answered to.
+says why. Only this machine is answered (`LocalOnly`).
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -21,6 +20,7 @@ from titan_train.observe import read_run_info
 from titan_train.report.folder import attempts_of, read_folder
 from titan_train.report.page import render, report_page
 from titan_train.run_folder import run_status
+from titan_train.serve.loopback import LocalOnly
 
 _NEW = {"Cache-Control": "no-store"}
 
@@ -46,9 +46,8 @@ def build_live_app(run_dir: Path, *, every_s: float = 2.0) -> Starlette:
         event = f"retry: {1000 * every_s:.0f}\ndata: {_state(run_dir)}\n\n"
         return Response(event, headers=_NEW, media_type="text/event-stream")
 
-    hosts = ["127.0.0.1", "localhost", "[::1]"]
     routes = [Route("/", page), Route("/events", events)]
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
+    return Starlette(routes=routes, middleware=[Middleware(LocalOnly)])
 
 
 def _state(run_dir: Path) -> str:

@@ -1,7 +1,7 @@
 """The HTML report: what is on the page. How it looks is in `page/`: a template, a style sheet and a small script.
 
-The file asks nothing of the network, and its content security policy forbids that it could; a live page may ask its own
-server. Every text goes through the template's escaping; drawings are numbers made here.
+The file asks nothing of the network, and its content security policy forbids that it could, and that any script but its own
+runs; a live page may ask its own server. Every text goes through the template's escaping; drawings are numbers made here.
 """
 
 import json
@@ -29,6 +29,7 @@ from titan_train.report.ranks import rank_tables
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 from titan_train.report.timeline import memory_timeline, time_split
+from titan_train.trust.pages import content_policy
 
 REPORT_NAME = "report.html"
 _MOST_EVENTS = 200
@@ -134,8 +135,11 @@ def render(template: str, *, state: str = "", **values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(template)
-    return page.render(values | {"state": state, "style": _resource("style.css"), "script": _resource("chart.js")})
+    own = {"script": _resource("chart.js"), "live": _resource("live.js") if state else ""}
+    policy = content_policy(*filter(None, own.values()), connect=bool(state))
+    return environment.get_template(template).render(
+        values | own | {"state": state, "style": _resource("style.css"), "policy": policy}
+    )
 
 
 def event_label(kind: str) -> str:

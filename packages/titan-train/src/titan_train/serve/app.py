@@ -1,7 +1,7 @@
 """The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, and a page to chat in at ``/``.
 
-Only names of this machine are answered to, so that a web page elsewhere cannot reach the model by a name of its own that
-leads here.
+Only programs of this machine and the page itself are answered (`LocalOnly`). Memory is bounded by the settings: a request has at
+most so many answers, tokens in a prompt and new tokens, and only so many requests wait.
 """
 
 import contextlib
@@ -15,20 +15,27 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from titan_train.generation import LoadedRun, TextPiece
-from titan_train.serve.requests import Ask, BadRequestError, read_chat, read_completion
+from titan_train.serve.loopback import LocalOnly
+from titan_train.serve.requests import Ask, BadRequestError, Limits, read_chat, read_completion
 from titan_train.serve.worker import Worker
+from titan_train.trust.pages import content_policy
 
-_LARGEST_BODY = 4_000_000
+_LARGEST_BODY = 1_000_000
 
 
 def build_app(
-    run: LoadedRun, name: str, *, max_new_tokens: int = 512, compiled: bool = False, hosts: tuple[str, ...] = ()
+    run: LoadedRun,
+    name: str,
+    *,
+    max_new_tokens: int = 512,
+    max_prompt_tokens: int = 0,
+    max_answers: int = 16,
+    compiled: bool = False,
 ) -> Starlette:
     """The application.
 
@@ -36,10 +43,12 @@ def build_app(
         run: A loaded run.
         name: Of the model, as clients see it.
         max_new_tokens: Default and limit of one answer.
+        max_prompt_tokens: Limit of one prompt; 0 takes the length of the sequences that the model was trained on.
+        max_answers: Limit of one request: prompts times ``n``.
         compiled: As in `titan_train.generation.stream`.
-        hosts: Names to answer to beside those of loopback.
     """
-    server = _Server(run, name, max_new_tokens, compiled)
+    limits = Limits(max_new_tokens, max_prompt_tokens or run.config.model.seq_len, max_answers)
+    server = _Server(run, name, limits, compiled)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -52,11 +61,10 @@ def build_app(
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
     ]
-    allowed = ["localhost", "127.0.0.1", "[::1]", "testserver", *hosts]
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)],
+        middleware=[Middleware(LocalOnly)],
         exception_handlers={
             HTTPException: lambda request, err: _error(str(err.detail), status=err.status_code),  # type: ignore[attr-defined]
             BadRequestError: lambda request, err: _error(str(err), field=err.field),  # type: ignore[attr-defined]
@@ -65,16 +73,18 @@ def build_app(
 
 
 class _Server:
-    def __init__(self, run: LoadedRun, name: str, most: int, compiled: bool) -> None:
-        self.worker = Worker(run, compiled=compiled)
-        self._name, self._most = name, most
+    def __init__(self, run: LoadedRun, name: str, limits: Limits, compiled: bool) -> None:
+        self.worker = Worker(run, max_prompt_tokens=limits.prompt_tokens, compiled=compiled)
+        self._name, self._limits = name, limits
         self._since = int(time.time())
-        self._page = files("titan_train.serve").joinpath("chat.html").read_text(encoding="utf-8")
+        page = files("titan_train.serve").joinpath("chat.html").read_text(encoding="utf-8")
+        script = page.rpartition("<script>")[2].partition("</script>")[0]
+        self._page = page.replace("{{ policy }}", content_policy(script, connect=True))
 
     async def page(self, request: Request) -> Response:
         run = self.worker.run
         settings = {
-            "model": self._name, "chat": run.template is not None, "step": run.step, "max_tokens": self._most
+            "model": self._name, "chat": run.template is not None, "step": run.step, "max_tokens": self._limits.new_tokens
         }  # fmt: skip
         text = json.dumps(settings).replace("<", "\\u003c")
         return HTMLResponse(self._page.replace("{{ settings }}", text))
@@ -84,10 +94,10 @@ class _Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(read_completion(await self._body(request), most=self._most), chat=False)
+        return await self._answer(read_completion(await self._body(request), limits=self._limits), chat=False)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(read_chat(await self._body(request), most=self._most), chat=True)
+        return await self._answer(read_chat(await self._body(request), limits=self._limits), chat=True)
 
     async def _body(self, request: Request) -> Any:
         content = bytearray()

@@ -38,6 +38,22 @@ class BadRequestError(ValueError):
         self.field = field
 
 
+_MOST_STOPS = 16
+_LONGEST_STOP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for."""
+
+    new_tokens: int
+    """Of one answer."""
+    prompt_tokens: int
+    """Of one prompt."""
+    answers: int
+    """Prompts times ``n``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request, checked."""
@@ -55,8 +71,8 @@ class Ask:
     stream: bool
 
 
-def read_completion(body: Any, *, most: int) -> Ask:
-    """A request of ``/v1/completions``; ``most`` is the default and limit of new tokens.
+def read_completion(body: Any, *, limits: Limits) -> Ask:
+    """A request of ``/v1/completions``; the limit of new tokens is their default too.
 
     Raises:
         BadRequestError: Names the field.
@@ -66,10 +82,10 @@ def read_completion(body: Any, *, most: int) -> Ask:
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list) or not prompts or not all(isinstance(text, str) and text for text in prompts):
         raise BadRequestError("prompt must be a text of at least one character, or a list of such texts.", "prompt")
-    return _ask(fields, {"prompt"}, tuple(prompts), (), most)
+    return _ask(fields, {"prompt"}, tuple(prompts), (), limits)
 
 
-def read_chat(body: Any, *, most: int) -> Ask:
+def read_chat(body: Any, *, limits: Limits) -> Ask:
     """A request of ``/v1/chat/completions``.
 
     Raises:
@@ -79,7 +95,7 @@ def read_chat(body: Any, *, most: int) -> Ask:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message.", "messages")
-    return _ask(fields, {"messages"}, (), tuple(_message(m, i) for i, m in enumerate(messages)), most)
+    return _ask(fields, {"messages"}, (), tuple(_message(m, i) for i, m in enumerate(messages)), limits)
 
 
 def _object(body: Any) -> Mapping[str, Any]:
@@ -115,7 +131,7 @@ def _ask(
     own: set[str],
     prompts: tuple[str, ...],
     messages: tuple[dict[str, Any], ...],
-    most: int,
+    limits: Limits,
 ) -> Ask:
     for name, value in fields.items():
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
@@ -126,6 +142,15 @@ def _ask(
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(word, str) and word for word in stops):
         raise BadRequestError("stop must be a text, or a list of texts, none of them empty.", "stop")
+    if len(stops) > _MOST_STOPS or any(len(word) > _LONGEST_STOP for word in stops):
+        raise BadRequestError(f"stop may hold {_MOST_STOPS} texts of {_LONGEST_STOP} characters at most.", "stop")
+    rows_each = _integer(fields, "n", default=1, least=1, greatest=limits.answers)
+    if rows_each * max(len(prompts), 1) > limits.answers:
+        raise BadRequestError(
+            f"{rows_each * len(prompts)} answers are asked for (prompts times n), and this server gives {limits.answers} at a "
+            "time. Send fewer prompts, or start the server with a larger --max-answers.",
+            "prompt",
+        )
     limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     stream = fields.get("stream") or False
     if not isinstance(stream, bool):
@@ -134,8 +159,8 @@ def _ask(
         prompts=prompts,
         messages=messages,
         sampling=_sampling(fields),
-        max_new_tokens=_integer(fields, limit, default=most, least=1, greatest=most),
-        rows_each=_integer(fields, "n", default=1, least=1, greatest=16),
+        max_new_tokens=_integer(fields, limit, default=limits.new_tokens, least=1, greatest=limits.new_tokens),
+        rows_each=rows_each,
         seed=_integer(fields, "seed", default=0, least=0, greatest=2**62),
         stop=tuple(stops),
         stream=stream,

@@ -15,9 +15,10 @@ from titan_train.serve.requests import Ask, BadRequestError, seeds_of
 class Worker:
     """Answers requests with a run's model."""
 
-    def __init__(self, run: LoadedRun, *, compiled: bool = False) -> None:
-        """Take a loaded run; ``compiled`` as in `titan_train.generation.stream`."""
+    def __init__(self, run: LoadedRun, *, max_prompt_tokens: int, compiled: bool = False) -> None:
+        """Take a loaded run, and the limit of a prompt; ``compiled`` as in `titan_train.generation.stream`."""
         self.run = run
+        self._most = max_prompt_tokens
         self._compiled = compiled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
@@ -25,7 +26,7 @@ class Worker:
         """Token ids of every row of a request.
 
         Raises:
-            BadRequestError: The conversation cannot be written, or a text not be encoded.
+            BadRequestError: The conversation cannot be written, a text not be encoded, or one has too many tokens.
         """
         try:
             if ask.messages:
@@ -34,6 +35,12 @@ class Worker:
                 rows = [encode_prompt(self.run, prompt) for prompt in ask.prompts]
         except (ValueError, UnicodeError) as err:
             raise BadRequestError(str(err), "messages" if ask.messages else "prompt") from err
+        if (longest := max(map(len, rows))) > self._most:
+            raise BadRequestError(
+                f"a prompt has {longest} tokens, and this server takes {self._most}. Send a shorter one, or start the server "
+                "with a larger --max-prompt-tokens.",
+                "messages" if ask.messages else "prompt",
+            )
         return [row for row in rows for _ in range(ask.rows_each)]
 
     async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncIterator[TextPiece]:

@@ -18,6 +18,7 @@ from titan_train.planner.model.families import find_shape
 from titan_train.planner.model.flops import flops_per_token
 from titan_train.planner.model.shape import ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import ON_A_V, Setup
+from titan_train.trust.pages import content_policy
 
 MODELS = (
     "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b",
@@ -38,8 +39,11 @@ def page(preset: Setup | None = None, model: str | ModelShape = "llama3_8b", mac
     }
     folder = resources.files("titan_train.planner.view")
     script, html = (folder.joinpath(name).read_text() for name in ("model.js", "page.html"))
-    text = json.dumps(data).replace("</", "<\\/")
-    return html.replace("/*MODEL*/", script).replace("/*DATA*/", f"const DATA = {text};")
+    text = json.dumps(data).replace("<", "\\u003c")
+    before, tag, rest = html.partition("<script>")
+    body, end, after = rest.partition("</script>")
+    body = body.replace("/*MODEL*/", script).replace("/*DATA*/", f"const DATA = {text};")
+    return before.replace("/*POLICY*/", content_policy(body)) + tag + body + end + after
 
 
 def _preset(setup: Setup) -> dict[str, Any]:
