@@ -197,7 +197,11 @@ def several_ranks(runs: Runs, ranks: int) -> Iterator[tuple[str, Callable[[], di
             whole[dtype] = runs.command(f"one {dtype}", {"train": {"dtype": dtype}}, 1)
         return whole[dtype]
 
+    from torch.distributed.fsdp import FSDPModule
+
     for name, changes in LAYOUTS.items():
+        if "own" in name and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+            continue  # torch < 2.15
         dtype = changes.get("train", {}).get("dtype", "bf16")
         yield name, lambda n=name, c=changes, d=dtype: compared(runs.command(n, c, ranks), one(d), OTHER_ORDER)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
-    "call",
+    "check_has",
     "fake_tensors",
     "fsdp_modules",
     "fsdp_roots",
@@ -78,18 +78,18 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     raise AssertionError(f"{type(module)} has no nn.Module in its bases")
 
 
-def call(module: Any, method: str, *args: Any, since: str, why: str) -> None:
-    """Call an FSDPModule method that not every supported torch has.
+def check_has(method: str, *, since: str, why: str) -> None:
+    """Refuse, before any collective, what needs an FSDPModule method that not every supported torch has.
 
     Raises:
         ValueError: This torch lacks it; names the version that has it.
     """
-    bound: Callable[..., None] | None = getattr(module, method, None)
-    if bound is None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, method):
         raise ValueError(
             f"{why} needs torch {since} or newer, which added {method}; this is torch {torch.__version__}."
         )
-    bound(*args)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from titan_fsdp.planning.explain import explain_plan
 from titan_fsdp.planning.fp32 import split_fp32
 from titan_fsdp.planning.policy import Policy
 from titan_fsdp.planning.units import find_groups
+from titan_fsdp.torch_private import check_has
 from titan_fsdp.wrapping.checks import check_not_wrapped
 
 
@@ -103,6 +104,7 @@ def plan(
     """
     policy = policy or Policy()
     check_not_wrapped(model)
+    _check_torch(policy)
     sizes = sizes_of(mesh_or_sizes, policy.mode)
     own_sizes = {name: sizes_of(m, "fsdp" if policy.mode == "fsdp" else None) for name, m in (meshes or {}).items()}
     check_tensor_parallel(model, mesh_or_sizes)
@@ -119,3 +121,30 @@ def plan(
         mesh=mesh_or_sizes if isinstance(mesh_or_sizes, DeviceMesh) else None,
         meshes={n: m for n, m in (meshes or {}).items() if isinstance(m, DeviceMesh)},
     )
+
+
+def _check_torch(policy: Policy) -> None:
+    needed = (
+        (
+            policy.unused_parameters and policy.comm.ddp_hook is None,
+            "set_reduce_scatter_unused_params",
+            "2.13",
+            "unused_parameters=True",
+        ),
+        (policy.comm.symmetric_memory, "set_symm_mem_for_comm", "2.12", "comm.symmetric_memory=True"),
+        (
+            policy.comm.reduce_scatter_group == "own",
+            "set_separate_reduce_scatter_group",
+            "2.15",
+            "comm.reduce_scatter_group='own'",
+        ),
+        (
+            policy.comm.reduce_scatter_buffers > 1,
+            "set_reduce_scatter_max_input_buffers",
+            "2.15",
+            f"comm.reduce_scatter_buffers={policy.comm.reduce_scatter_buffers}",
+        ),
+    )
+    for asked, method, since, why in needed:
+        if asked:
+            check_has(method, since=since, why=why)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.names import is_meta, named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
-from titan_fsdp.torch_private import call, fsdp_modules, fsdp_roots, replicate_engine
+from titan_fsdp.torch_private import fsdp_modules, fsdp_roots, replicate_engine
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
@@ -110,15 +110,14 @@ def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) 
         if policy.comm.reduce_scatter == "bf16":
             module.set_custom_reduce_scatter(Bf16ReduceScatter())  # pyright: ignore[reportArgumentType]
         if policy.unused_parameters:
-            call(module, "set_reduce_scatter_unused_params", True, since="2.13", why="unused_parameters=True")
+            module.set_reduce_scatter_unused_params(True)
         if policy.comm.symmetric_memory:
-            call(module, "set_symm_mem_for_comm", since="2.12", why="comm.symmetric_memory=True")
+            module.set_symm_mem_for_comm()
     for root in fsdp_roots(model):  # each call below reaches all inside, with one group for all that share their ranks
         if policy.comm.reduce_scatter_group == "own":
-            call(root, "set_separate_reduce_scatter_group", since="2.15", why="comm.reduce_scatter_group='own'")
-        if (buffers := policy.comm.reduce_scatter_buffers) > 1:
-            why = f"comm.reduce_scatter_buffers={buffers}"
-            call(root, "set_reduce_scatter_max_input_buffers", buffers, since="2.15", why=why)
+            root.set_separate_reduce_scatter_group()
+        if policy.comm.reduce_scatter_buffers > 1:
+            root.set_reduce_scatter_max_input_buffers(policy.comm.reduce_scatter_buffers)
     # A module in several-module units shares one state: its first module stands for the unit.
     firsts = [modules[unit.fqns[0]] for unit in plan.units if unit.params and unit.name != "root"]
     set_prefetch(model, [m for m in firsts if isinstance(m, FSDPModule)], policy.prefetch)
