@@ -45,5 +45,5 @@ def test_the_device_decides():
     device = torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "device_transport", lambda *args: seen.append(args))
-        pipeline.make_transport(schedule, mesh, device)
-    assert seen == [(schedule, mesh, device)]
+        pipeline.make_transport(schedule, mesh, device, 60.0)
+    assert seen == [(schedule, mesh, device, 60.0)]

@@ -140,8 +140,8 @@ def build_parallel_model(
     copies = None
     if schedule is not None and mesh is not None:
         pipeline = Pipeline(
-            schedule, parts, make_transport(schedule, mesh, device), loss=applied.loss, keywords=task.keywords,
-            fused_loss=applied.fused_loss, config=config.pipeline,
+            schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=applied.loss,
+            keywords=task.keywords, fused_loss=applied.fused_loss, config=config.pipeline,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
         copies = _tied_copies(applied.tied, mesh, schedule)

@@ -25,21 +25,24 @@ from titan_train.parallel.float8 import DEFERRING_RULES
 from titan_train.task import TaskBatch
 
 
-def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device) -> Transport:
+def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float) -> Transport:
     """How this rank exchanges hidden states with the stages before and after. Collective over all ranks of the run.
 
     Args:
         schedule: The same on every rank.
         mesh: All ranks.
         device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU by gloo.
+        timeout_s: Seconds until a rank that does not connect is an error.
     """
-    return GlooTransport(mesh.group("pp")) if device.type == "cpu" else device_transport(schedule, mesh, device)
+    if device.type == "cpu":
+        return GlooTransport(mesh.group("pp"))
+    return device_transport(schedule, mesh, device, timeout_s)
 
 
-def device_transport(schedule: Schedule, mesh: Mesh, device: torch.device) -> Transport:
+def device_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float) -> Transport:
     """A channel of the device's own backend for each pair of neighbours, of every pipeline. Collective over all ranks."""
     every_rank = mesh["pp", "dp_replicate", "fsdp", "tp"]
-    return DeviceTransport(every_rank, "pp", schedule.placement, device)
+    return DeviceTransport(every_rank, "pp", schedule.placement, device, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Transport(Protocol):
         ...
 
     def failed(self) -> PeerFailure | None:
-        """A failure this rank has heard of; cheap enough to ask before every action."""
+        """A failure this rank has heard of. Asked before every action, so that a transport can post receives meanwhile."""
         ...
 
     def announce(self, failure: PeerFailure) -> None:
@@ -92,6 +92,13 @@ class Receiver:
                     return self.failure
                 self.changed.wait()
             return self.arrived.pop(at)
+
+    def look(self, source: int, key: Key) -> Payload | PeerFailure:
+        """Wait for a message, as `take`, and leave it there."""
+        got = self.take(source, key)
+        if not isinstance(got, PeerFailure):
+            self.arrived[source, key] = got
+        return got
 
     def wake(self) -> None:
         """Whoever waits looks again."""

@@ -5,18 +5,28 @@ send first then deadlock on the device, where nothing can interrupt them; and sh
 would have to be read back from the device.
 
 Idea: one communicator per directed pair of neighbours, so that a pair's messages are a first-in-first-out channel that
-waits for nothing else; and headers over gloo, as in `GlooTransport`. A receive is posted when the executor needs the
-message, after its header has come, so that its shape is known and the sender has posted its send. The host runs ahead
-of the device, so transfers are queued long before the device gets there. After a failure each rank receives what is
-still in its channels and throws it away: they are clean again.
+waits for nothing else; and headers over gloo, as in `GlooTransport`. What is queued on a communicator waits for what was
+queued to compute before it. So receives are posted before every action, as soon as their header is here and up to two
+messages ahead: the data comes while that action computes, and the stream waits for it only where it is needed. Memory of
+receives is taken and given back in the order of the program, however far the host runs ahead. What was sent is kept until
+the device says that it has left. After a failure each rank receives what is still in its channels and throws it away: they
+are clean again.
 
-Cost: up to four communicators a rank, made by all ranks of the job together, pipeline after pipeline. Limit: a peer
-whose process dies after its header and before its data leaves the device waiting; the backend's own time-out then ends
-it. Checked on the CPU, where the channels are gloo groups; NCCL itself has a test that needs two GPUs.
+The first message of a channel connects it, and holds up the host until the other rank comes. So all channels are connected
+when they are made, in one order on all ranks.
+
+Cost: up to four communicators a rank (more where stages jump). Every rank of the job makes the groups of every pipeline:
+torch counts the groups that a rank has made and names them by it, so ranks that left out those of others would wait for
+different names. To leave one out costs a rank about ten microseconds.
+
+Limit: a peer whose process dies after its header and before its data leaves the device waiting; the backend's own
+time-out then ends it. Checked on the CPU, where the channels are gloo groups; NCCL itself has a test that needs two GPUs.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, cast
 
@@ -26,9 +36,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_pipeline.runtime.transport.gloo import GlooTransport
-from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure, Specs, on_wire, with_structure
+from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure, Specs, on_wire
 from titan_pipeline.runtime.transport.tree import TensorTree
 
+_AHEAD = 2
+"""Messages of one source whose receive may be posted before they are needed: memory for so many more."""
 _PATIENCE = 1.0
 """Seconds given to the news of a failure when a data channel broke before it arrived."""
 
@@ -36,17 +48,20 @@ _PATIENCE = 1.0
 class DeviceTransport(GlooTransport):
     """One rank's end of a pipeline whose tensors stay on their device.
 
-    Construction makes process groups: call it on every rank of the job, in every pipeline, with the same placement.
+    Construction makes process groups and connects them: call it on every rank of the job, in every pipeline, with the same
+    placement.
 
     Args:
         mesh: The mesh of all ranks of the job, not only of this pipeline.
-        axis: Name of its pipeline axis.
+        axis: Name of its pipeline axis. Headers go by its group, if that has gloo.
         placement: Rank of each stage, as in ``schedule.placement``; schedules that are swapped in must have the same.
         device: Where received tensors go: this rank's accelerator.
         backend: Of the channels; by default what torch uses for the device (NCCL on CUDA, gloo on the CPU).
+        timeout_s: Seconds until a rank that does not come to connect, or a message that does not come, is an error.
 
     Raises:
         ValueError: If the mesh lacks the axis or some ranks of the job, or the axis has another size than the placement.
+        RuntimeError: If a neighbour did not connect in time.
     """
 
     def __init__(
@@ -57,6 +72,7 @@ class DeviceTransport(GlooTransport):
         device: torch.device,
         *,
         backend: str | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         names = mesh.mesh_dim_names or ()
         if axis not in names:
@@ -68,40 +84,52 @@ class DeviceTransport(GlooTransport):
                 f"placement uses {num_ranks}. Give the mesh of the whole job, and schedule.placement."
             )
         pipelines: list[list[int]] = mesh.mesh.movedim(names.index(axis), -1).reshape(-1, size).tolist()
-        pairs = sorted({(a, b) for s, t in pairwise(placement) for a, b in ((s, t), (t, s)) if a != b})
         backend = backend or dist.get_default_backend_for_device(device)
+        limit = timedelta(seconds=timeout_s)
         self._device = device
-        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        me = dist.get_rank()
-        for members in pipelines:  # one order on all ranks: making a group is a collective of the job
-            control = dist.new_group(members, backend="gloo")
-            if me in members:
-                super().__init__(cast(dist.ProcessGroup, control))
-            for source, target in pairs:
-                both = [members[source], members[target]]
-                channel = dist.new_group(both, backend=backend)
-                if me in both:
-                    self._channels[source, target] = cast(dist.ProcessGroup, channel)
+        self._tells = backend != "gloo"
+        """Whether a send's work says when it has left."""
+        self._leaving: deque[tuple[list[Any], list[Tensor]]] = deque()
         self._coming: dict[int, deque[Key]] = {}
-        self._works: list[tuple[list[Any], list[Tensor]]] = []
-        self._early: dict[tuple[int, Key], Payload] = {}
+        """By source, messages whose header is here and whose receive is not posted, in order."""
+        self._posted: dict[tuple[int, Key], tuple[Payload, list[Any]]] = {}
+        super().__init__(_control_group(mesh, axis, pipelines, limit))
+        self._channels = _make_channels(pipelines, _neighbours(placement), backend, limit)
+        for pair in self._channels:
+            self._connect(pair, limit)
+
+    def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
+        """As `GlooTransport.begin`."""
+        self._coming = {source: deque() for source in expected}
+        super().begin(expected, sends)
+
+    def failed(self) -> PeerFailure | None:
+        """Asked before every action: what the next actions need is posted before this one is queued."""
+        for source, order in self._coming.items():
+            posted = sum(source == other for other, _ in self._posted)
+            while order and posted < _AHEAD and (source, order[0]) in self._receiver.arrived:
+                try:
+                    self._post_next(source)
+                except RuntimeError as err:
+                    return self._stopped(source, err)
+                posted += 1
+        return super().failed()
 
     def receive(self, source: int, key: Key) -> Payload | PeerFailure:
-        """Wait for the header, then post the receive, after those of the messages before it."""
-        if (source, key) in self._early:
-            return self._early.pop((source, key))
-        promised = self._receiver.take(source, key)
-        if isinstance(promised, PeerFailure):
-            return promised
-        order = self._coming[source]
+        """Wait for the header; the stream that computes then waits for the tensors."""
+        self._let_go()
         try:
-            while order[0] != key:
-                before = order.popleft()
-                self._early[source, before] = self._fetch(source, self._receiver.take(source, before))
-            order.popleft()
-            return self._fetch(source, promised)
+            while (source, key) not in self._posted:
+                promised = self._receiver.look(source, key)
+                if isinstance(promised, PeerFailure):
+                    return promised
+                self._post_next(source)
+            payload, works = self._posted.pop((source, key))
+            for work in works:
+                work.wait()  # on an accelerator: its stream waits, the host does not
         except RuntimeError as err:
             return self._stopped(source, err)
+        return payload
 
     def close_step(
         self, failure: PeerFailure | None, values: Sequence[float]
@@ -110,20 +138,21 @@ class DeviceTransport(GlooTransport):
         try:
             return super().close_step(failure, values)
         finally:
-            self._works.clear()
-            self._early.clear()
+            self._leaving.clear()
+            self._posted.clear()
             self._coming.clear()
 
     def _drain(self) -> None:
-        """Receive what is still coming and see off what was sent; one dead peer must not cost the others theirs."""
+        """See in what nobody took and see off what was sent; one dead peer must not cost the others theirs."""
         errors: list[RuntimeError] = []
         for source, order in self._coming.items():
-            while order:
-                try:
-                    self._fetch(source, self._receiver.arrived.pop((source, order.popleft())))
-                except RuntimeError as err:
-                    errors.append(err)
-        for work in (work for works, _ in self._works for work in works):
+            try:
+                while order:
+                    self._post_next(source)
+            except RuntimeError as err:
+                errors.append(err)
+        pending = [works for _, works in self._posted.values()] + [works for works, _ in self._leaving]
+        for work in (work for works in pending for work in works):
             try:
                 work.wait()
             except RuntimeError as err:
@@ -143,30 +172,93 @@ class DeviceTransport(GlooTransport):
     def _send_tensors(self, target: int, payload: Payload) -> None:
         tensors = [on_wire(t.detach().contiguous()) for t in payload if t is not None]
         if tensors:
-            channel = self._channels[self.rank, target]
-            ops = [dist.P2POp(dist.isend, t, group=channel, group_peer=_other(channel)) for t in tensors]
-            self._works.append((dist.batch_isend_irecv(ops), tensors))
+            works = self._exchange(dist.isend, (self.rank, target), tensors)
+            if self._tells:
+                self._leaving.append((works, tensors))
+            else:
+                self._sent.extend((work, tensor) for work, tensor in zip(works, tensors, strict=True))
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
+            works, _ = self._leaving.popleft()
+            for work in works:
+                work.wait()  # costs nothing now, and the work lets go of its tensors too
 
     def _receive_tensors(self, source: int, specs: Specs) -> Payload:
         """The listening thread reads headers only; tensors without data stand for what will come."""
         return tuple(None if s is None else torch.empty(s[1], dtype=s[0], device="meta") for s in specs)
 
     def _announced(self, source: int, key: Key) -> None:
-        self._coming.setdefault(source, deque()).append(key)
+        self._coming[source].append(key)
 
-    def _fetch(self, source: int, promised: Payload | PeerFailure) -> Payload:
-        payload = tuple(
-            None if t is None else torch.empty_like(t, device=self._device) for t in cast(Payload, promised)
-        )
-        tensors = [t for t in payload if t is not None]
-        if tensors:
-            channel = self._channels[source, self.rank]
-            ops = [dist.P2POp(dist.irecv, on_wire(t), group=channel, group_peer=_other(channel)) for t in tensors]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()  # on an accelerator: its stream waits, the host does not
-        return with_structure(payload, promised.structure if isinstance(promised, TensorTree) else None)
+    def _post_next(self, source: int) -> None:
+        """Post the receive of the next message of a source, whose header is here."""
+        key = self._coming[source].popleft()
+        promised = self._receiver.arrived.pop((source, key))
+        payload = tuple(None if t is None else torch.empty_like(t, device=self._device) for t in promised)
+        tensors = [on_wire(t) for t in payload if t is not None]
+        works = self._exchange(dist.irecv, (source, self.rank), tensors) if tensors else []
+        if isinstance(promised, TensorTree):
+            payload = promised.holding(t for t in payload if t is not None)
+        self._posted[source, key] = payload, works
+
+    def _exchange(self, way: Any, pair: tuple[int, int], tensors: Sequence[Tensor]) -> list[Any]:
+        channel = self._channels[pair]
+        other = 1 - dist.get_rank(channel)
+        return dist.batch_isend_irecv([dist.P2POp(way, t, group=channel, group_peer=other) for t in tensors])
+
+    def _connect(self, pair: tuple[int, int], limit: timedelta) -> None:
+        """Exchange one element over a channel."""
+        deadline = time.monotonic() + limit.total_seconds()
+        token = torch.zeros(1, device=self._device)
+        try:
+            for work in self._exchange(dist.isend if pair[0] == self.rank else dist.irecv, pair, [token]):
+                if not self._tells:
+                    work.wait(limit)
+                while self._tells and not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("it did not come")
+                    time.sleep(0.001)
+        except RuntimeError as err:
+            other = pair[1] if pair[0] == self.rank else pair[0]
+            raise RuntimeError(
+                f"rank {self.rank} of the pipeline could not connect to rank {other} within {limit.total_seconds():g} s: {err}. "
+                "See whether that rank still runs, and whether the machines reach each other by the network that the backend "
+                "takes (NCCL_DEBUG=INFO prints it)."
+            ) from err
 
 
-def _other(channel: dist.ProcessGroup) -> int:
-    """The other rank of a group of two."""
-    return 1 - dist.get_rank(channel)
+def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Directed pairs of ranks that exchange messages, in the order in which they connect.
+
+    Every second pair of neighbours, then those between: in ascending order each rank would wait for the one before.
+    """
+    pairs = {(a, b) for s, t in pairwise(placement) for a, b in ((s, t), (t, s)) if a != b}
+    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
+
+
+def _make_channels(
+    pipelines: Sequence[Sequence[int]], pairs: Sequence[tuple[int, int]], backend: str, limit: timedelta
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make the channels of this rank, in the order of ``pairs``. All ranks make those of all pipelines in one order."""
+    channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+    me = dist.get_rank()
+    for members in pipelines:
+        for source, target in pairs:
+            both = [members[source], members[target]]
+            channel = dist.new_group(both, backend=backend, timeout=limit)
+            if me in both:
+                channels[source, target] = cast(dist.ProcessGroup, channel)
+    return channels
+
+
+def _control_group(
+    mesh: DeviceMesh, axis: str, pipelines: Sequence[Sequence[int]], limit: timedelta
+) -> dist.ProcessGroup:
+    """The gloo group of this rank's pipeline: the mesh's own, if it has gloo."""
+    group = mesh.get_group(axis)
+    if "gloo" in dist.get_backend(group):
+        return group
+    made = {tuple(ranks): dist.new_group(list(ranks), backend="gloo", timeout=limit) for ranks in pipelines}
+    return cast(dist.ProcessGroup, next(made[ranks] for ranks in made if dist.get_rank() in ranks))

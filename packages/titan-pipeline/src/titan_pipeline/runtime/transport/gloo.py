@@ -7,6 +7,7 @@ step needs no new group. A rank that died takes its connections down, which its 
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -37,6 +38,10 @@ from titan_pipeline.runtime.transport.messages import (
 
 _PATIENCE_S = 0.5
 """Between looks whether a rank hangs, while messages are still on their way."""
+
+
+_ON_THE_WAY = 16
+"""Sends that may be under way before a thread sees them off: without one, they are kept until the step closes."""
 
 
 class StoreBoard:
@@ -92,7 +97,8 @@ class GlooTransport:
         they are here, in a listening thread. `DeviceTransport`, whose tensors arrive on the device, does not use it."""
         self._receiver = Receiver()
         self._threads: list[threading.Thread] = []
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._waiter: threading.Thread | None = None
         self._left: dict[int, int] = {}
 
     def begin(self, expected: Mapping[int, Sequence[Key]], sends: Mapping[int, int]) -> None:
@@ -108,7 +114,8 @@ class GlooTransport:
             thread.start()
 
     def send(self, target: int, key: Key, payload: Payload) -> None:
-        """WeightGradQueue header and tensors; they are kept alive until the step closes."""
+        """Send header and tensors; they are kept until they have left."""
+        self._let_go()
         self._left[target] -= 1
         headers = encode_header(key, payload)
         try:
@@ -159,7 +166,7 @@ class GlooTransport:
             )
             return lost, []
         finally:
-            self._sent.clear()
+            self._sent = deque()
 
     def give_up(self, failure: PeerFailure) -> None:
         """See `Transport.give_up`."""
@@ -192,8 +199,7 @@ class GlooTransport:
     def _meet(
         self, failure: PeerFailure | None, values: Sequence[float]
     ) -> tuple[PeerFailure | None, list[list[float]]]:
-        for work, _ in self._sent:
-            work.wait()
+        self._see_off(0)
         report = torch.tensor([1.0 if failure else 0.0, *values], dtype=torch.float64)
         reports = [torch.empty_like(report) for _ in range(self.num_ranks)]
         dist.all_gather(reports, report, group=self._group)
@@ -212,6 +218,23 @@ class GlooTransport:
         for tensor in payload:
             if tensor is not None:
                 self._post(on_wire(tensor.detach().cpu().contiguous()), target)
+
+    def _let_go(self) -> None:
+        """Free what has left. Gloo's works do not say when they are done, so a thread waits for them."""
+        if len(self._sent) > _ON_THE_WAY and (self._waiter is None or not self._waiter.is_alive()):
+            self._waiter = threading.Thread(target=self._wait_for_sent, name="sent", daemon=True)
+            self._waiter.start()
+
+    def _wait_for_sent(self) -> None:
+        with suppress(RuntimeError):  # a dead peer is found where the ranks meet
+            self._see_off(_ON_THE_WAY // 2)
+
+    def _see_off(self, left: int) -> None:
+        """Wait for the oldest sends until so many are left."""
+        sent = self._sent
+        while len(sent) > left:
+            with suppress(IndexError):  # two threads may wait
+                sent.popleft()[0].wait()
 
     def _announced(self, source: int, key: Key) -> None:
         """Called in the listening thread before a message can be taken."""
@@ -246,9 +269,9 @@ class GlooTransport:
                 if rest.numel():
                     dist.recv(rest, group=self._group, group_src=source)
                 got, specs, structure = decode_header(torch.cat([header, rest]))
-                payload = with_structure(self._receive_tensors(source, specs), structure)
                 if got != key:
                     raise RuntimeError(f"expected message {key} from rank {source}, got {got}")
+                payload = with_structure(self._receive_tensors(source, specs), structure)
                 self._announced(source, key)
                 self._receiver.put(source, key, payload)
         except (RuntimeError, ValueError) as err:  # a dead peer, or one that runs another schedule

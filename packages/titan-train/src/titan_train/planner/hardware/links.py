@@ -170,7 +170,7 @@ def _stage_times(rank: int, size: int, device: Any) -> tuple[list[float], list[f
         transport = GlooTransport()
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("pp",))
-        transport = DeviceTransport(mesh, "pp", range(size), device)
+        transport = DeviceTransport(mesh, "pp", range(size), device, timeout_s=60)
     # by rank: the keys of its messages, an activation for stage 1 and its gradient for stage 0, and where they go
     keys = [[(kind, target, n) for n in range(_CALLS + 1)] for kind, target in ((0, 1), (1, 0))]
 

@@ -1,0 +1,194 @@
+"""Channels between devices: connected before they are needed, filled ahead of need, and no home for what has left."""
+
+import time
+import weakref
+from collections import Counter, deque
+
+import pytest
+
+torch = pytest.importorskip("torch")
+testing = pytest.importorskip("titan_testing")
+
+import torch.distributed as dist  # noqa: E402
+from titan_pipeline import build_schedule  # noqa: E402
+from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+
+def make(schedule, **options):
+    mesh = init_device_mesh("cpu", (1, schedule.num_ranks), mesh_dim_names=("dp", "pp"))
+    return DeviceTransport(mesh, "pp", schedule.placement, torch.device("cpu"), **options)
+
+
+def run_step(schedule, transport, module=lambda: nn.Linear(3, 3)):
+    stages = [TorchStage(module(), s, loss=nn.functional.mse_loss) for s in schedule.stages_of(transport.rank)]
+    executor = Executor(schedule, stages, transport, hang_timeout_s=None)
+    data = [torch.ones(2, 3)] * schedule.num_microbatches
+    return executor, lambda: executor.step(data, data).loss
+
+
+def _first_use_blocks(name):
+    """As NCCL: the first message of a channel holds up the host until the other rank posts one on it too."""
+    plain, used = dist.batch_isend_irecv, set()
+
+    def exchange(ops):
+        if ops[0].group not in used:
+            used.add(ops[0].group)
+            dist.barrier(ops[0].group)
+        return plain(ops)
+
+    dist.batch_isend_irecv = exchange
+    schedule = build_schedule(name, 3, 6)
+    _, step = run_step(schedule, make(schedule))
+    connected = len(used)
+    return step(), connected, len(used)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("interleaved_zb", [4, 4, 4]), ("dualpipe_v", [2, 4, 2])])
+def test_channels_connect_when_they_are_made_and_not_where_they_are_first_needed(name, channels):
+    results = testing.run_ranks(_first_use_blocks, 3, name, timeout_s=30)
+    assert [connected for _, connected, _ in results] == [used for _, _, used in results] == channels
+
+
+def _alone(timeout_s):
+    schedule = build_schedule("1f1b", 2, 2)
+    if dist.get_rank() == 1:
+        DeviceTransport._connect = lambda self, pair, limit: time.sleep(2 * timeout_s)
+    try:
+        make(schedule, timeout_s=timeout_s)
+    except RuntimeError as err:
+        return str(err)
+    return None
+
+
+def test_a_rank_that_does_not_connect_is_named_within_the_time_limit():
+    said, _ = testing.run_ranks(_alone, 2, 1.0, timeout_s=30)
+    assert "rank 0 of the pipeline could not connect to rank 1 within 1 s" in said
+    assert "NCCL_DEBUG=INFO" in said
+
+
+def _count_groups(rank):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=2048, store=FakeStore())
+    mesh = init_device_mesh("cpu", (128, 16), mesh_dim_names=("dp", "pp"))
+    made, barriers, plain = [], [], dist.new_group
+
+    def new_group(ranks, **options):
+        made.append((rank in ranks, options["timeout"].total_seconds()))
+        return plain(ranks, **options)
+
+    dist.new_group = new_group
+    dist.distributed_c10d._store_based_barrier = lambda *args: barriers.append(args)
+    dist.get_backend = lambda group: "cpu:gloo,cuda:nccl"
+    began = time.monotonic()
+    schedule = build_schedule("interleaved_1f1b", 16, 16)
+    DeviceTransport(mesh, "pp", schedule.placement, torch.device("cpu"), backend="fake", timeout_s=77.0)
+    took = time.monotonic() - began
+    dist.destroy_process_group()
+    return sum(mine for mine, _ in made), len(made), {limit for _, limit in made}, len(barriers), took
+
+
+@pytest.mark.parametrize("rank", [0, 700, 2047])
+def test_of_2048_ranks_each_joins_four_channels_and_waits_in_no_barrier_of_all(rank):
+    ((joined, made, limits, barriers, took),) = testing.run_ranks(_count_groups, 1, rank, init=False)
+    assert joined == 4
+    assert made == 128 * 2 * 16
+    assert limits == {77.0}
+    assert barriers == 0
+    assert took < 10
+
+
+class Work:
+    """Of a send that has left, or has not."""
+
+    def __init__(self, left):
+        self.left, self.waited = left, False
+
+    def is_completed(self):
+        return self.left()
+
+    def wait(self):
+        assert self.left(), "the host would wait"
+        self.waited = True
+
+
+def test_what_has_left_a_device_is_freed_and_what_has_not_is_kept(monkeypatch):
+    left, works = [0], []
+
+    def exchange(ops):
+        number = len(works)
+        works.append(Work(lambda: number < left[0]))
+        return works[-1:]
+
+    monkeypatch.setattr(dist, "P2POp", lambda way, tensor, group, group_peer: tensor)
+    monkeypatch.setattr(dist, "batch_isend_irecv", exchange)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(DeviceTransport, "_post", lambda self, tensor, target: None)
+    transport = object.__new__(DeviceTransport)
+    transport.rank, transport._channels, transport._tells = 0, {(0, 1): None}, True
+    transport._sent, transport._leaving, transport._left = (), deque(), Counter()
+    alive = []
+    for n in range(64):
+        left[0] = max(0, n - 2)  # two are always on their way
+        hidden = torch.empty(1024)
+        alive.append(weakref.ref(hidden.untyped_storage()))
+        transport.send(1, (0, 1, n), (hidden,))
+        del hidden
+        assert len(transport._leaving) == sum(storage() is not None for storage in alive) == min(n + 1, 3)
+    assert all(work.waited for work in works[:61])
+
+
+def _send_many(count):
+    transport = GlooTransport()
+    keys = [(0, 1, n) for n in range(count)]
+    transport.begin({0: keys} if transport.rank else {}, {} if transport.rank else {1: count})
+    most = 0
+    for key in keys:
+        if transport.rank:
+            got = transport.receive(0, key)
+            assert got[0][0] == key[2]
+        else:
+            transport.send(1, key, (torch.full((2**18,), float(key[2])),))
+            time.sleep(0.005)
+            most = max(most, sum(tensor.nbytes for _, tensor in transport._sent))
+    assert transport.close_step(None, ()) == (None, [[], []])
+    return most
+
+
+def test_what_has_left_a_host_is_freed_before_the_step_ends():
+    most, _ = testing.run_ranks(_send_many, 2, 64)
+    assert (
+        most <= 32 * 2**20
+    )  # of 64 MiB, however many microbatches: 16 may be on their way, and some while a thread wakes
+
+
+def _log_posts():
+    events, plain = [], dist.batch_isend_irecv
+
+    def exchange(ops):
+        events.extend("post" for op in ops if op.op is dist.irecv)
+        return plain(ops)
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            events.append("forward")
+            time.sleep(0.05)  # the next header arrives meanwhile
+            return super().forward(x)
+
+    schedule = build_schedule("gpipe", 2, 6)
+    transport = make(schedule)
+    dist.batch_isend_irecv = exchange
+    _, step = run_step(schedule, transport, lambda: Slow(3, 3) if transport.rank else nn.Linear(3, 3))
+    step()
+    return events
+
+
+def test_the_receive_of_what_comes_next_is_posted_before_this_action_and_two_ahead_at_most():
+    _, events = testing.run_ranks(_log_posts, 2)
+    forwards = [i for i, event in enumerate(events) if event == "forward"]
+    ahead = [events[:i].count("post") - n - 1 for n, i in enumerate(forwards)]
+    assert len(forwards) == 6
+    assert max(ahead) <= 2
+    assert min(ahead[1:-1]) >= 1, events
