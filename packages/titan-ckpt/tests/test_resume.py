@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 from ckpt_loop import Data, build, full_state, train
-from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt import Checkpointer, LocalShard, TrainState
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 
@@ -191,3 +192,53 @@ def test_both_copies_of_a_tied_weight_get_its_optimizer_state(tmp_path):
         assert torch.equal(parameter, saved.embed.weight)
         for name, value in optim.state[saved.embed.weight].items():
             assert torch.equal(into.state[parameter][name], value), name
+
+
+def trained(model):
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view_as(parameter) + number
+    optim.step()
+    return optim
+
+
+def test_a_part_of_a_tied_weight_gets_its_part_of_the_optimizer_state_under_either_name(tmp_path):
+    saved = Ends(tied=True)
+    optim = trained(saved)
+    Checkpointer(tmp_path).save(1, TrainState(model=saved, optim=optim, rng=False))
+    part = Ends(tied=False)
+    del part.embed
+    part.head.weight = torch.nn.Parameter(torch.zeros(3, 4))  # rows 2 to 4 of the head, on the last pipeline stage
+    into = torch.optim.AdamW(part.parameters(), lr=0.1)
+    shards = {"head.weight": LocalShard((8, 4), (2, 0))}
+    Checkpointer(tmp_path).restore(TrainState(model=part, optim=into, shards=shards, rng=False))
+    assert torch.equal(part.head.weight, saved.embed.weight[2:5])
+    moments = optim.state[saved.embed.weight]
+    assert torch.equal(into.state[part.head.weight]["exp_avg"], moments["exp_avg"][2:5])
+
+
+TIED = {"head.weight": "embed.weight"}
+
+
+def test_copies_declared_as_tied_are_one_tensor_of_a_step_and_all_filled_from_it(tmp_path):
+    together = Ends(tied=True)
+    optim = trained(together)
+    apart, only_head = Ends(tied=False), Ends(tied=False)
+    apart.load_state_dict(together.state_dict())
+    del only_head.embed
+    moving = trained(apart)
+    for parameter in apart.parameters():
+        parameter.data.copy_(together.embed.weight)
+        moving.state[parameter] = {key: value.clone() for key, value in optim.state[together.embed.weight].items()}
+    path = Checkpointer(tmp_path).save(1, TrainState(model=apart, optim=moving, tied=TIED, rng=False)).path
+    index = StepReader(Path(path)).index
+    assert list(index.tensors["model"]) == ["embed.weight"]
+    assert {key.split("/")[0] for key in index.tensors["optim"]} == {"embed.weight"}
+    assert index.tied == TIED
+    for model in (Ends(tied=True), Ends(tied=False), only_head):
+        into = torch.optim.AdamW(model.parameters(), lr=0.1)
+        Checkpointer(tmp_path).restore(TrainState(model=model, optim=into, tied=TIED, rng=False))
+        for parameter in model.parameters():
+            assert torch.equal(parameter, together.embed.weight)
+            for name, value in optim.state[together.embed.weight].items():
+                assert torch.equal(into.state[parameter][name], value), name

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from model_for_tests import TinyLM, batches, fill, loss_of
@@ -119,3 +120,11 @@ def test_kept_modules_add_one_small_gather_a_unit_and_the_plan_knows() -> None:
     policy = Policy(mp=MixedPrecision(param="bf16", keep_fp32=["layers.*.norm"]))
     _, counted, _ = run_ranks(several, 2, [policy])[0][0]
     assert counted == plan(TinyLM(), {"shard": 2}, policy).collectives()
+
+
+@pytest.mark.parametrize("name", ["embed", "head", "embed.weight", "head.weight"])
+def test_a_tied_weight_is_kept_in_fp32_with_all_modules_that_hold_it_by_any_name(name: str) -> None:
+    policy = Policy(mp=MixedPrecision(param="bf16", keep_fp32=[name]))
+    units = {unit.name: unit.param_dtype for unit in plan(TinyLM(tied=True), {"shard": 2}, policy).units if unit.params}
+    assert units.pop("embed+head") == torch.float32
+    assert set(units.values()) == {torch.bfloat16}

@@ -9,6 +9,7 @@ MOE = {
     "train": {"steps": 10, "global_batch": 8, "microbatch": 1, "max_grad_norm": 0.5},
 }
 MODELS = {"dense": DENSE, "moe": MOE}
+TIED = {"model": DENSE["model"] | {"args": DENSE["model"]["args"] | {"tied_embeddings": True}}}
 
 
 @dataclass(frozen=True)

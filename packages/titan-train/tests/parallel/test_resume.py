@@ -2,16 +2,9 @@
 
 import composition
 import pytest
-from composition_matrix import MODELS
+from composition_matrix import MODELS, TIED
 from titan_testing import run_ranks
 
-TIED = MODELS["dense"] | {
-    "model": {
-        "name": "llama3_debug",
-        "seq_len": 32,
-        "args": {"num_layers": 4, "num_kv_heads": 4, "tied_embeddings": True},
-    }
-}
 LAYOUTS = {
     "tied": (
         TIED,

@@ -137,7 +137,7 @@ class _Restore:
         shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
         self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
-        self.model: ModelState = model_state(as_modules(state.model))
+        self.model: ModelState = model_state(as_modules(state.model), state.tied)
         self.copies: dict[str, list[Copy]] = {}
         self.optim_used: set[str] | None = None
         self.apply_steps: list[Callable[[], Any]] = []
@@ -225,6 +225,8 @@ class _Restore:
             self._check_tied_equal([alias for alias in aliases if alias in index.tensors["model"]])
             target = torch.empty_like(tensor) if name in self.model.detached else tensor
             self._copy(stored, target, "model", name)
+            for number, other in enumerate(self.model.copies.get(name, ()), 1):
+                self._copy(stored, other, "model", name, f" (copy {number})")
             if name in self.model.detached:
                 loaded[name] = target
         self._refuse(
@@ -270,16 +272,17 @@ class _Restore:
         )
         # A weight that is tied here may have been saved as several weights.
         self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
-        for key, target in restore.targets.items():
-            self._copy(stored["optim"][key], target, "optim", key)
+        for key, (own, target) in restore.targets.items():
+            self._copy(stored["optim"][key], target, "optim", own)
         if restore.unknown:
             text = "%s has no optimizer state for these parameters; theirs is kept: %s"
             _log.warning(text, self.reader.path, restore.unknown)
         self.apply_steps.append(restore.finish)
 
-    def _copy(self, stored: StoredTensor, target: Tensor, section: str, key: str) -> None:
+    def _copy(self, stored: StoredTensor, target: Tensor, section: str, key: str, note: str = "") -> None:
+        """Plan to fill ``target``, which is called ``key`` here, whatever its name in the step."""
         shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
-        path = f"{section}.{key}"
+        path = f"{section}.{key}{note}"
         self.copies[path] = plan_copies(stored, target, path, cast=not self.strict, shard=shard)
 
     def _match_sched(self) -> None:

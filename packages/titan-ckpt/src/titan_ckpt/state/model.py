@@ -1,10 +1,11 @@
 """A model's tensors by their plain names.
 
 DDP, torch.compile and activation checkpointing add a component to each name. A step uses the names of the unwrapped
-module, so it loads into any wrapping. A tensor with several names (tied weights) is listed once.
+module, so it loads into any wrapping. A tensor with several names (tied weights) is listed once, also where the pieces of
+a pipeline hold copies of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ class ModelState:
     """Names of ``tensors`` that a hook or ``get_extra_state`` made: they are loaded with ``load_state_dict``."""
     tied: dict[str, str] = field(default_factory=dict[str, str])
     """Additional name of a tensor to its name in ``tensors``."""
+    copies: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
+    """Further tensors of a name, equal to that in ``tensors``: a tied weight that two pieces of a pipeline hold here."""
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
     """Extra state that is not a tensor (``get_extra_state``)."""
     raw: dict[str, tuple[nn.Module, str]] = field(default_factory=dict[str, tuple[nn.Module, str]])
@@ -43,13 +46,19 @@ class ModelState:
         return names
 
 
-def model_state(models: Iterable[nn.Module]) -> ModelState:
+def model_state(models: Iterable[nn.Module], tied: Mapping[str, str] | None = None) -> ModelState:
     """The state of a model, or of its pieces on this rank (pipeline stages), which share one name space.
+
+    Args:
+        models: The pieces.
+        tied: As `TrainState.tied`.
 
     Raises:
         ValueError: If two tensors or extra states have the same name, or a module is wrapped by FSDP1.
     """
     state = ModelState()
+    first_of = tied or {}
+    shared = set(first_of.values())
     seen: dict[Any, str] = {}
     for model in models:
         _refuse_fsdp1(model)
@@ -66,15 +75,16 @@ def model_state(models: Iterable[nn.Module]) -> ModelState:
             if _identity(value) not in live:
                 state.detached.add(name)
                 state.raw[name] = (model, raw)
-            first = seen.setdefault(_identity(value), name)
-            if name in state.tensors and state.tensors[name] is not value:
+            first = seen.setdefault(_identity(value), first_of.get(name, name))
+            if name not in shared and state.tensors.get(name, value) is not value:
                 raise ValueError(
                     f"two tensors are called {name!r}. Give the modules of TrainState(model=[...]) the names they "
                     "have in the whole model."
                 )
-            if first == name:
-                state.tensors[name] = value
-            else:
+            held = state.tensors.setdefault(first, value)
+            if first in shared and _identity(held) != _identity(value):
+                state.copies.setdefault(first, []).append(value)
+            if first != name:
                 state.tied[name] = first
             state.owners[id(value)] = first
         for raw, param in model.named_parameters(remove_duplicate=False):

@@ -111,8 +111,8 @@ class OptimRestore:
         stored_dtypes: Mapping[str, torch.dtype],
         strict: bool,
     ) -> None:
-        self.targets: dict[str, Tensor] = {}
-        """Key in the ``optim`` section to the tensor to fill."""
+        self.targets: dict[str, tuple[str, Tensor]] = {}
+        """Key in the ``optim`` section to the tensor to fill, after its key here: a tied parameter may have another name."""
         self.used: set[str] = set()
         """Saved parameters that the optimizers have."""
         self.names: set[str] = set()
@@ -171,7 +171,7 @@ class OptimRestore:
                 dtype = param.tensor.dtype
             state[key] = _target(param, key, hyper, stored.shape, dtype, self._shards.get(param.name))
             target = _laid_out(state[key], param.tensor)
-            filled = self.targets.setdefault(f"{old}/{key}", target)
+            _, filled = self.targets.setdefault(f"{old}/{key}", (f"{param.name}/{key}", target))
             if filled is not target:  # two parameters, but one tied weight in the step
                 self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
 

@@ -53,6 +53,9 @@ class TrainState:
     shards: Mapping[str, LocalShard] = field(default_factory=dict[str, LocalShard])
     """For model tensors that are this rank's part of a larger tensor without being a `DTensor` of it: name to place.
     Optimizer state of the same shape has the same place. Each rank gives its own."""
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+    """For pieces of a pipeline: further name of a tied tensor to its first name, of the whole model, the same on every rank.
+    A step holds the tensor once, by its first name, and all copies are filled from it. `shards` names it by the first."""
     dp: tuple[int, int] | None = None
     """This rank's place among the data-parallel ranks, and their number. None means (rank, world size)."""
 
@@ -132,7 +135,7 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
         ValueError: If names clash, or a parameter of the optimizer is not in the model.
     """
     check_state(state)
-    model = model_state(as_modules(state.model))
+    model = model_state(as_modules(state.model), state.tied)
     strangers = [name for name in state.shards if name not in model.tensors]
     if strangers:
         raise ValueError(

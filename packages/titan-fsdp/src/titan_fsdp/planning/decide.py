@@ -166,7 +166,7 @@ def _check_reshard_size(unit: PlannedUnit) -> None:
 
 def _check_patterns(model: nn.Module, policy: Policy, units: list[PlannedUnit]) -> None:
     """Refuse patterns that name nothing: what they should protect would not be."""
-    parameters = [name for name, _ in named_parameters(model)]
+    parameters = [name for name, _ in named_parameters(model, duplicates=True)]
     modules = [name for name in named_modules(model) if name]
     for option, patterns, known in (
         ("mp.keep_fp32", policy.mp.keep_fp32, [*modules, *parameters]),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from titan_fsdp.names import matches, named_modules
+from titan_fsdp.names import matches, named_modules, tied_groups
 from titan_fsdp.planning.policy import MixedPrecision, Unit
 from titan_fsdp.planning.units import Group, has_parameters, is_container, owner
 
@@ -42,14 +42,15 @@ def split_fp32(model: nn.Module, groups: list[Group], mp: MixedPrecision) -> lis
 
 
 def _kept_modules(model: nn.Module, mp: MixedPrecision) -> list[str]:
-    """Outermost modules that a pattern names, or all of whose own parameters one names."""
+    """Outermost modules that a pattern names, or all of whose own parameters one names, and those tied to them."""
     kept: list[str] = []
+    tied = _tied_to_kept(model, mp)
     for name, module in named_modules(model).items():
         if owner(name, kept) is not None or is_container(module) or not has_parameters(module):
             continue
         direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
         hit = [fqn for fqn in direct if matches(fqn, mp.keep_fp32)]
-        if name and matches(name, mp.keep_fp32):
+        if name and (name in tied or matches(name, mp.keep_fp32)):
             kept.append(name)
         elif hit:
             if not name or len(hit) < len(direct):
@@ -59,3 +60,14 @@ def _kept_modules(model: nn.Module, mp: MixedPrecision) -> list[str]:
                 )
             kept.append(name)
     return kept
+
+
+def _tied_to_kept(model: nn.Module, mp: MixedPrecision) -> set[str]:
+    """The modules that hold a tied parameter of which a pattern names one holder: one weight has one dtype."""
+    holders: set[str] = set()
+    for names in tied_groups(model):
+        parts = [name.split(".") for name in names]
+        around = {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+        if any(matches(name, mp.keep_fp32) for name in around):
+            holders |= {".".join(part[:-1]) for part in parts}
+    return holders

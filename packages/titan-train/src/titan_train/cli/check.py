@@ -81,6 +81,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
+    from titan_train.parallel.tied import meaning_all_copies
     from titan_train.plan.layout import wrapped_over
     from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task
@@ -91,6 +92,7 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     freeze(model, config.train.freeze)
     plan_groups(model, config.optimizer)
     check_model(config, layout, batch, model)
+    config = meaning_all_copies(config, model)
     if config.model.init:
         _check_published(config, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")

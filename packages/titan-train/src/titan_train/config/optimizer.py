@@ -31,7 +31,8 @@ class OptimizerConfig:
 
     lr_scales: dict[str, float] = field(default_factory=dict)
     """Multipliers of lr by pattern, such as {"tok_embeddings" = 0.5}: regular expressions searched in the full name of
-    a parameter, the first that is found counts. A pattern found in no name is an error, and so is one that may not end."""
+    a parameter, the first that is found counts. A pattern found in no name is an error, and so is one that may not end. A
+    tied weight has one value, by any of its names; patterns that give two of its names different values are an error."""
 
     weight_decays: dict[str, float] = field(default_factory=dict)
     """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""

@@ -56,7 +56,8 @@ class ParallelConfig:
     """Dtype in which gradients are reduced."""
 
     keep_fp32: tuple[str, ...] = ()
-    """Patterns of modules that compute in float32 though train.dtype is bf16, such as "*norm*"."""
+    """Patterns of modules that compute in float32 though train.dtype is bf16, such as "*norm*". With one holder of a tied
+    weight all others are kept too."""
 
     offload: Literal["none", "cpu", "cpu-nopin"] = "none"
     """Keep parameters, gradients and optimizer state in host memory (fsdp and hsdp)."""

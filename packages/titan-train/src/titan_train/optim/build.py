@@ -1,6 +1,6 @@
 """Build the optimizer of a run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,14 @@ from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.optim.groups import plan_groups
+from titan_train.parallel.tied import ParameterNames
 
 # fused AdamW and SGD exist for these; only AdamW's takes DTensors (checked on torch 2.11 and 2.15 by a test)
 _FUSED_DEVICES = ("cuda", "cpu")
 
 
 def build_optimizer(
-    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: Iterable[str] = ()
+    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: ParameterNames | None = None
 ) -> torch.optim.Optimizer:
     """Build the optimizer over a model's trainable parameters.
 
@@ -23,14 +24,15 @@ def build_optimizer(
         model: Already sharded and materialized: the optimizer holds the parameters it is given. Or the parts of one
             that this rank has (pipeline stages).
         config: Kind, hyperparameters, and exceptions by pattern.
-        names: Of parameters that other ranks have: a pattern may be for those.
+        names: Of the whole model, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
 
     Returns:
         An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names
         of their parameters.
 
     Raises:
-        ValueError: A pattern is found in no parameter's name, or the model has nothing to train.
+        ValueError: A pattern is found in no parameter's name, patterns contradict each other for a tied weight, or the
+            model has nothing to train.
     """
     groups = plan_groups(model, config, names=names)
     if not groups:

@@ -1,7 +1,8 @@
 """Which parameters get which learning rate and weight decay: pure rules on names, tested without an optimizer.
 
 Ordered tables of patterns, for learning-rate scales, weight decay and steps without training; in each, the first pattern found
-in a parameter's name counts. A parameter that no decay pattern names gets the default: matrices decay, embeddings
+in a parameter's name counts. A tied weight has several names, each of which a pattern may mean, and one value whichever of its
+copies a rank holds. A parameter that no decay pattern names gets the default: matrices decay, embeddings
 too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing.
 """
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.nearest import did_you_mean
+from titan_train.parallel.tied import ParameterNames, parameter_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +35,39 @@ class ParameterGroup:
 
 
 def plan_groups(
-    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: Iterable[str] = ()
+    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: ParameterNames | None = None
 ) -> list[ParameterGroup]:
     """Sort a model's trainable parameters into groups.
 
     Args:
         model: With any wrappers; sharded or not. Or the parts of one that this rank has (pipeline stages).
         config: Patterns and defaults.
-        names: Of parameters that other ranks have: a pattern may be for those.
+        names: Of the whole model, where ``model`` is part of one: a pattern may be for a parameter that another rank has,
+            or for the name that a tied one has there.
 
     Returns:
         Groups in the order of their first parameter. DTensors and plain tensors never share a group, because fused
         and foreach kernels refuse the mix.
 
     Raises:
-        ValueError: A pattern is found in no parameter's name; the message lists near names.
+        ValueError: A pattern is found in no parameter's name (the message lists near names), or two patterns give the two
+            names of a tied weight different values.
     """
     parts = [unwrap(part) for part in ([model] if isinstance(model, nn.Module) else model)]
     named = [(clean_fqn(fqn), p) for part in parts for fqn, p in part.named_parameters() if p.requires_grad]
-    fqns = list(dict.fromkeys([*(fqn for fqn, _ in named), *names]))
+    names = names or {name: every for part in parts for name, every in parameter_names(part).items()}
     for table in ("lr_scales", "weight_decays", "frozen_steps"):
-        _require_matches(f"optimizer.{table}", getattr(config, table), fqns)
+        _require_matches(f"optimizer.{table}", getattr(config, table), list(names))
+        for every in dict.fromkeys(names.values()):
+            _require_one_value(f"optimizer.{table}", getattr(config, table), every)
 
     vectors = {key for part in parts for key in _undecayed(part)}
     groups: dict[tuple[float, float, int, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
-        scale = first_match(config.lr_scales, fqn, 1.0)
-        decay = first_match(config.weight_decays, fqn, 0.0 if id(parameter) in vectors else config.weight_decay)
-        frozen = int(first_match(config.frozen_steps, fqn, 0))
+        every = names[fqn]
+        scale = first_match(config.lr_scales, every, 1.0)
+        decay = first_match(config.weight_decays, every, 0.0 if id(parameter) in vectors else config.weight_decay)
+        frozen = int(first_match(config.frozen_steps, every, 0))
         groups.setdefault((scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
         ParameterGroup(scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
@@ -68,9 +75,9 @@ def plan_groups(
     ]
 
 
-def first_match(table: Mapping[str, float], fqn: str, default: float) -> float:
-    """The value of the first pattern that is found in ``fqn``, or ``default``."""
-    return next((value for pattern, value in table.items() if re.search(pattern, fqn)), default)
+def first_match(table: Mapping[str, float], names: Sequence[str], default: float) -> float:
+    """The value of the first pattern that is found in one of a parameter's names, or ``default``."""
+    return next((value for pattern, value in table.items() if any(re.search(pattern, n) for n in names)), default)
 
 
 def _undecayed(model: nn.Module) -> set[int]:
@@ -78,6 +85,22 @@ def _undecayed(model: nn.Module) -> set[int]:
     found = {id(p) for p in model.parameters() if p.ndim < 2}
     norms = (m for m in model.modules() if "norm" in type(m).__name__.lower())
     return found | {id(p) for m in norms for p in m.parameters(recurse=False)}
+
+
+def _require_one_value(key: str, table: Mapping[str, float], names: Sequence[str]) -> None:
+    """Refuse patterns that each mean one name of a tied weight alone, with different values."""
+    meant: dict[str, str] = {}  # name of the weight -> the pattern that decides for it
+    for pattern in table if len(names) > 1 else ():
+        found = [name for name in names if re.search(pattern, name)]
+        new = [name for name in found if name not in meant]
+        apart = next((name for name in meant if table[meant[name]] != table[pattern]), None)
+        if apart is not None and new and len(new) == len(found):
+            raise ValueError(
+                f"{key} gives {apart} {table[meant[apart]]} (pattern {meant[apart]!r}) and {new[0]} {table[pattern]} (pattern "
+                f"{pattern!r}), but they are two names of one tied weight, which has one value. Remove one of the patterns, "
+                "give both the same value, or untie the weight."
+            )
+        meant |= dict.fromkeys(new, pattern)
 
 
 def _require_matches(key: str, patterns: Iterable[str], fqns: Sequence[str]) -> None:

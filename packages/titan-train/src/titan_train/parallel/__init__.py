@@ -9,5 +9,5 @@
 - `data_parallel`: FSDP2, HSDP or DDP around what the others left.
 - `float8`, `compiled`: float8 layers, torch.compile. ``activations/``: recomputation and offload.
 - `param_shard`: which box of each parameter a rank holds. `gradients`: partial gradients, and the norm over all ranks.
-- `structure`: a model's repeated blocks and tied parameters.
+- `structure`: a model's repeated blocks, and what is not trained; `tied`: one weight under several names.
 """

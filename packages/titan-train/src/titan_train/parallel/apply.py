@@ -31,12 +31,12 @@ from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert import apply_expert_parallel
 from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion, share_scales
-from titan_train.parallel.gradients import Gradients, TiedCopies
+from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.pipeline import Pipeline, make_transport
 from titan_train.parallel.stages import stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of, freeze, tied_to_first
+from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.parallel.tensor import (
     FusedProducts,
     apply_tensor_parallel,
@@ -49,6 +49,14 @@ from titan_train.parallel.tensor import (
 from titan_train.parallel.tensor.float8_linears import gathers_same_bits
 from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
 from titan_train.parallel.tensor.styles import style_of
+from titan_train.parallel.tied import (
+    ParameterNames,
+    TiedCopies,
+    meaning_all_copies,
+    parameter_names,
+    tied_copies,
+    tied_to_first,
+)
 from titan_train.plan.batch import plan_batch, tokens_at_once
 from titan_train.plan.layout import Mode
 from titan_train.task import ContextCut, Task, TaskBatch, load_task
@@ -71,7 +79,7 @@ class ParallelModel:
     gradients: Gradients
     context: ContextCut | None
     pipeline: Pipeline | None
-    names: tuple[str, ...]
+    names: ParameterNames
     """Of all parameters of the whole model."""
     experts: Mapping[str, int]
     """Experts of each mixture-of-experts layer of the whole model, by the layer's name."""
@@ -125,6 +133,7 @@ def build_parallel_model(
     freeze(whole, config.train.freeze)
     task = task or load_task(config)
     check_model(config, layout, plan_batch(config, layout), whole, task)
+    config = meaning_all_copies(config, whole)
     chosen = choose_kernels(config.kernels, device)
     check_taken(apply_kernels(whole, chosen), config.kernels, config.model.name)
     loss = task.loss(config, vocab_size)
@@ -137,14 +146,14 @@ def build_parallel_model(
     parts = [part for part, _ in wrapped]
     fsdp.share_streams(parts)
     pipeline = None
-    copies = None
+    copies: Sequence[TiedCopies] = ()
     if schedule is not None and mesh is not None:
         pipeline = Pipeline(
             schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=applied.loss,
             keywords=task.keywords, fused_loss=applied.fused_loss, config=config.pipeline,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
-        copies = _tied_copies(applied.tied, mesh, schedule)
+        copies = tied_copies(config, whole, mesh, schedule)
     return ParallelModel(
         parts=parts,
         plans=[plan for _, plan in wrapped if plan is not None],
@@ -154,7 +163,7 @@ def build_parallel_model(
         gradients=Gradients(parts, applied.cuts, tied=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
         context=applied.context,
         pipeline=pipeline,
-        names=tuple(name for name, _ in whole.named_parameters()),
+        names=applied.names,
         experts={name: layer.args.num_experts for name, layer in moe_layers(whole)},
         num_parameters=count_parameters(whole),
         flops_per_token=flops_per_token(whole, config.model.seq_len),
@@ -242,7 +251,7 @@ class _Application:
         config, mesh = self.config, self.mesh
         self.spec = self.layout.spec
         self.init = init_for(self.whole)
-        self.tied = tied_to_first(self.whole)
+        self.names = parameter_names(self.whole)
         self.fused = FusedProducts() if overlaps_by_compiler(config.parallel, config.compile, self.device) else None
         self.fused_loss = False
         self.context: ContextCut | None = None
@@ -266,7 +275,7 @@ class _Application:
         apply_activation_checkpointing(part, blocks_of(part), config.activations)
         if config.compile.enabled:
             self._compile(part)
-        init = _init_of_shards(self.init, self.cuts, self.tied, config.run.seed)
+        init = _init_of_shards(self.init, self.cuts, tied_to_first(self.names), config.run.seed)
         # weights that are read from a folder are not drawn first; adapters are in no folder
         skip = (lambda name: ".lora_" not in name) if config.model.init else None
         return apply_data_parallel(part, config, self.layout, self.mode, self.mesh, self.device, init, skip)
@@ -377,23 +386,3 @@ def _init_of_shards(init: InitFn, cuts: Mapping[str, ParamShard], tied: Mapping[
         tensor.copy_(cut.of(whole, tuple(tensor.shape)))
 
     return fill
-
-
-def _tied_copies(tied: Mapping[str, str], mesh: Mesh, schedule: Schedule) -> TiedCopies | None:
-    """Where the two ends of a pipeline share a parameter, the ranks that hold its copies. Collective over all ranks."""
-    if not tied:
-        return None
-    ends = sorted({schedule.placement[0], schedule.placement[-1]})
-    mine: Any = None
-    if len(ends) > 1:
-        for ranks in mesh.layout.groups("pp"):
-            members = [ranks[end] for end in ends]
-            group = dist.new_group(members)
-            if mesh.global_rank in members:
-                mine = group
-    (second, first), *more = tied.items()
-    if more:
-        raise ValueError(
-            f"parallel.pp: {len(tied)} tied parameters, but a pipeline can share one only, between its first and last stage."
-        )
-    return TiedCopies((first, second), mine)

@@ -24,6 +24,7 @@ from titan_train.parallel.float8 import check_skip
 from titan_train.parallel.stages import layers_of, stage_layers
 from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
+from titan_train.parallel.tied import meaning_all_copies
 from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import resolve_mode, wrapped_over
 from titan_train.plan.schedule import plan_pipeline
@@ -43,11 +44,12 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     Raises:
         ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
     """
+    check_skip(model, config.float8)
+    config = meaning_all_copies(config, model)
     spec = layout.spec
     parallel = config.parallel
     check_backend(config.compile.backend)
     check_cudagraphs(config, layout, model)
-    check_skip(model, config.float8)
     check_patterns(model, config.activations)
     _check_wrapping_patterns(config, layout, model)
     check_kernels(config, model, tp=spec.tp)

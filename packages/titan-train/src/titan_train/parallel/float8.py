@@ -24,6 +24,7 @@ from titan_train.config import Float8Config
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
+from titan_train.parallel.tied import parameter_names
 
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
@@ -285,8 +286,14 @@ def check_skip(model: nn.Module, config: Float8Config) -> None:
     if config.recipe == "none":
         return
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
+    tied = [  # of modules with the weight of such a layer
+        other.rpartition(".")[0]
+        for name, every in parameter_names(model).items()
+        if name.rpartition(".")[0] in names
+        for other in every
+    ]
     for pattern in config.skip:
-        if not any(titan_fp8.matching_pattern(name, (pattern,)) for name in names):
+        if not any(titan_fp8.matching_pattern(name, (pattern,)) for name in [*names, *tied]):
             raise ValueError(
                 f"float8.skip: {pattern!r} matches no linear layer and no experts of {type(model).__name__}, so what it should "
                 f"keep out of float8 would not be. It has {', '.join(names[:8])}, …"

@@ -18,18 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
 from titan_train.parallel.param_shard import ParamShard
+from titan_train.parallel.tied import TiedCopies
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class TiedCopies:
-    """One parameter that lives on several pipeline stages under different names, equal on all."""
-
-    names: tuple[str, ...]
-    """Its names; this rank may hold some, all or none of them."""
-    group: dist.ProcessGroup | None
-    """The ranks that hold the copies; None if all of them are on one rank."""
 
 
 @dataclass(slots=True)
@@ -40,7 +31,7 @@ class Gradients:
     """The model, or this rank's pipeline stages."""
     cuts: Mapping[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism cut."""
-    tied: TiedCopies | None = None
+    tied: Sequence[TiedCopies] = ()
     world_size: int = 1
     """Ranks of the run."""
     pp: int = 1
@@ -60,14 +51,17 @@ class Gradients:
                 partial.setdefault(id(cut.partial_over), (cut.partial_over, []))[1].append(parameter)
         for group, parameters in partial.values():
             _all_reduce(parameters, group)
-        copies = self._tied_here()
-        if len(copies) > 1:
-            gradients = [_local_gradient(p) for p in copies]
-            total = torch.stack(gradients).sum(0)
-            for gradient in gradients:
-                gradient.copy_(total)
-        elif copies and self.tied is not None and self.tied.group is not None:
-            _all_reduce(copies, self.tied.group)
+        for tied in self.tied:
+            copies = [self._named[name] for name in tied.names if name in self._named]
+            if not copies:
+                continue
+            first, *others = [_local_gradient(p) for p in copies]
+            for gradient in others:
+                first.add_(gradient)
+            if tied.group is not None:
+                dist.all_reduce(first, group=tied.group)
+            for gradient in others:
+                gradient.copy_(first)
 
     def square_norm(self) -> Tensor:
         """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
@@ -115,11 +109,8 @@ class Gradients:
         """How many ranks hold the same elements of this parameter."""
         cut = self.cuts.get(name)
         different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
-        copies = len(self.tied.names) if self.tied is not None and name in self.tied.names else 1
+        copies = next((tied.copies for tied in self.tied if name in tied.names), 1)
         return self.world_size // different * copies
-
-    def _tied_here(self) -> list[nn.Parameter]:
-        return [] if self.tied is None else [self._named[name] for name in self.tied.names if name in self._named]
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

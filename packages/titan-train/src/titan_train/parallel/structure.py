@@ -1,4 +1,4 @@
-"""What parallelism must know about a model's structure: its repeated blocks, and its tied parameters."""
+"""What parallelism must know about a model's structure: its repeated blocks, and what is not trained."""
 
 import re
 from collections.abc import Sequence
@@ -20,16 +20,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             found += blocks
             inside |= {id(m) for block in blocks for m in block.modules()}
     return found
-
-
-def tied_to_first(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters, to the first."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            names[name] = first[id(parameter)]
-    return names
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

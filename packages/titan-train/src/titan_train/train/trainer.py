@@ -38,6 +38,7 @@ from titan_train.observe import (
 from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim import build_optimizer, build_scheduler, put_back, settings_of
 from titan_train.parallel.apply import build_parallel_model, describe_layout, describe_options
+from titan_train.parallel.tied import tied_to_first
 from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
@@ -425,9 +426,11 @@ class Trainer:
         )
 
     def _state(self) -> TrainState:
+        tied = tied_to_first(self.model.names)
         return TrainState(
             model=self.model.parts,
-            shards=self._shards(),
+            shards={tied.get(name, name): shard for name, shard in self._shards().items()},
+            tied=tied,
             optim=self.optimizer,
             sched=self.scheduler,
             data=RankState(self._loader, self.config.checkpoint.allow_data_change, self.model.parts),

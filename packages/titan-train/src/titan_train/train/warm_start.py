@@ -22,7 +22,7 @@ from titan_train.models import named_parameters
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
 from titan_train.nearest import did_you_mean
-from titan_train.parallel.structure import tied_to_first
+from titan_train.parallel.tied import parameter_names, tied_to_first
 
 
 class InitChoice(Protocol):
@@ -93,7 +93,7 @@ def load_init(
         ValueError: As `check_init`, or a tensor has another shape.
     """
     folder, key_map = check_init(init, whole, config)
-    first_of = tied_to_first(whole)
+    first_of = tied_to_first(parameter_names(whole))
     whole_names = {name for name, _ in whole.named_parameters()}
     for part in parts:
         held = {name for name, _ in named_parameters(part)}
@@ -126,7 +126,7 @@ def _vocabulary(config: InitChoice, whole: nn.Module) -> frozenset[str]:
     """Parameters with a row for each token, where the vocabulary may be larger than the published one."""
     if "vocab_size" not in config.init_changes:
         return frozenset()
-    first_of = tied_to_first(whole)
+    first_of = tied_to_first(parameter_names(whole))
     rows = max(module.num_embeddings for module in whole.modules() if isinstance(module, nn.Embedding))
     holders = {
         f"{name}.weight"
@@ -138,7 +138,7 @@ def _vocabulary(config: InitChoice, whole: nn.Module) -> frozenset[str]:
 
 def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole: nn.Module) -> None:
     """Every parameter must be in the files, and every tensor of the files must be a parameter or buffer."""
-    first_of = tied_to_first(whole)
+    first_of = tied_to_first(parameter_names(whole))
     wanted = {name for name, _ in whole.named_parameters() if not key_map.leaves_out(name)}
     known = wanted | first_of.keys() | {name for name, _ in whole.named_buffers()}
     found: set[str] = set()
@@ -161,7 +161,7 @@ def _check_tensors(
     folder: Path, views: Mapping[str, View], key_map: KeyMap, whole: nn.Module, *, grow: Collection[str]
 ) -> None:
     """Every tensor must have its parameter's shape and kind of dtype; those in ``grow`` may have fewer rows."""
-    first_of = tied_to_first(whole)
+    first_of = tied_to_first(parameter_names(whole))
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     known = tensors.keys() | first_of.keys()
     mapped = {name: view for name, view in views.items() if key_map.maps(name) or key_map.ignores(name)}

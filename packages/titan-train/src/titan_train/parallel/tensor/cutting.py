@@ -27,22 +27,12 @@ def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup)
     Raises:
         ValueError: Tied parameters that the table would cut differently.
     """
-    names: dict[int, list[str]] = {}
     wholes = {clean_fqn(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    for name, parameter in wholes.items():
-        names.setdefault(id(parameter), []).append(name)
     cutter = _Cutter(group)
     cuts: dict[str, ParamShard] = {}
     for entry in plan.modules:
         if entry.units:
             cuts |= cutter.cut(entry)
-    for name in list(cuts):
-        left = [other for other in names[id(wholes[name])] if other not in cuts]
-        if left:
-            raise ValueError(
-                f"{name} and {', '.join(left)} are one tied parameter, but the table cuts only the first: give both "
-                "modules styles that cut the same way, such as 'embedding' and 'head'."
-            )
     for name in plan.partial:
         shape = tuple(wholes[name].shape)
         cuts[name] = ParamShard(shape, (0,) * len(shape), pieces=1, axis="tp", partial_over=group)

@@ -110,6 +110,7 @@ def plan_tensor_parallel(
             _check_size(name, style, size, tp)
         planned.append(PlannedModule(name, module, style, inside, units, size))
     _check_regions(regions, planned)
+    _check_tied(model, styles)
     partial = tuple(_partial_parameters(model, table, styles, regions, sequence_parallel))
     return TensorPlan(tuple(planned), partial, tuple(counters.values()))
 
@@ -200,6 +201,28 @@ def _check_regions(regions: list[str], planned: list[PlannedModule]) -> None:
                 f"{sorted(set(inside)) or 'none'}: its output is summed over the ranks, so each must compute a part. Add "
                 "them to the table, or make it 'replicated'."
             )
+
+
+def _check_tied(model: nn.Module, styles: dict[str, Style]) -> None:
+    """Refuse to cut the copies of one weight in two ways."""
+    tied: dict[int, list[str]] = {}
+    for name, parameter in named_parameters(model, duplicates=True):
+        tied.setdefault(id(parameter), []).append(name)
+    for names in tied.values():
+        cut = {name: _cut_dim(_owner_style(name, styles)) for name in names}
+        if len(set(cut.values())) > 1:
+            ways = ", ".join(
+                f"{name} by {'rows' if dim == 0 else 'columns'}" for name, dim in cut.items() if dim is not None
+            )
+            raise ValueError(
+                f"{' and '.join(names)} are one tied parameter, but the table cuts {ways} and not the others alike: give "
+                "all their modules styles that cut the same way, such as 'embedding' and 'head'."
+            )
+
+
+def _cut_dim(style: Style | None) -> int | None:
+    """The dimension of the weight that a style cuts, if any."""
+    return 0 if style in ROW_CUT else 1 if style == "rowwise" else None
 
 
 def _partial_parameters(
