@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
-from titan_train.models.hf.plans import HF_PLANS, hf_plans
+from titan_train.models.hf.plans import HF_PLANS, HFPlan, hf_plans
 
 MODULE = """
 from titan_train.models.hf.plans import HF_PLANS
@@ -19,6 +19,10 @@ granite = my_plans:GRANITE
 smollm3 = my_plans:MISSING
 cohere = my_plans:NO_PLAN
 """
+OPT = HFPlan(
+    styles={}, layers="model.decoder.layers", embedding="model.decoder.embed_tokens", norm="model.decoder.final_layer_norm",
+    feed_forward="fc1",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -54,3 +58,93 @@ def test_a_family_with_such_a_plan_can_be_cut(installed: Path) -> None:
     check_tensor_parallel(
         model, 2, table=table_for(model), seq_len_local=32, sequence_parallel=True, replicate_kv=False, async_tp=False
     )
+
+
+def chain_and_whole(folder: Path) -> tuple[Any, Any]:
+    """Logits and gradients of three pipeline stages, one after the other, and of the whole model."""
+    import titan_fsdp as fsdp
+    import torch
+    from titan_train.models import init_for
+
+    whole: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)
+    fsdp.materialize(whole, "cpu", init_for(whole), seed=3)
+    whole.eval()
+    stages = [whole.take_stage(layers, first=layers.start == 0, last=layers.stop == 4)
+              for layers in (range(1), range(1, 3), range(3, 4))]  # fmt: skip
+    tokens = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+    results: list[Any] = []
+    for parts in (stages, [whole]):
+        states: Any = tokens
+        for part in parts:
+            states = part(states)
+        states.square().mean().backward()
+        found: dict[str, Any] = {}
+        for part in parts:
+            found |= {name: p.grad for name, p in part.named_parameters()}
+        results.append({"logits": states.detach()} | found)
+    return results[0], results[1]
+
+
+def test_what_a_family_does_around_its_layers_is_done_in_one_stage_only(installed: Path) -> None:
+    """granite scales its embeddings by a field of ``config.json``, and its logits."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+
+    chain, whole = chain_and_whole(hf_folders.make(installed / "granite", "granite"))
+    assert chain.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(
+            chain[name], value, atol=1e-7, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_parts_that_a_plan_does_not_name_are_in_the_first_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Learned positions of opt: no field of a plan is about them."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+
+    monkeypatch.setattr("titan_train.models.hf.build.hf_plans", lambda: {"opt": OPT})
+    chain, whole = chain_and_whole(hf_folders.make(tmp_path / "opt", "opt"))
+    assert chain.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(
+            chain[name], value, atol=1e-7, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_family_that_its_plan_cannot_cut_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A linear between the last norm and the head is in no stage that needs it."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+    from titan_train.models.hf.probe import probe
+
+    monkeypatch.setattr("titan_train.models.hf.build.hf_plans", lambda: {"opt": OPT})
+    folder = hf_folders.make(tmp_path / "opt", "opt", word_embed_proj_dim=16)
+    model: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)
+    probe(model, "hf:opt", packed=True, staged=False, drawn=True)
+    with pytest.raises(ValueError, match=r"a chain of pipeline stages of this opt .*Set parallel.pp=1"):
+        probe(model, "hf:opt", packed=True, staged=True, drawn=True)
+
+
+def test_a_family_that_changes_its_logits_computes_its_loss_from_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By whatever name its field goes: nothing here knows that of granite."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+    from titan_train.models.hf.probe import probe
+
+    monkeypatch.setattr("titan_train.models.hf.build.hf_plans", lambda: {"granite": HF_PLANS["llama"]})
+    monkeypatch.setattr("titan_train.models.hf.decoder._LOGITS_CHANGED", ())
+    model: Any = build_model(ModelConfig(name=f"hf:{hf_folders.make(tmp_path, 'granite')}", seq_len=32), vocab_size=96)
+    assert model.loss_head == "lm_head"
+    probe(model, "hf:granite", packed=True, staged=True, drawn=True)
+    assert model.loss_head is None

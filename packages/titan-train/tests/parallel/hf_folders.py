@@ -39,6 +39,24 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0},
     "bloom": {"n_layer": 4, "n_head": 4},
+    # masks are made without positions
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "initializer_range": 0.02},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
+    "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
+    # states and convolutions run over the end of a document
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
+    "jamba": {"mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
+              "use_mamba_kernels": False},
+    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
+                "layer_types": ["full_attention", "linear_attention"] * 2},
+    "qwen3_next": _ROUTED | {"shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                             "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 4,
+                    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 

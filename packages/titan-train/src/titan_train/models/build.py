@@ -30,7 +30,7 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
         ValueError: An argument that the model does not have or whose value cannot work, a vocabulary below the
             tokenizer's, a sequence longer than the model's learned positions, or a dotted path that leads nowhere.
     """
-    with torch.device(device), _SkipRandomFill():
+    with torch.device(device), SkipRandomFill():
         if config.name.startswith("hf:"):
             from titan_train.models.hf.build import build_hf
 
@@ -40,7 +40,7 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
         return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))
 
 
-class _SkipRandomFill(TorchFunctionMode):
+class SkipRandomFill(TorchFunctionMode):
     """Leaves out the random initialisation of meta tensors: they have no values, and torch loads its compiler for it."""
 
     def __torch_function__(

@@ -62,6 +62,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         )
     task = task or load_task(config)
     task.check(config, model)
+    _probe(config, layout, model, task)
     if spec.tp > 1:
         check_tensor_parallel(
             model,
@@ -158,6 +159,18 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
         )
     if config.model.lora_rank and spec.tp > 1:
         _check_cut_adapters(config, model)
+
+
+def _probe(config: Config, layout: Layout, model: nn.Module, task: Task) -> None:
+    """Refuse a model of transformers that does not compute what this run needs, which a tiny one of its kind tells."""
+    if not hasattr(model, "published"):
+        return
+    from titan_train.models.hf.decoder import HFModel
+    from titan_train.models.hf.probe import probe
+
+    assert isinstance(model, HFModel)
+    packed = config.data.document_mask and "cu_seqlens" in task.keywords
+    probe(model, config.model.name, packed=packed, staged=layout.spec.pp > 1, drawn=not config.model.init)
 
 
 def _check_cut_adapters(config: Config, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
+from titan_train.models.hf.conversions import unread
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
 from titan_train.nearest import did_you_mean
@@ -150,6 +151,13 @@ def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole
         if not native and not key_map.ignores(name):
             unexpected.append(name)
     missing = sorted(wanted - {first_of.get(name, name) for name in found})
+    kind: str | None = getattr(whole, "published", {}).get("model_type")
+    if (missing or unexpected) and kind is not None and (steps := unread(kind)):
+        raise ValueError(
+            f"{folder}: transformers converts the tensors of a {kind} when it reads a folder ({'; '.join(steps[:3])}), which is "
+            f"not done here: {len(missing)} parameters have no tensor {missing[:4]}. Leave model.init empty, to train "
+            "from random weights, or use a model of another family."
+        )
     if missing or unexpected:
         raise ValueError(
             f"{folder} does not hold this model: {len(missing)} parameters are missing {missing[:4]}, {len(unexpected)} "

@@ -10,12 +10,16 @@ from torch import nn
 
 from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.hf.conversions import separate_experts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
 from titan_train.models.hf.plans import HFPlan, hf_plans
 from titan_train.nearest import did_you_mean
 from titan_train.trust import refuse_foreign_code
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""What families call the number of experts of a token."""
 
 
 def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
@@ -29,34 +33,11 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
         ValueError: The folder is not one of a decoder that the installed transformers has, or cannot be as asked.
     """
     name = choice.name
-    kind, config, published = _config(name, dict(choice.args))
+    config, published = _config(name, dict(choice.args))
     _check(name, config, vocab_size, choice.seq_len)
-    plan = hf_plans().get(published["model_type"])
-    from transformers import AutoModelForCausalLM
-
-    from titan_train.models.hf.attention import NAME
-    from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplacedDecoder, UnplannedDecoder, class_with
-
-    if plan is not None:
+    if published["model_type"] in hf_plans():
         _check_plan(name, config)
-    implementation = {"attn_implementation": NAME} if plan is not None else {}
-    try:
-        model: Any = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=False, dtype=torch.float32, **implementation
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
-        raise ValueError(f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {err}") from err
-    forward_of: type[HFModel] = HFDecoder
-    if plan is None:
-        placed = "position_ids" in inspect.signature(model.forward).parameters
-        forward_of = UnplannedDecoder if placed else UnplacedDecoder
-    _check_causal(name, model.config, planned=plan is not None)
-    model.__class__ = class_with(type(model), forward_of)
-    model.published = published
-    if plan is not None:
-        _apply_plan(model, plan, split=choice.lora_rank == 0)
-    else:
-        _swap_unplanned_experts(model, kind)
+    model = assemble(config, published, name=name, split=choice.lora_rank == 0)
     if choice.lora_rank:
         from titan_train.models.hf.lora import add_adapters
 
@@ -64,7 +45,53 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     return model
 
 
-def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool = True) -> Any:
+    """The model of a configuration of transformers, with what its family's plan adds, on the current device.
+
+    Args:
+        config: Of transformers; changed in place.
+        published: What describes it: the content of ``config.json``, with the changes of ``model.args``.
+        name: ``model.name``, for messages.
+        split: Take fused linears apart, as the plan says.
+
+    Raises:
+        ValueError: transformers cannot build it as a causal decoder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from titan_train.models.hf.attention import NAME
+    from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder, class_with
+
+    kind = str(published["model_type"])
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model.name={name!r}: a {kind} is an encoder and a decoder. transformers would build its decoder alone, without "
+            "what it attends to. Use a folder of a decoder."
+        )
+    plan = hf_plans().get(kind)
+    implementation = {"attn_implementation": NAME} if plan is not None else {}
+    try:
+        model: Any = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=torch.float32, **implementation
+        )
+    except Exception as err:  # whatever a family's own code raises
+        raise ValueError(
+            f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {type(err).__name__}: {err}"
+        ) from err
+    forward_of: type[HFModel] = HFDecoder if plan is not None else UnplannedDecoder
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    _check_causal(name, model.config, planned=plan is not None)
+    model.__class__ = class_with(type(model), forward_of)
+    model.published = published
+    if plan is not None:
+        _apply_plan(model, plan, split=split)
+    else:
+        model.takes_positions = takes_positions
+        _swap_unplanned_experts(model, kind)
+    return model
+
+
+def _config(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The configuration of transformers, and the content of ``config.json`` that it comes from."""
     published = read_published(name)
     try:
@@ -99,7 +126,7 @@ def _config(name: str, args: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
-    return kind, config, changed
+    return config, changed
 
 
 def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None:
@@ -110,7 +137,7 @@ def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None
             f"no embedding. Use the folder's tokenizer, or extend the vocabulary with model.args.vocab_size={vocab_size}."
         )
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
+    if longest is not None and 0 < longest < seq_len:
         raise ValueError(
             f"model.seq_len={seq_len} is longer than the {longest} positions of {folder_of(name)}: the nearest valid choice is "
             f"{longest}. To extend it, set model.args.max_position_embeddings={seq_len}, and a larger rotary base or a scaling."
@@ -200,17 +227,18 @@ def _split_fused(layer: nn.Module, plan: HFPlan, heads: int, kv_heads: int, head
 
 def _swap_unplanned_experts(model: Any, kind: str) -> None:
     """Experts of a family without a plan, where files have a tensor for each expert and the model stacks them."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    stacked = [f"mlp.experts.*.{name}_proj.weight" for name in ("gate", "up")]
-    mapping: list[Any] = get_checkpoint_conversion_mapping(kind) or []
-    if not any(list(getattr(step, "source_patterns", ())) == stacked for step in mapping):
+    names = separate_experts(kind)
+    if names is None:
         return
     config = model.config.get_text_config()
     for layer in model.repeated_layers():
-        old = getattr(getattr(layer, "mlp", None), "experts", None)
-        if old is not None and config.hidden_act in ("silu", "swish") and len(list(old.parameters())) == 2:
-            _swap_experts(layer, "mlp", config)
+        found = [name for name, module in layer.named_modules() if name.endswith(".experts") and _is_stack(module)]
+        for name in found:
+            _swap_experts(layer, name.removesuffix(".experts"), config)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
 
 
 def _swap_experts(layer: nn.Module, feed_forward: str, config: Any) -> None:
@@ -223,6 +251,7 @@ def _swap_experts(layer: nn.Module, feed_forward: str, config: Any) -> None:
             f"hidden_act={config.hidden_act!r}: experts here compute SiLU only. Set model.args.hidden_act='silu'."
         )
     count, width, hidden = old.gate_up_proj.shape
+    chosen = next((n for key in _CHOSEN if type(n := getattr(config, key, None)) is int), 1)
     inner.experts = RoutedExperts(
-        count, hidden, width // 2, experts_per_token=config.num_experts_per_tok, init_std=config.initializer_range
+        count, hidden, width // 2, experts_per_token=chosen, init_std=config.initializer_range
     )

@@ -7,6 +7,7 @@ all others.
 
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
 from titan_train.models.hf.plans import HFPlan, without_dense_region
+from titan_train.models.hf.stage_layers import Gone, StageLayers
 
 _LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of ``config.json`` by which a family changes logits after the head."""
@@ -63,21 +65,27 @@ class HFModel(nn.Module):
 class UnplannedDecoder(HFModel):
     """A model whose family has no plan: transformers computes masks and attention from positions."""
 
+    takes_positions = True
+    """Whether its own forward does."""
+    takes_masks = False
+    """Whether it is given masks of the documents, as its own code makes none from positions. See `probe`."""
+
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits of every next token; arguments as `titan_train.models.common.decoder.Decoder.forward`."""
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, tokens.shape[1])
+        keywords: dict[str, Any] = {"position_ids": positions} if self.takes_positions else {}
+        if self.takes_masks and cu_seqlens is not None:
+            keywords["attention_mask"] = self._document_masks(tokens, document_positions(cu_seqlens, tokens.shape[1]))
         own = cast("Any", super())
-        return own.forward(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        return own.forward(input_ids=tokens, **keywords, use_cache=False).logits
 
+    def _document_masks(self, tokens: Tensor, positions: Tensor) -> Any:
+        """The masks that transformers makes for such positions, one for each sort of layer that it tells apart."""
+        from transformers.masking_utils import create_masks_for_generate
 
-class UnplacedDecoder(HFModel):
-    """A model whose forward takes no positions: documents of a row see each other."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` tokens to ``[B, S, V]`` logits."""
-        own = cast("Any", super())
-        return own.forward(input_ids=tokens, use_cache=False).logits
+        shaped = tokens.new_empty((*tokens.shape, 0), dtype=torch.float32)  # stands for the embeddings
+        return create_masks_for_generate(self.config, shaped, None, None, position_ids=positions)
 
 
 class HFDecoder(HFModel):
@@ -89,6 +97,8 @@ class HFDecoder(HFModel):
     base_model: nn.Module
     holds_embedding = True
     holds_head = True
+    changes_logits = False
+    """Whether it does more to its logits than its head, which `probe` finds out; besides what its fields say."""
 
     @property
     def pipeline_layers(self) -> str:
@@ -100,8 +110,6 @@ class HFDecoder(HFModel):
         """How its modules take part in tensor parallelism: feed-forwards are regions where they are dense."""
         table = dict(without_dense_region(self.plan).styles)
         for name, layer in self.get_submodule(self.plan.layers).named_children():
-            if isinstance(layer, nn.Identity):
-                continue
             inner = layer.get_submodule(self.plan.feed_forward)
             if not any(isinstance(module, RoutedExperts) for module in inner.children()):
                 table[f"{self.plan.layers}.{name}.{self.plan.feed_forward}"] = "region"
@@ -115,7 +123,9 @@ class HFDecoder(HFModel):
     @property
     def loss_head(self) -> str | None:
         """See `titan_train.models.common.decoder.Decoder`; None where the family changes its logits after the head."""
-        changed = any(getattr(self.config, name, None) not in (None, 1, 1.0) for name in _LOGITS_CHANGED)
+        changed = self.changes_logits or any(
+            getattr(self.config, name, None) not in (None, 1, 1.0) for name in _LOGITS_CHANGED
+        )
         return None if changed or not self.holds_head else self.plan.head
 
     def forward(
@@ -141,28 +151,56 @@ class HFDecoder(HFModel):
         )
         given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
         keywords: dict[str, Any] = {"position_ids": positions, "use_cache": False, CONTEXT: context}
+        layers = self.get_submodule(self.plan.layers)
+        if not isinstance(layers, StageLayers):
+            return self._outcome(labels, **given, **keywords)
+        with layers.between(None if self.holds_embedding else tokens, taken=not self.holds_head) as taken:
+            found = self._outcome(labels, **given, **keywords)
+        return found if self.holds_head else taken[0]
+
+    def _outcome(self, labels: Tensor | None, **given: Any) -> Tensor:
         if self.holds_head and labels is not None:
-            return self.get_submodule(self.plan.head)(self.base_model(**given, **keywords).last_hidden_state, labels)
+            return self.get_submodule(self.plan.head)(self.base_model(**given).last_hidden_state, labels)
         if self.holds_head:
-            return cast("Any", super()).forward(**given, **keywords).logits
-        return self.base_model(**given, **keywords).last_hidden_state
+            return cast("Any", super()).forward(**given).logits
+        return self.base_model(**given).last_hidden_state
 
     def take_stage(self, layers: range, *, first: bool, last: bool) -> "HFDecoder":
-        """A copy of what one pipeline stage holds; parameter names stay as they are, other parts do nothing."""
+        """A copy of what one pipeline stage holds; parameter names stay as they are, other parts do nothing.
+
+        What has parameters and is neither a layer nor the last norm or head belongs to the first stage.
+        """
         plan = self.plan
-        gone = [self.get_submodule(name) for name in (() if first else (plan.embedding,))]
-        gone += [self.get_submodule(name) for name in (() if last else (plan.norm, plan.head))]
+        after = {plan.norm, plan.head}
+        gone = [] if first else list(_apart_from(self, "", after | {plan.layers}))
+        gone += [] if last else [self.get_submodule(name) for name in after]
         children = self.get_submodule(plan.layers)._modules
         gone += [layer for name, layer in children.items() if layer is not None and int(name) not in layers]
-        stage = copy.deepcopy(self, {id(module): nn.Identity() for module in gone})
-        kept = stage.get_submodule(plan.layers)
-        kept._modules = {str(number): kept._modules[str(number)] for number in layers}
-        changed: dict[str, Any] = {"num_hidden_layers": len(layers)}
-        if getattr(self.config, "layer_types", None) is not None:
-            changed["layer_types"] = [self.config.layer_types[number] for number in layers]
-        vars(stage.config).update(changed)  # not by its setters: they compare both with each other
+        stage = copy.deepcopy(self, {id(module): Gone() for module in gone})
+        kept = StageLayers()
+        for number in layers:
+            kept.add_module(str(number), stage.get_submodule(f"{plan.layers}.{number}"))
+        stage.set_submodule(plan.layers, kept)
+        depth = len(children)
+        changed: dict[str, Any] = {
+            key: [value[number] for number in layers]
+            for key, value in vars(stage.config).items()
+            if isinstance(value, list) and len(cast("list[Any]", value)) == depth
+        }
+        changed["num_hidden_layers"] = len(layers)
+        vars(stage.config).update(changed)  # not by its setters: they compare the fields with each other
         stage.holds_embedding, stage.holds_head = first, last
         return stage
+
+
+def _apart_from(module: nn.Module, path: str, names: set[str]) -> Iterator[nn.Module]:
+    """The largest modules with parameters that hold none of ``names``."""
+    for key, child in module.named_children():
+        inner = f"{path}{key}"
+        if any(name.startswith(f"{inner}.") for name in names):
+            yield from _apart_from(child, f"{inner}.", names)
+        elif inner not in names and any(True for _ in child.parameters()):
+            yield child
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from titan_ckpt import KeyMap
 from titan_train.models.common.hf import HuggingFace, rope_fields
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.family import Family, class_path
+from titan_train.models.hf.folder import with_floats
 
 _NOT_COMPARED = frozenset(
     {
@@ -43,6 +44,7 @@ class HFModelArgs:
         Raises:
             ValueError: It is of another family.
         """
+        published = with_floats(dict(published))
         if published.get("model_type") != kind.model_type:
             raise ValueError(
                 f"config.json has model_type={published.get('model_type')!r}, but the model is a {kind.model_type!r}. Name "

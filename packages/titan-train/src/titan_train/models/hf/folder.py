@@ -4,12 +4,13 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_train.files import read_text, refuse_link_out
 from titan_train.nearest import did_you_mean
 
 PREFIX = "hf:"
+_NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
 
 
 def folder_of(name: str) -> Path:
@@ -37,7 +38,17 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
         raise ValueError(f"{key}={name!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
     if not isinstance(content, dict):
         raise ValueError(f"{key}={name!r}: {file} is not a JSON object. Fetch the folder again.")
-    return content
+    return with_floats(content)
+
+
+def with_floats(value: Any) -> Any:
+    """A value of JSON in which transformers wrote numbers that JSON has not (``{"__float__": "Infinity"}``), with them."""
+    if isinstance(value, dict):
+        held = cast("dict[str, Any]", value)
+        if held.keys() == {"__float__"} and held["__float__"] in _NOT_IN_JSON:
+            return float(held["__float__"])
+        return {key: with_floats(inner) for key, inner in held.items()}
+    return [with_floats(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def with_changes(

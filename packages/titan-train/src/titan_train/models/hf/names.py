@@ -7,9 +7,10 @@ from titan_ckpt import KeyMap, Pair
 from torch import nn
 
 from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.hf.conversions import renamed, separate_experts
 from titan_train.models.hf.fused import SplitLinear
 from titan_train.models.hf.lora import BASE
-from titan_train.models.hf.plans import EACH_EXPERT, HFPlan
+from titan_train.models.hf.plans import HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
@@ -26,20 +27,24 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     """
     apart = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts | SplitLinear)}
     pairs: dict[Pair, None] = {}
-    renamed = plan.renamed if plan is not None else _renamed_by_transformers(kind)
+    new_names = plan.renamed if plan is not None else renamed(kind)
+    separate = {} if plan is not None else separate_experts(kind) or {}
     for name in model.state_dict(keep_vars=True):
         if ".lora_" in name:
             continue
         owner = next((path for path in apart if name.startswith(f"{path}.")), None)
         if owner is None:
-            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), renamed))] = None
+            pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), new_names))] = None
             continue
         module = apart[owner]
         if isinstance(module, RoutedExperts):
-            feed_forward, experts = ("mlp", EACH_EXPERT) if plan is None else (plan.feed_forward, plan.experts)
             leaf = name.removeprefix(f"{owner}.")
-            layer = _template(f"{owner}.").partition(f".{feed_forward}.")[0]
-            pairs[Pair(f"{_template(f'{owner}.')}{leaf}", f"{layer}.{experts[leaf]}")] = None
+            here = _template(f"{owner}.")
+            if plan is not None:
+                there = f"{here.partition(f'.{plan.feed_forward}.')[0]}.{plan.experts[leaf]}"
+            else:
+                there = _renamed(f"{here.removesuffix('experts.')}{separate[leaf]}", new_names)
+            pairs[Pair(f"{here}{leaf}", there)] = None
         else:
             pairs |= dict.fromkeys(_parts(owner, module))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -58,20 +63,6 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     for here, there in renamed.items():
         name = name.replace(here, there)
     return name
-
-
-def _renamed_by_transformers(kind: str) -> Mapping[str, str]:
-    """Part of a tensor's name in the model to that in files, where transformers renames it and does no more."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    found: dict[str, str] = {}
-    for step in get_checkpoint_conversion_mapping(kind) or []:
-        if type(step) is WeightRenaming and len(step.source_patterns) == len(step.target_patterns) == 1:
-            there, here = (pattern.replace("\\.", ".") for pattern in (*step.source_patterns, *step.target_patterns))
-            if not set(here + there) & set("\\^$*+?()[]{}|"):  # plain text
-                found[here] = there
-    return found
 
 
 def _parts(owner: str, module: SplitLinear) -> list[Pair]:

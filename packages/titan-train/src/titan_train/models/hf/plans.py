@@ -115,8 +115,7 @@ _PHI: StyleTable = {
 _ROUTED: Mapping[str, Style] = {"gate": "replicated", "experts": "replicated"}
 
 _LLAMA = HFPlan(styles=_decoder(_QKV))
-EACH_EXPERT = _separate("mlp.experts", "gate_proj", "down_proj", "up_proj")
-"""`HFPlan.experts` of most families, those without a plan too."""
+_EACH_EXPERT = _separate("mlp.experts", "gate_proj", "down_proj", "up_proj")
 
 HF_PLANS: Mapping[str, HFPlan] = {
     "llama": _LLAMA,
@@ -144,11 +143,11 @@ HF_PLANS: Mapping[str, HFPlan] = {
         styles={
             **_decoder(_QKV, **_ROUTED, shared_expert_gate="replicated"), **_swiglu("model.layers.*.mlp.shared_expert")
         },
-        experts=EACH_EXPERT,
+        experts=_EACH_EXPERT,
     ),
-    "qwen3_moe": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), experts=EACH_EXPERT),
+    "qwen3_moe": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), experts=_EACH_EXPERT),
     "deepseek_v3": HFPlan(
-        styles={**_decoder(_LATENT, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_experts")}, experts=EACH_EXPERT
+        styles={**_decoder(_LATENT, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_experts")}, experts=_EACH_EXPERT
     ),
 }  # fmt: skip
 """``model_type`` of ``config.json`` to the plan, for the families that are planned here; `hf_plans` has all."""

@@ -82,7 +82,7 @@ def plan_tensor_parallel(
         ValueError: The model cannot be cut like that; the message names both numbers, or the module.
     """
     # where a pipeline stage lacks a module of transformers, an Identity is in its place
-    named = {clean_fqn(name): module for name, module in model.named_modules() if type(module) is not nn.Identity}
+    named = {clean_fqn(name): module for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
     styles: dict[str, Style] = {}
     for name in named:
         style = style_of(name, table) if name else None

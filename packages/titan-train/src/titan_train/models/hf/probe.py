@@ -1,0 +1,259 @@
+"""Does this family compute what the trainer takes for granted? A tiny cut of the model itself says it, before any rank waits.
+
+Nothing can be read off a family's name: masks are made without positions, convolutions and states run over the ends of
+documents, stages scale what the stage before them has scaled. So a tiny model of the same kind (`titan_train.models.hf.cut`)
+is built with random weights and tried on the CPU:
+
+- a token's logits do not depend on later tokens;
+- the logits of a packed row are those of its documents, one by one;
+- logits and gradients of a chain of pipeline stages are those of the whole.
+
+What fails is refused, with what to do. A family that packs right only if it is given masks is given them.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import titan_fsdp as fsdp
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+
+from titan_train.models.build import SkipRandomFill
+from titan_train.models.call import accepted_inputs, call_model
+from titan_train.models.hf.build import assemble
+from titan_train.models.hf.cut import VOCABULARY, cuts, layers_that_show_all
+from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder
+from titan_train.models.initialize import InitFn, init_for
+
+_TOKENS = 32
+_PARAMETERS = 200_000_000
+"""A cut with more is not tried: it would take longer than a moment."""
+_CLOSE = 1e-3
+"""Of the spread of what is compared, in float32; a leak is above a hundredth."""
+
+
+def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool) -> None:
+    """Refuse a model of transformers that does not compute what this run needs; give it masks where it needs them.
+
+    Args:
+        model: The whole model, on the meta device.
+        name: ``model.name``, for messages.
+        packed: Whether rows hold several documents that must not see each other.
+        staged: Whether pipeline stages are cut from it.
+        drawn: Whether its weights are drawn, not read.
+
+    Raises:
+        ValueError: Says what differs, and what to do.
+    """
+    kind = str(model.published["model_type"])
+    with torch.random.fork_rng(devices=()):
+        tiny, failure, unfilled = _tiny(model, name)
+        if drawn and unfilled:
+            raise ValueError(
+                f"model.name={name!r}: initial weights of this {kind} cannot be drawn one by one ({unfilled[0]}). Set "
+                f"model.init={name!r}, to start from the folder's weights, or use another model."
+            )
+        if tiny is None:
+            raise ValueError(
+                f"model.name={name!r}: transformers' own forward and backward of this {kind} fail even on a small one: "
+                f"{failure}. Use another model, or another version of transformers."
+            )
+        tokens = _tokens(tiny)
+        _check_causality(tiny, tokens, name, kind)
+        if packed:
+            model_masks = _check_documents(tiny, tokens, name, kind)
+            if isinstance(model, UnplannedDecoder):
+                model.takes_masks = model_masks
+        if isinstance(tiny, HFDecoder) and isinstance(model, HFDecoder):
+            model.changes_logits = _changes_logits(tiny, tokens)
+            if staged:
+                _check_stages(tiny, tokens, name, kind)
+
+
+def _tiny(model: HFModel, name: str) -> tuple[Any, str, list[str]]:
+    """A small model that runs, or why none does; and why weights could not be drawn."""
+    layers = model.repeated_layers()
+    kind: Any = CONFIG_MAPPING[model.published["model_type"]]
+    filled: Mapping[str, Any] = kind.from_dict(dict(model.published)).to_dict()
+    failures: list[str] = []
+    for cut in cuts(filled, depth=len(layers), layers=layers_that_show_all(layers)):
+        try:
+            config = kind.from_dict(cut)
+            config.use_cache = False
+            with torch.device("meta"), SkipRandomFill():
+                tiny = assemble(config, cut, name=name)
+        except Exception as err:  # whatever a family's own code raises: its widths do not fit like this
+            failures.append(_words(err))
+            continue
+        if sum(p.numel() for p in tiny.parameters()) > _PARAMETERS:
+            failures.append("no small model of this kind could be built")
+            continue
+        unfilled: list[str] = []
+        try:
+            fsdp.materialize(tiny, "cpu", _filling(tiny, unfilled), seed=0)
+            _stir(tiny)
+            tiny.eval()
+            call_model(tiny, _rows(_tokens(tiny), None)).float().square().mean().backward()
+        except Exception as err:
+            if _words(err) in failures:  # it is not the widths
+                break
+            failures.append(_words(err))
+            continue
+        tiny.zero_grad()
+        return tiny, "", unfilled
+    return None, failures[-1], []
+
+
+def _words(err: Exception) -> str:
+    return f"{type(err).__name__}: {err}"
+
+
+def _filling(tiny: nn.Module, unfilled: list[str]) -> InitFn:
+    """How the run fills each parameter; ``unfilled`` gets the reason where it cannot."""
+    own = init_for(tiny)
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        try:
+            own(fqn, tensor, generator)
+        except ValueError as err:
+            tensor.normal_(0, 0.02, generator=generator)
+            unfilled.append(str(err))
+
+    return fill
+
+
+@torch.no_grad()
+def _stir(tiny: nn.Module) -> None:
+    """Weights that hide nothing: biases that are not zero, products as large as what they are added to."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in tiny.parameters():
+        spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+        parameter += torch.randn(parameter.shape, generator=generator) * spread
+
+
+def _tokens(tiny: Any) -> Tensor:
+    """Two rows."""
+    config = tiny.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    length = min(_TOKENS, longest) if isinstance(longest, int) and longest > 0 else _TOKENS
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, min(VOCABULARY, config.vocab_size) - 2, (2, length), generator=generator)
+
+
+def _rows(tokens: Tensor, bounds: list[list[int]] | None) -> Any:
+    """A batch as the trainer hands it on; ``bounds`` are where documents of each row begin, and the end."""
+    if bounds is None:
+        return SimpleNamespace(tokens=tokens, positions=None, cu_seqlens=None)
+    most = max(len(row) for row in bounds)
+    cu_seqlens = torch.tensor([row + [row[-1]] * (most - len(row)) for row in bounds], dtype=torch.int32)
+    positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in bounds])
+    return SimpleNamespace(tokens=tokens, positions=positions, cu_seqlens=cu_seqlens)
+
+
+def _documents(length: int) -> list[list[int]]:
+    """Of two rows: unequal documents, one of a single token among them."""
+    return [[0, length // 4, length // 4 + 1, 5 * length // 8, length], [0, 3 * length // 5, length]]
+
+
+def _check_causality(tiny: Any, tokens: Tensor, name: str, kind: str) -> None:
+    half = tokens.shape[1] // 2
+    with torch.no_grad():
+        whole, first = (call_model(tiny, _rows(part, None)) for part in (tokens, tokens[:, :half]))
+    if (found := _difference(whole[:, :half], first)) > _CLOSE:
+        raise ValueError(
+            f"model.name={name!r}: in this {kind}, the logits of a token depend on the tokens after it, one of which it is to "
+            f"predict ({found:.2g} of their spread, on a small model of the same kind). Use a causal decoder."
+        )
+
+
+def _check_documents(tiny: Any, tokens: Tensor, name: str, kind: str) -> bool:
+    """Whether the model is to be given masks."""
+    bounds = _documents(tokens.shape[1])
+    with torch.no_grad():
+        alone = [
+            torch.cat([call_model(tiny, _rows(row[None, a:b], None)) for a, b in pairwise(places)], dim=1)
+            for row, places in zip(tokens, bounds, strict=True)
+        ]
+        found: list[float] = []
+        for masks in (False, True) if isinstance(tiny, UnplannedDecoder) else (False,):
+            if isinstance(tiny, UnplannedDecoder):
+                tiny.takes_masks = masks
+            try:
+                found.append(_difference(call_model(tiny, _rows(tokens, bounds)), torch.cat(alone)))
+            except Exception:  # its own code takes no such mask
+                break
+            if found[-1] <= _CLOSE:
+                return masks
+    raise ValueError(
+        f"model.name={name!r}: in this {kind}, documents of one row leak into each other: a packed row and its documents alone "
+        f"differ by {min(found, default=1.0):.2g} of the spread of the logits, on a small model of the same kind. Its code in "
+        "transformers carries masks, convolutions or states over the end of a document. Set data.document_mask=false, to "
+        "train with documents that see each other, as in most pretraining."
+    )
+
+
+def _changes_logits(tiny: HFDecoder, tokens: Tensor) -> bool:
+    """Whether logits are other than what the head makes of the last hidden states."""
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.extend((inputs[0], output))
+
+    with torch.no_grad(), tiny.get_submodule(tiny.plan.head).register_forward_hook(keep):
+        logits = tiny(tokens)
+        tiny.holds_head = False
+        states = tiny(tokens)
+        tiny.holds_head = True
+    return not (torch.equal(seen[0], states) and torch.equal(seen[1], logits))
+
+
+def _check_stages(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> None:
+    batch = _rows(tokens, _documents(tokens.shape[1]))
+    depth = len(tiny.repeated_layers())
+    first: dict[int, str] = {}
+    tied = {key: first.setdefault(id(p), key) for key, p in tiny.named_parameters(remove_duplicate=False)}
+    want, wanted = _gradients([tiny], batch, tied)
+    for bounds in ([*range(depth + 1)], [0, (depth + 1) // 2, depth]):
+        stages = [tiny.take_stage(range(a, b), first=a == 0, last=b == depth) for a, b in pairwise(bounds) if a < b]
+        try:
+            got, gradients = _gradients(stages, batch, tied)
+            off = {"logits": _difference(got, want)}
+            off |= {key: _difference(gradients[key], wanted[key]) if key in gradients else 1.0 for key in wanted}
+            worst = max(off, key=off.__getitem__)
+            if off[worst] <= _CLOSE:
+                continue
+            why = f"{'the gradient of ' if worst != 'logits' else ''}{worst} differ by {off[worst]:.2g} of their spread"
+        except Exception as err:  # whatever a family's own code raises
+            why = f"it fails ({_words(err)})"
+        raise ValueError(
+            f"parallel.pp with model.name={name!r}: a chain of pipeline stages of this {kind} does not compute what the whole "
+            f"model does: {why}, on a small model of the same kind. Its code in transformers does something around or between "
+            "its layers that its plan does not say. Set parallel.pp=1."
+        )
+
+
+def _gradients(stages: list[Any], batch: Any, tied: Mapping[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of a chain of stages, and the gradient of every parameter, added where several stages or names hold it."""
+    states = batch.tokens
+    for stage in stages:
+        stage.zero_grad()
+        given = {key: getattr(batch, key) for key in accepted_inputs(stage, ("positions", "cu_seqlens"))}
+        states = stage(states, **given)
+    weights = torch.linspace(-1, 1, states.shape[-1])
+    (states.float() * weights).square().mean().backward()
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for key, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                name = tied.get(key, key)
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad.clone()
+    return states.detach(), found
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference, in spreads of ``want``; infinite where either is not finite."""
+    off = (got.double() - want.double()).abs().max() / want.double().std().clamp_min(1e-12)
+    return float(off) if bool(off.isfinite()) else float("inf")

@@ -1,0 +1,120 @@
+"""Families of transformers are tried before a run, on a tiny cut of the user's own folder: refused, or given what they need."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import composition
+import hf_folders
+import pytest
+import torch
+from titan_train.config import parse_config
+from titan_train.config.model import ModelConfig
+from titan_train.launch.validate import validate
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+MASKED = ("gpt_oss", "opt", "xglm", "biogpt")
+LEAKING = ("olmo_hybrid", "lfm2", "mamba2", "jamba", "minimax", "qwen3_next", "recurrent_gemma", "bloom")
+
+
+def configured(tmp_path: Path, kind: str, sections: dict[str, Any] | None = None, **changes: Any) -> Any:
+    source = hf_folders.make(tmp_path / kind, kind, vocab_size=264, **changes)
+    model = {"model": {"name": f"hf:{source}", "seq_len": 32, "init": "", "args": {}}, "train": {"microbatch": 2}}
+    return parse_config(composition.tree(tmp_path, "run", model | (sections or {})))
+
+
+def packed_and_alone(model: Any) -> tuple[Any, Any]:
+    """Logits of a row of two documents, and of the documents one by one."""
+    ids = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    cu_seqlens = torch.tensor([[0, 9, 24]], dtype=torch.int32)
+    with torch.no_grad():
+        packed = model(ids, positions=positions, cu_seqlens=cu_seqlens)
+        return packed, torch.cat([model(ids[:, :9]), model(ids[:, 9:])], dim=1)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_a_family_whose_masks_know_no_documents_is_given_masks(kind: str, tmp_path: Path) -> None:
+    import titan_fsdp as fsdp
+    from titan_train.models import build_model, init_for
+    from titan_train.parallel.check import check_model
+    from titan_train.plan.run import plan_run
+
+    config = configured(tmp_path, kind)
+    plan = plan_run(config, 1)
+    model: Any = build_model(config.model, vocab_size=264)
+    check_model(config, plan.layout, plan.batch, model)
+    fsdp.materialize(model, "cpu", init_for(model), seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    packed, alone = packed_and_alone(model.eval())
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)  # float32, added in another order
+
+
+@pytest.mark.parametrize("kind", LEAKING)
+def test_a_family_that_leaks_over_the_end_of_a_document_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, kind)
+    with pytest.raises(ValueError, match=rf"in this {kind}, documents .* Set data.document_mask=false"):
+        validate(config, 1)
+
+
+def test_whole_rows_are_no_packed_documents(tmp_path: Path) -> None:
+    validate(configured(tmp_path, "lfm2", {"data": {"document_mask": False}}), 1)
+
+
+def test_a_folder_whose_configuration_says_decoder_and_attends_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    """cpmant: nothing in its fields says that its attention sees the whole prompt."""
+    config = {"model_type": "cpmant", "vocab_size": 264, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8,
+              "dim_ff": 48, "num_hidden_layers": 2, "prompt_length": 4, "prompt_types": 4}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = {"model": {"name": f"hf:{tmp_path}", "seq_len": 32, "args": {}}}
+    with pytest.raises(ValueError, match="the logits of a token depend on the tokens after it"):
+        validate(parse_config(composition.tree(tmp_path, "run", model)), 1)
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_an_encoder_with_a_decoder_is_no_decoder(kind: str, tmp_path: Path) -> None:
+    from titan_train.models import build_model
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 96, "d_model": 32}))
+    with pytest.raises(ValueError, match=f"a {kind} is an encoder and a decoder"):
+        build_model(ModelConfig(name=f"hf:{tmp_path}", seq_len=32), vocab_size=96)
+
+
+def test_a_family_whose_weights_cannot_be_drawn_is_refused_by_check(tmp_path: Path) -> None:
+    config = {"model_type": "rwkv", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = {"model": {"name": f"hf:{tmp_path}", "seq_len": 32, "args": {}}, "data": {"document_mask": False}}
+    with pytest.raises(ValueError, match="initial weights of this rwkv cannot be drawn one by one"):
+        validate(parse_config(composition.tree(tmp_path, "run", model)), 1)
+
+
+def test_the_cut_keeps_a_layer_of_each_sort() -> None:
+    from titan_train.models.hf.cut import cuts, layers_that_show_all
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=12, hidden_size=1024, head_dim=128, num_attention_heads=8)
+    from titan_train.models.build import SkipRandomFill
+    from titan_train.models.hf.build import assemble
+
+    with torch.device("meta"), SkipRandomFill():
+        model = assemble(config, {**config.to_dict(), "model_type": "gemma3_text"}, name="hf:x")
+    layers = layers_that_show_all(model.repeated_layers())
+    assert layers == 6  # the first with full attention is the sixth
+    cut = next(cuts(config.to_dict(), depth=12, layers=layers))
+    assert cut["num_hidden_layers"] == len(cut["layer_types"]) == 6
+    assert set(cut["layer_types"]) == set(config.layer_types)
+    assert (cut["hidden_size"], cut["head_dim"], cut["num_attention_heads"]) == (64, 8, 8)
+
+
+def test_a_folder_whose_tensors_are_not_converted_here_is_not_called_incomplete(tmp_path: Path) -> None:
+    config = configured(tmp_path, "olmo_hybrid", {"data": {"document_mask": False}})
+    validate(config, 1)
+    warm = dataclasses.replace(config, model=dataclasses.replace(config.model, init=config.model.name))
+    with pytest.raises(
+        ValueError, match=r"transformers converts the tensors of a olmo_hybrid .*Leave model.init empty"
+    ):
+        validate(warm, 1)
