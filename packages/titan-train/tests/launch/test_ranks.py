@@ -5,11 +5,12 @@ import pytest
 from titan_testing import run_ranks
 from titan_train.config import Config, LaunchConfig, ParallelConfig, load_config
 from titan_train.config.launch import RayConfig
-from titan_train.launch.rank import worker
+from titan_train.launch.rank import info, worker
 from titan_train.launch.rank.info import (
     RankInfo,
     count_gpus,
     device_type,
+    mig_instances,
     ranks_from_torchrun,
     ranks_per_node,
     under_torchrun,
@@ -33,13 +34,47 @@ def test_a_number_of_ranks_other_than_torchruns_is_refused():
         ranks_from_torchrun(LaunchConfig(nproc=4, device="cpu"), TORCHRUN)
 
 
-def test_gpus_are_counted_without_torch(tmp_path):
+@pytest.fixture
+def two_gpus(tmp_path):
+    """The files of a machine with two GPUs."""
+    (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
+        (tmp_path / "dev" / name).touch()
+    return tmp_path
+
+
+def test_gpus_are_counted_without_torch(two_gpus):
+    tmp_path = two_gpus
     assert count_gpus({}, tmp_path) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+
+
+def test_gpus_of_wsl_are_those_that_nvidia_smi_lists(tmp_path, monkeypatch):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    assert count_gpus({}, tmp_path) == 0  # of another maker
+    smi = tmp_path / "usr/lib/wsl/lib/nvidia-smi"
+    smi.parent.mkdir(parents=True)
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA RTX (UUID: GPU-1)'\necho 'GPU 1: NVIDIA RTX (UUID: GPU-2)'\n")
+    smi.chmod(0o755)
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+
+
+def test_of_gpus_cut_into_instances_a_process_has_one(two_gpus, monkeypatch):
+    (two_gpus / "proc/driver/nvidia/capabilities/gpu0/mig/gi1/ci0").mkdir(parents=True)
+    (two_gpus / "proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0").mkdir(parents=True)
+    assert mig_instances(two_gpus) == 2
+    assert count_gpus({}, two_gpus) == 1
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, two_gpus) == 1
+    monkeypatch.setattr(info, "count_gpus", lambda: 1)
+    monkeypatch.setattr(info, "mig_instances", lambda: 2)
+    with pytest.raises(
+        ValueError, match=r"nproc=2, but the GPUs of this machine are cut into instances \(MIG\).*nvidia-smi -mig 0"
+    ):
+        ranks_per_node(LaunchConfig(nproc=2))
 
 
 @pytest.mark.skipif(count_gpus() > 0, reason="this machine has a GPU")

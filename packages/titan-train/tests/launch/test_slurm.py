@@ -1,6 +1,9 @@
 import contextlib
+import getpass
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import time
 
@@ -22,7 +25,11 @@ def test_the_batch_file_is_valid_shell_and_asks_for_the_machines(launcher, tmp_p
     nodes = "1" if launcher == "local" else "3"
     text = written("--launch.launcher", launcher, "--launch.nnodes", nodes, "--launch.nproc", "4")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in text
+    wanted = ("--ntasks-per-node=1", "--gpus-per-node=4", "--mem=0", "--exclusive")
+    assert "".join(f"#SBATCH {option}\n" for option in (f"--nodes={nodes}", *wanted)) in text
+    assert text.index("export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}") < text.index(
+        "srun "
+    )
     assert "#SBATCH --requeue" in text
     assert f"titan-train run debug --launch.launcher {launcher} --launch.nnodes {nodes} --launch.nproc 4" in text
 
@@ -111,6 +118,59 @@ def test_a_run_that_ends_before_the_shell_asks_again_keeps_its_code(machine):
     assert (code, "saved" in log) == (3, True)
 
 
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """Slurm's own controller for two machines of 8 GPUs and 96 CPUs that nobody starts; ``sbatch`` asks it."""
+    if shutil.which("sbatch") is None or shutil.which("slurmctld") is None:
+        pytest.skip("Slurm is not installed (Debian: slurm-wlm)")
+    folder = tmp_path_factory.mktemp("slurm")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    conf = folder / "slurm.conf"
+    conf.write_text(
+        f"ClusterName=test\nSlurmctldHost={socket.gethostname().partition('.')[0]}(127.0.0.1)\nSlurmctldPort={port}\n"
+        f"AuthType=auth/none\nCredType=cred/none\nSlurmUser={getpass.getuser()}\nStateSaveLocation={folder}\n"
+        f"SlurmctldPidFile={folder}/pid\nProctrackType=proctrack/linuxproc\nSelectType=select/cons_tres\n"
+        "SelectTypeParameters=CR_Core_Memory\nGresTypes=gpu\nMpiDefault=none\nSuspendProgram=/bin/true\n"
+        "ResumeProgram=/bin/true\nSuspendTime=-1\nAccountingStorageType=accounting_storage/none\n"
+        "NodeName=n[0-1] CPUs=96 Sockets=2 CoresPerSocket=48 RealMemory=1000000 Gres=gpu:8 State=CLOUD\n"
+        "PartitionName=short Nodes=ALL Default=YES State=UP\n"
+    )
+    environ = os.environ | {"SLURM_CONF": str(conf)}
+    command = ["slurmctld", "-D", "-c", "-f", str(conf)]
+    controller = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while subprocess.run(["scontrol", "ping"], env=environ, capture_output=True, check=False).returncode:
+            assert controller.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield environ
+    finally:
+        controller.kill()
+        controller.wait()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "processors"),
+    [
+        ("local", {}, 96), ("torchrun", {}, 192), ("ray", {"cpus": 48}, 192), ("torchrun", {"shared": True}, 128),
+        ("torchrun", {"shared": True, "cpus": 24, "memory": "100G", "partition": "short"}, 48),
+    ],
+)  # fmt: skip
+def test_slurm_itself_accepts_the_batch_file_and_gives_the_cores(slurm, tmp_path, launcher, options, processors):
+    nodes = "1" if launcher == "local" else "2"
+    words = ("--launch.launcher", launcher, "--launch.nnodes", nodes, "--launch.nproc", "8")
+    config = load_config("debug", ["--launch.endpoint", "HEAD:29500", *words])
+    (tmp_path / "job.sbatch").write_text(sbatch_text(config, SlurmJob("debug", words, **options), 8))
+    asked = subprocess.run(
+        ["sbatch", "--test-only", str(tmp_path / "job.sbatch")], env=slurm, capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert f"using {processors} processors" in asked.stderr
+
+
 EVIL = "x\ntouch marker\n#"
 
 
@@ -119,7 +179,7 @@ EVIL = "x\ntouch marker\n#"
     [
         ["--partition", EVIL], ["--account", EVIL], ["--time", EVIL], ["--partition", "a b"], ["--time", "soon"],
         ["--partition", "-w n1"], ["--account", "$(touch marker)"], ["--time", "1;touch marker"], ["--run.name", EVIL],
-        ["--launch.nproc", EVIL], ["--port", EVIL], ["--warn-s", EVIL],
+        ["--launch.nproc", EVIL], ["--port", EVIL], ["--warn-s", EVIL], ["--mem", EVIL], ["--cpus-per-task", EVIL],
     ],
 )  # fmt: skip
 def test_what_sbatch_cannot_hold_is_refused(words, tmp_path, capsys):
@@ -158,6 +218,9 @@ def test_the_command_writes_a_file_and_needs_the_ranks_of_a_machine(tmp_path, ca
     words = ["slurm", "debug", "--launcher", "torchrun", "--launch.nnodes", "2", "--launch.device", "cpu"]
     assert main([*words, "--launch.nproc", "2", "--out", str(out), "--partition", "short"]) == 0
     assert "#SBATCH --partition=short" in out.read_text()
-    assert "#SBATCH --cpus-per-task=2" in out.read_text()
+    assert "gpus" not in out.read_text()
+    assert main([*words, "--launch.nproc", "2", "--out", str(out), "--shared", "--mem", "64G"]) == 0
+    assert "#SBATCH --cpus-per-task=2\n#SBATCH --mem=64G\n" in out.read_text()
+    assert "--exclusive" not in out.read_text()
     assert main(words) == 2
     assert "Give the ranks per machine, such as --launch.nproc 8" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Show packages, devices and backends of this machine; what is missing, how to install it, and the next command."""
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -8,10 +9,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+
+from titan_train.cli.cluster import Finding, diagnose_cluster
 
 PACKAGES = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-cp", "titan-fp8", "titan-ckpt")
 _EXTRAS = {
@@ -33,15 +34,6 @@ _EXTRAS = {
     "kernels": "liger-kernel's elementwise kernels (CUDA)",
     "llamacpp": "comparing a GGUF export in llama.cpp",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the diagnosis."""
-
-    level: Literal["ok", "note", "missing"]
-    name: str
-    text: str
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -109,10 +101,26 @@ def diagnose() -> Iterator[Finding]:
     for name in PACKAGES:
         yield _package(name, f"uv pip install {name}")
     yield from _torch()
+    yield from diagnose_cluster(*_torch_cuda_and_memlock())
     yield _compiler()
     for extra, purpose in _EXTRAS.items():
         yield _extra(extra, purpose)
     yield from _disk()
+
+
+def _torch_cuda_and_memlock() -> tuple[str | None, int | None]:
+    """The CUDA that torch was built for, and the bytes that may be locked; None without."""
+    cuda = None
+    with contextlib.suppress(ImportError, OSError):
+        import torch
+
+        cuda = torch.version.cuda
+    try:
+        import resource
+    except ImportError:  # no such limit on Windows
+        return cuda, None
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return cuda, None if limit == resource.RLIM_INFINITY else limit
 
 
 def _torch() -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from titan_mesh import Layout
 from titan_train.cli.shell.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
+from titan_train.launch.rank.device import set_cuda_defaults
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, check_trackers, read_run_info
@@ -76,6 +77,8 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
         kept: ``first`` or ``again`` if an actor of a Ray cluster keeps this process.
     """
     per_node = ranks_per_node(config.launch)
+    if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
+        set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # for whatever reads it while torch is imported
     world_size = per_node * config.launch.nnodes
     layout = _check_layout(config, world_size)
     run_dir = run_folder(config)

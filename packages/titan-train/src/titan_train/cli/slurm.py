@@ -15,7 +15,9 @@ from titan_train.plan.run import plan_run
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--section.key value ...]"
+    parser.usage = (
+        "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--shared] [--section.key value ...]"
+    )
     parser.add_config()
     parser.add_argument("--out", type=Path, default=None, help="file to write (default: standard output)")
     parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
@@ -27,6 +29,20 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         default=120,
         metavar="S",
         help="seconds to save before the limit; default 120",
+    )
+    parser.add_argument("--shared", action="store_true", help="take a part of each machine; default: whole machines")
+    parser.add_argument(
+        "--cpus-per-task",
+        type=integer(1, 65536),
+        default=0,
+        metavar="N",
+        help="CPUs of each machine; default: all of a whole machine, else 8 per GPU or 1 per CPU rank",
+    )
+    parser.add_argument(
+        "--mem",
+        default="",
+        metavar="SIZE",
+        help="memory of each machine, such as 512G; default: all of a whole machine",
     )
     parser.add_argument(
         "--port", type=integer(1, 65535), default=29500, help="rendezvous port on the first machine; default 29500"
@@ -51,6 +67,9 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
             account=arguments.account,
             warn_s=arguments.warn_s,
             port=arguments.port,
+            shared=arguments.shared,
+            cpus=arguments.cpus_per_task,
+            memory=arguments.mem,
         ),
         per_node,
     )

@@ -33,7 +33,8 @@ class RayConfig:
     """What holds the supervisor on a cluster with an address: an actor that Ray restarts elsewhere, or this command."""
 
     env: tuple[str, ...] = ()
-    """Further environment variables to pass to ranks on other nodes. OMP_*, NCCL_*, GLOO_* and TORCH_* are always passed."""
+    """Further environment variables to pass to ranks on other nodes. OMP_*, NCCL_*, GLOO_*, TORCH_*,
+    PYTORCH_*, TRITON_*, FI_*, UCX_* and CUDA_MODULE_LOADING are always passed."""
 
     @property
     def on_cluster(self) -> bool:
@@ -73,6 +74,9 @@ class LaunchConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is a GPU."""
+
+    bind_numa: bool = True
+    """Keep each GPU rank on the CPU cores of the socket that its GPU is attached to, where the machine says which."""
 
     port: int = 0
     """Rendezvous port for several nodes under launcher 'ray'; 0 takes a free one."""

@@ -170,7 +170,11 @@ def _device() -> str:
     """Where this rank computes."""
     import torch
 
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if torch.cuda.is_available() else "cpu"
+    from titan_train.launch.rank.device import device_index
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{device_index(int(os.environ.get('LOCAL_RANK', '0')), torch.cuda.device_count())}"
 
 
 def _continue(arguments: argparse.Namespace, run: "LoadedRun", sampling: "Sampling", *, shown: bool) -> None:

@@ -30,6 +30,12 @@ class SlurmJob:
     """Seconds before the time limit at which the run is told to save and end."""
     port: int = 29500
     """Where the machines meet, on the first of them."""
+    shared: bool = False
+    """Take a part of each machine instead of all of it."""
+    cpus: int = 0
+    """CPUs of each machine; 0: all of a machine that is taken whole, else eight for each GPU (one for each CPU rank)."""
+    memory: str = ""
+    """Of each machine, as Slurm writes it; empty: all of a machine that is taken whole, else Slurm's default."""
 
 
 def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
@@ -55,9 +61,7 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
         f"#SBATCH --job-name={name}",
         f"#SBATCH --nodes={launch.nnodes}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={ranks_per_node}"
-        if launch.device != "cpu"
-        else f"#SBATCH --cpus-per-task={ranks_per_node}",
+        *_resources(job, ranks_per_node, gpus=launch.device != "cpu"),
         f"#SBATCH --time={job.time_limit}",
         f"#SBATCH --signal=B:USR2@{job.warn_s}",
         "#SBATCH --requeue",
@@ -66,9 +70,24 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
     ]
     head += [f"#SBATCH --{name}={value}" for name in ("partition", "account") if (value := getattr(job, name))]
     body = {"local": _local, "torchrun": _torchrun, "ray": _ray}[launch.launcher](config, job, ranks_per_node)
-    return "\n".join([*head, "", "set -euo pipefail", *_TRAPS, *body, *_WAIT, ""])
+    return "\n".join([*head, "", "set -euo pipefail", _CPUS, *_TRAPS, *body, *_WAIT, ""])
 
 
+def _resources(job: SlurmJob, ranks_per_node: int, *, gpus: bool) -> list[str]:
+    """What one task a machine needs for all ranks there: by Slurm's defaults it has one CPU and a share of the memory."""
+    cpus = job.cpus or (0 if not job.shared else ranks_per_node * (_CPUS_PER_GPU if gpus else 1))
+    asked = {
+        "gpus-per-node": str(ranks_per_node) if gpus else "",
+        "cpus-per-task": str(cpus or ""),
+        "mem": job.memory or ("" if job.shared else "0"),
+    }
+    whole = [] if job.shared else ["#SBATCH --exclusive"]
+    return [*(f"#SBATCH --{name}={value}" for name, value in asked.items() if value), *whole]
+
+
+_CPUS_PER_GPU = 8  # a rank, its loader and saver, NCCL's proxies, what tokenizes
+# srun does not take over the job's CPUs per task (since Slurm 22.05), and would give each task one.
+_CPUS = "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}"
 _TRAPS = (
     "RUN=",
     "STOP=0",
@@ -97,6 +116,7 @@ _WAIT = (
 # Seconds that Ray may take to start.
 _READY_S = 300
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED|infinite", re.ASCII)
+_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,/+-]*")
 
 
@@ -105,6 +125,11 @@ def _refuse_odd(job: SlurmJob) -> None:
         raise ValueError(
             f"--time {job.time_limit[:60]!r} is no time limit of Slurm. Write hours:minutes:seconds or days-hours, such as "
             "24:00:00 or 2-12."
+        )
+    if job.memory and not _MEMORY.fullmatch(job.memory):
+        raise ValueError(
+            f"--mem {job.memory[:60]!r} is no amount of memory of Slurm. Write a number and K, M, G or T, such as 512G; 0 "
+            "takes all of the machine's."
         )
     for name in ("partition", "account"):
         value = getattr(job, name)

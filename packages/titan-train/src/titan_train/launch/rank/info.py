@@ -1,7 +1,9 @@
 """Which rank a process is, and how many ranks this machine runs. No torch: the launcher must start fast."""
 
+import contextlib
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +55,35 @@ def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.en
     )
 
 
-def count_gpus(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs this process may use, without importing torch or creating a CUDA context."""
-    present = len([p for p in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)])
+def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """NVIDIA GPUs this process may use, without importing torch or creating a CUDA context.
+
+    Where a GPU is cut into instances (MIG), CUDA shows a process one of them, and no other GPU.
+    """
+    present = len([p for p in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)])
+    if not present and (root / "dev/dxg").exists():  # WSL 2: Windows' driver, without a device file for each GPU
+        present = len(re.findall(r"^GPU \d+:", listed_gpus(root), re.MULTILINE))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if present and (mig_instances(root) or (visible is not None and "MIG-" in visible)):
+        return 0 if visible in ("", "-1") else 1
     if visible is None:
         return present
     named = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
     return min(present, len(named))
+
+
+def listed_gpus(root: Path = Path("/")) -> str:
+    """What ``nvidia-smi -L`` prints: a line for each GPU, and one for each instance of it; empty where it does not run."""
+    for folder in (*os.get_exec_path(), "/usr/lib/wsl/lib"):
+        command = root / folder.lstrip("/") / "nvidia-smi"
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            return subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
+    return ""
+
+
+def mig_instances(root: Path = Path("/")) -> int:
+    """Instances that the GPUs of this machine are cut into (MIG); 0 where they are whole."""
+    return len(list((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*/ci*")))
 
 
 def device_type(launch: LaunchConfig) -> DeviceType:
@@ -95,6 +118,11 @@ def ranks_per_node(launch: LaunchConfig) -> int:
         return launch.nproc or min(2, os.cpu_count() or 1)
     gpus = count_gpus()
     if launch.nproc > gpus:
+        if mig_instances():
+            raise ValueError(
+                f"launch.nproc={launch.nproc}, but the GPUs of this machine are cut into instances (MIG): a process sees one, "
+                "and NCCL joins none of them. Use launch.nproc=1, or turn MIG off (`sudo nvidia-smi -mig 0`)."
+            )
         raise ValueError(
             f"launch.nproc={launch.nproc}, but this machine has {gpus} GPUs: two ranks cannot share a GPU. "
             f"The nearest valid choice is {gpus}; for CPU ranks add --launch.device cpu."

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from titan_train.config import Config, parse_config
 from titan_train.launch.job import RankJob, heartbeat_file, orders_file
 from titan_train.launch.rank.descriptors import allow_open_files, connect_when_needed, open_files_needed
+from titan_train.launch.rank.device import prepare_gpu, set_cuda_defaults
 from titan_train.launch.rank.failure import describe_failure, first_failure, write_failure
 from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
 from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
@@ -119,6 +120,8 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
 
 @contextlib.contextmanager
 def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | None) -> Generator[None]:
+    if ranks.device_type == "cuda":
+        set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)
     import torch
     import torch.distributed as dist
 
@@ -136,7 +139,7 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     if config.parallel.pp > 1:  # loading a kernel in mid-step waits for the device, and so for messages to other stages
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if ranks.device_type == "cuda":
-        torch.cuda.set_device(ranks.local_rank)
+        prepare_gpu(ranks.local_rank, bind_numa=config.launch.bind_numa)
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=config.launch.timeout_s)
     if ranks.store is None:

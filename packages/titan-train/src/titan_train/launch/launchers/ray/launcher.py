@@ -38,7 +38,10 @@ _START_S = 600.0  # for an interpreter's start on a node: minutes where few core
 _ADOPT_S = 10.0  # for agents of a lost driver to answer
 _CALLS = 8  # of an agent at a time: one is held open, others order, start and end
 NAMESPACE = "titan-train"
-_FORWARDED = ("TITAN_TRAIN_CODE", "OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_FORWARDED = (
+    "TITAN_TRAIN_CODE", "OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "FI_", "UCX_",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
+)  # fmt: skip
 
 
 class RayLauncher:
