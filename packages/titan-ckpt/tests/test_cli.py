@@ -321,3 +321,16 @@ def test_an_invalid_step_hides_no_other(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step-00000003: intact" in out
     assert "step-00000002/MANIFEST.json" in out
+
+
+def test_names_of_a_step_do_not_command_the_terminal(tmp_path, monkeypatch):
+    model = nn.Module()
+    model.register_parameter("evil\x1b]0;title\x07\x9b2J", nn.Parameter(torch.ones(2)))
+    Checkpointer(str(tmp_path)).save(1, TrainState(model=model, rng=False, extra={"note\x1b[2J": "\x1b[2J"}))
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["show", str(tmp_path / "step-00000001"), "--tensors"]) == 0
+    shown = terminal.getvalue()
+    assert "evil\ufffd]0;title" in shown
+    assert [c for c in shown if not c.isprintable() and c not in "\n\t"] == []

@@ -23,6 +23,7 @@ from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path
+from titan_ckpt.terminal import clean_output, printable
 
 _NAMES_HELP = "key map of the model's family: an installed one or a JSON file (default: keep the names)"
 
@@ -31,12 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if something is damaged or different, or 2 for a wrong call."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        with clean_output():
+            return args.run(args)
     except DamageError as err:
-        print(err, file=sys.stderr)
+        print(printable(str(err)), file=sys.stderr)
         return 1
     except (ValueError, OSError) as err:
-        print(f"titan-ckpt {args.command}: {err}", file=sys.stderr)
+        print(printable(f"titan-ckpt {args.command}: {err}"), file=sys.stderr)
         return 2
 
 

@@ -154,7 +154,8 @@ def _verify(args: argparse.Namespace) -> int:
     proof = verify(
         schedule, transport=args.transport, mem_limit=args.mem_limit, costs=costs, forward_only=args.forward_only
     )
-    print(f"{schedule.name}: runs ({proof.transport}); {proof.num_actions} actions, {proof.num_messages} messages")
+    name = "".join(c if c.isprintable() else "\ufffd" for c in schedule.name)  # of a file that anyone may have made
+    print(f"{name}: runs ({proof.transport}); {proof.num_actions} actions, {proof.num_messages} messages")
     print("peak memory per rank: " + " ".join(f"{x:.4g}" for x in proof.peak))
     return 0
 

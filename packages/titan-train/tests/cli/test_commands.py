@@ -17,6 +17,7 @@ from titan_train.cli import COMMANDS, main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
+from titan_train.trust import use_code
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -221,7 +222,10 @@ def test_an_unknown_command_names_the_nearest(capsys):
 def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):
     shutil.copy(EXAMPLES / "03_your_own_model" / "my_model.py", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    for variable in ("PYTHONPATH", "TITAN_TRAIN_CODE"):
+        monkeypatch.setenv(variable, "")
+    use_code([str(tmp_path)])
     config = load_config(
         str(run_dir.parent.parent / "tiny.toml"),
         [

@@ -68,11 +68,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}   {speed.axes}")
         return 0
 
-    from rich.console import Console
     from rich.markup import escape
 
+    from titan_train.terminal import clean_console
+
     marks = {"ok": "[green]ok     [/]", "note": "[yellow]note   [/]", "missing": "[red]missing[/]"}
-    console = Console(highlight=False, soft_wrap=True)
+    console = clean_console(highlight=False, soft_wrap=True)
     missing = 0
     for finding in diagnose():
         missing += finding.level == "missing"

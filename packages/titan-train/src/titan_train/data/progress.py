@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from titan_train.terminal import clean_console
+
 # Without a terminal, one line this often.
 _LINE_EVERY_S = 5.0
 
@@ -46,7 +48,7 @@ def show_progress(console: Console | None = None) -> Generator[ProgressCallback]
     Args:
         console: Where to; None takes standard error, so that results on standard output stay clean.
     """
-    console = console or Console(file=sys.stderr)
+    console = console or clean_console(sys.stderr)
     if not console.is_terminal:
         yield _line_printer(console)
         return

@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from titan_train.terminal import clean_console
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -77,10 +79,9 @@ class Screen:
             self._wake.clear()
 
     def _draw_live(self, draw: "Callable[[int], Text]") -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=self._stream, force_terminal=True, highlight=False)
+        console = clean_console(self._stream, force_terminal=True, highlight=False)
         before = (sys.stdout, sys.stderr)
         live = Live(console=console, auto_refresh=False, redirect_stdout=True, redirect_stderr=True)
         with live, _log_follows(before):

@@ -29,13 +29,12 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)
 
-    from rich.console import Console
-
     from titan_train.inputs import open_inputs, prepare_inputs
+    from titan_train.terminal import clean_console
 
     prepare_inputs(config)
     inputs = open_inputs(config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = clean_console(highlight=False, soft_wrap=True)
     try:
         for number in range(arguments.first, arguments.first + arguments.samples):
             for line in shown(inputs, number, marks=not console.is_terminal):

@@ -64,12 +64,12 @@ def prepare_sources(
     Raises:
         ValueError: As `prepare` and `build_tokenizer`.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from titan_train.data import build_chat_template, build_tokenizer, cache_folder, prepare, show_progress
+    from titan_train.terminal import clean_console
 
-    console = console or Console()
+    console = console or clean_console()
     with show_progress() as progress:
         built = build_tokenizer(tokenizer, data, cache_dir=cache_dir, progress=progress)
         template = build_chat_template(tokenizer, built)

@@ -101,15 +101,15 @@ def train_tokenizer(
     Raises:
         ValueError: If nothing can be read, or the text cannot give the vocabulary.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from titan_train.config import DataConfig
     from titan_train.data import show_progress
     from titan_train.data.sources.texts import held_out_texts, training_texts
+    from titan_train.terminal import clean_console
     from titan_train.tokenizers import train_sentencepiece
 
-    console = console or Console()
+    console = console or clean_console()
     data = DataConfig(sources=tuple(sources), validation_fraction=held_out_fraction)
     started = time.monotonic()
     with show_progress() as progress:

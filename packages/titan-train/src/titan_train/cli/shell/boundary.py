@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from titan_train.terminal import clean_output, printable
+
 _OURS = ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train")
 _TOO_LARGE = "storage size calculation overflowed"
 _ALLOCATION = ("allocate memory", "out of memory")
@@ -23,7 +25,7 @@ _ALLOCATION = ("allocate memory", "out of memory")
 def exit_code(command: Callable[[], int]) -> int:
     """Call the command; report what it raises in one message on stderr, and return the exit code."""
     try:
-        with _no_interrupt_swallowed():
+        with _no_interrupt_swallowed(), clean_output():
             return command()
     except KeyboardInterrupt:
         return _end("interrupted", 130)
@@ -118,7 +120,7 @@ def _defect(err: BaseException) -> int:
 
 def _end(message: str, code: int) -> int:
     with contextlib.suppress(OSError, ValueError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
     return code
 
 

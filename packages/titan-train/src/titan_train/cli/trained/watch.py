@@ -61,10 +61,11 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
                 return 0
             time.sleep(1.0)
 
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    from titan_train.terminal import clean_console
+
+    console = clean_console()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status, goodput = state()

@@ -26,6 +26,7 @@ from titan_train.launch.rank.failure import describe_failure, first_failure, wri
 from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
 from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
 from titan_train.launch.rank.orders import obey
+from titan_train.terminal import clean_output
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,7 +84,11 @@ def train_rank(
     from titan_train.train import Trainer
 
     faulthandler.enable()
-    with _process_group(config, ranks, listener), Trainer(config, run_dir=run_dir, monitor=monitor) as trainer:
+    with (
+        clean_output(),
+        _process_group(config, ranks, listener),
+        Trainer(config, run_dir=run_dir, monitor=monitor) as trainer,
+    ):
         trainer.fit()
     return trainer.step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import parse_json, read_gzip
+from titan_train.files import parse_json, read_gzip, write_atomic
 from titan_train.observe.timing.causes import Cause, find_causes
 from titan_train.observe.timing.matching import calls_of, errors_of_clocks
 from titan_train.observe.timing.split import Place, StepSplit, combine
@@ -87,8 +87,10 @@ def read_traces(run_dir: Path, out: Path | None = None) -> Traces:
                 _move(events[rank], -ahead_us)
         together = [event for rank in sorted(events) for event in events[rank]]
         _move(together, -min((event["ts"] for event in together if "ts" in event), default=0.0))
-        with gzip.open(out, "wt", encoding="utf-8", compresslevel=3) as file:
-            json.dump({"traceEvents": together, "displayTimeUnit": "ms"}, file)
+        text = json.dumps({"traceEvents": together, "displayTimeUnit": "ms"})
+        write_atomic(
+            out, gzip.compress(text.encode(), compresslevel=3)
+        )  # a link in the folder is replaced, not followed
     return Traces(split, find_causes(split, place), first["steps"][0], place, missing)
 
 

@@ -64,7 +64,7 @@ def panel(
     if goodput is not None:
         rows.append(Text(goodput_line(goodput)))
     rows += [Text(event_line(line), style="yellow") for line in _events(lines)[-4:]]
-    return Panel(Group(*rows), title=f"{name} · {status}", width=width)
+    return Panel(Group(*rows), title=Text(f"{name} · {status}"), width=width)
 
 
 def goodput_line(goodput: Goodput) -> str:
