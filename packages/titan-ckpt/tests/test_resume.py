@@ -242,3 +242,25 @@ def test_copies_declared_as_tied_are_one_tensor_of_a_step_and_all_filled_from_it
             assert torch.equal(parameter, together.embed.weight)
             for name, value in optim.state[together.embed.weight].items():
                 assert torch.equal(into.state[parameter][name], value), name
+
+
+def test_own_settings_restore_into_other_groups_and_other_parameters(tmp_path, caplog):
+    def made(groups, **settings):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
+        optim = torch.optim.AdamW([{"params": [model[i].weight for i in g]} for g in groups], **settings)
+        return model, optim
+
+    model, optim = made([[0], [1]], lr=0.1, weight_decay=0.5)
+    optim.param_groups[1]["weight_decay"] = 0.0
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    Checkpointer(tmp_path).save(1, TrainState(model=model, optim=optim))
+    other, joined = made([[1, 2]], lr=0.2, weight_decay=0.25)
+    with pytest.raises(ValueError, match="no optimizer state"):
+        Checkpointer(tmp_path).restore(TrainState(model=other, optim=joined))
+    Checkpointer(tmp_path).restore(TrainState(model=other, optim=joined, own_settings=True))
+    assert (joined.param_groups[0]["lr"], joined.param_groups[0]["weight_decay"]) == (0.2, 0.25)
+    assert torch.equal(joined.state[other[1].weight]["exp_avg"], optim.state[model[1].weight]["exp_avg"])
+    assert not joined.state[other[2].weight]
+    assert ["it is left out" in caplog.text, "they keep what they have" in caplog.text] == [True, True]

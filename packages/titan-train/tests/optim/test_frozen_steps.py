@@ -68,3 +68,18 @@ def test_a_pattern_for_nothing_is_refused():
         made({"projektor": 3})
     with pytest.raises(ValueError, match=r"optimizer\.frozen_steps\.layers=-1"):
         made({"layers": -1})
+
+
+def test_the_count_of_steps_begins_when_a_parameter_is_trained():
+    """AdamW divides young means by 1 - beta^steps: a count that ran on while frozen would make its first updates too small."""
+    model, optimizer, scheduler = made({"layers": 3})
+    train(model, optimizer, scheduler, 3)
+    assert not optimizer.state[model.layers.weight]
+    before = model.layers.weight.detach().clone()
+    fresh = torch.nn.Parameter(before.clone())
+    train(model, optimizer, scheduler, 1)
+    assert optimizer.state[model.layers.weight]["step"] == 1
+    assert optimizer.state[model.projector.weight]["step"] == 4
+    fresh.grad = torch.ones_like(fresh)  # the first update of AdamW is the gradient's sign, whatever its size
+    torch.optim.AdamW([fresh], lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close((model.layers.weight - before).abs(), (fresh - before).abs(), rtol=0.3, atol=0)

@@ -104,3 +104,12 @@ def test_config_reads_from_strict_json_in_order() -> None:
     text = json.dumps({"name": "sgd", "lr": 1, "lr_scales": {"b": 2, "a": 0.5}})
     config = TypeAdapter(OptimizerConfig).validate_json(text, strict=True)
     assert list(config.lr_scales.items()) == [("b", 2.0), ("a", 0.5)]
+
+
+def test_rates_of_state_spaces_and_biases_of_stacked_experts_do_not_decay() -> None:
+    model = nn.Module()
+    shapes = {"A_log": (8, 4), "D": (8, 2), "dt_bias": (2, 4), "gate_up_proj_bias": (4, 16), "experts_bias": (4, 8)}
+    for name, shape in (shapes | {"gate_up_proj": (4, 8, 16), "Debias": (3, 3)}).items():
+        model.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    found = decays(model, OptimizerConfig(weight_decay=0.1))
+    assert found == dict.fromkeys(shapes, 0.0) | {"gate_up_proj": 0.1, "Debias": 0.1}

@@ -201,7 +201,11 @@ class _Restore:
         if any(optim is not None for optim in optims):
             known = {name for optim in optims for name in optim or ()}
             extra = [n for group in self.shared["optim"]["groups"] for n in group["params"] if n not in known]
-            if extra:
+            if extra and self.state.own_settings:
+                if self.comm.rank == 0:
+                    text = "%s has optimizer state of %d parameters that are not trained now; it is left out: %s"
+                    _log.warning(text, self.reader.path, len(extra), extra[:6])
+            elif extra:
                 return ValueError(
                     f"the step holds optimizer state of {len(extra)} parameters that the optimizer does not have: "
                     f"{extra[:6]}. Give it the same parameters, or pass strict=False to leave them out."
@@ -269,14 +273,15 @@ class _Restore:
             self.state.shards,
             stored_dtypes={name: DTYPES[kind.dtype] for name, kind in stored["model"].items()},
             strict=self.strict,
+            own_settings=self.state.own_settings,
         )
         # A weight that is tied here may have been saved as several weights.
         self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}
         for key, (own, target) in restore.targets.items():
             self._copy(stored["optim"][key], target, "optim", own)
         if restore.unknown:
-            text = "%s has no optimizer state for these parameters; theirs is kept: %s"
-            _log.warning(text, self.reader.path, restore.unknown)
+            text = "%s has no optimizer state for %d parameters; they keep what they have: %s"
+            _log.warning(text, self.reader.path, len(restore.unknown), restore.unknown[:6])
         self.apply_steps.append(restore.finish)
 
     def _copy(self, stored: StoredTensor, target: Tensor, section: str, key: str, note: str = "") -> None:

@@ -94,6 +94,7 @@ class OptimRestore:
         stored_dtypes: Parameter to the dtype it was saved in.
         strict: Refuse parameters without saved settings. False keeps their current state, and gives moments that had
             their parameter's dtype the dtype that it has now.
+        own_settings: As `TrainState.own_settings`.
 
     Raises:
         ValueError: If a parameter has no saved settings, a group joins parameters with different saved settings, or the
@@ -110,6 +111,7 @@ class OptimRestore:
         *,
         stored_dtypes: Mapping[str, torch.dtype],
         strict: bool,
+        own_settings: bool = False,
     ) -> None:
         self.targets: dict[str, tuple[str, Tensor]] = {}
         """Key in the ``optim`` section to the tensor to fill, after its key here: a tied parameter may have another name."""
@@ -121,6 +123,7 @@ class OptimRestore:
         """Parameters of the optimizers without saved settings."""
         self._index, self._saved, self._shards = index, saved, shards
         self._stored_dtypes, self._strict = stored_dtypes, strict
+        self._own_settings = own_settings
         self._hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
         self._stored: dict[str, list[str]] = {}
         for key in index.tensors.get("optim", {}):
@@ -141,7 +144,7 @@ class OptimRestore:
         names = {param.name: self._stored_name(param.name) for param in params}
         self.names.update(names)
         unknown = [name for name, old in names.items() if old not in self._hypers]
-        if unknown and self._strict:
+        if unknown and self._strict and not self._own_settings:
             raise ValueError(
                 f"the step has no optimizer state for {unknown[:4]} ({len(unknown)} parameters in all): they were not "
                 "given to the optimizer when it was saved. Give the optimizer the same parameters, or pass strict=False "
@@ -150,12 +153,14 @@ class OptimRestore:
         self.unknown += unknown
         known = [param for param in params if names[param.name] in self._hypers]
         found = [self._hypers[names[param.name]] for param in known]
-        if any(hyper is not found[0] for hyper in found):  # equal settings are one object
+        if self._own_settings:
+            found = [group] * len(known)
+        elif any(hyper is not found[0] for hyper in found):  # equal settings are one object
             raise ValueError(
                 f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
                 "among them. Build the optimizer with the groups it was saved with."
             )
-        if found:
+        if found and not self._own_settings:
             self._finish.append(lambda: _set_hyper(group, found[0]))
         for param in known:
             self.used.add(names[param.name])

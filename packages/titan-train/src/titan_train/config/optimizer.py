@@ -26,7 +26,7 @@ class OptimizerConfig:
     """Added to the root of the squared gradient's running mean (adamw)."""
 
     weight_decay: float = 0.1
-    """Weight decay of matrices, embeddings too. Norms, biases and other vectors have none, unless weight_decays says
+    """Weight decay of matrices, embeddings too. Norms, biases, other vectors and A_log have none, unless weight_decays says
     so."""
 
     lr_scales: dict[str, float] = field(default_factory=dict)

@@ -3,15 +3,14 @@
 from titan_train.optim.build import build_optimizer
 from titan_train.optim.groups import ParameterGroup, plan_groups
 from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
-from titan_train.optim.settings import put_back, settings_of
+from titan_train.optim.settings import check_restored
 
 __all__ = [
     "ParameterGroup",
     "Scheduler",
     "build_optimizer",
     "build_scheduler",
+    "check_restored",
     "lr_factor",
     "plan_groups",
-    "put_back",
-    "settings_of",
 ]

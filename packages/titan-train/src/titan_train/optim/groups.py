@@ -3,7 +3,8 @@
 Ordered tables of patterns, for learning-rate scales, weight decay and steps without training; in each, the first pattern found
 in a parameter's name counts. A tied weight has several names, each of which a pattern may mean, and one value whichever of its
 copies a rank holds. A parameter that no decay pattern names gets the default: matrices decay, embeddings
-too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing.
+too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing. Neither do rates
+of a state space (Mamba's ``A_log``), whose zero is a value like any other.
 """
 
 import re
@@ -16,6 +17,9 @@ from torch import nn
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.nearest import did_you_mean
 from titan_train.parallel.tied import ParameterNames, parameter_names
+
+# biases of any number of dimensions, and Mamba's rates
+_UNDECAYED = re.compile(r"(?:^|[._])bias(?:es)?$|(?:^|\.)(?:A_log|D|dt_bias)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,10 @@ def first_match(table: Mapping[str, float], names: Sequence[str], default: float
 
 
 def _undecayed(model: nn.Module) -> set[int]:
-    """Ids of the parameters without default decay: vectors, scalars, and all parameters of normalization layers."""
-    found = {id(p) for p in model.parameters() if p.ndim < 2}
+    """Ids of the parameters without default decay: vectors, scalars, all parameters of normalization layers, biases of stacked
+    experts (one row each), and what state-space models keep as logarithms of rates.
+    """
+    found = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or _UNDECAYED.search(name)}
     norms = (m for m in model.modules() if "norm" in type(m).__name__.lower())
     return found | {id(p) for m in norms for p in m.parameters(recurse=False)}
 

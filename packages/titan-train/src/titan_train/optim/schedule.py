@@ -93,16 +93,15 @@ class Scheduler:
 
 
 def drop_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Set the gradients to zero whose parameters ``optimizer.frozen_steps`` does not train yet.
+    """Drop the gradients whose parameters ``optimizer.frozen_steps`` does not train yet.
 
-    With a learning rate of zero neither the update nor weight decay changes such a parameter, and its running means stay zero.
-    The gradient's norm is that of what is trained.
+    Without a gradient the optimizer passes a parameter over: neither weight nor running means nor the count of steps, by which
+    AdamW corrects young means, move. The gradient's norm is that of what is trained.
     """
     for group in optimizer.param_groups:
         if group.get("frozen", False):
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+                parameter.grad = None
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> Scheduler:

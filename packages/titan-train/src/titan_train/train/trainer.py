@@ -36,7 +36,7 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.observe.timing import Cause, StepSplit, split_line
-from titan_train.optim import build_optimizer, build_scheduler, put_back, settings_of
+from titan_train.optim import build_optimizer, build_scheduler, check_restored
 from titan_train.parallel.apply import build_parallel_model, describe_layout, describe_options
 from titan_train.parallel.tied import tied_to_first
 from titan_train.plan.layout import explain_mode
@@ -432,6 +432,7 @@ class Trainer:
             shards={tied.get(name, name): shard for name, shard in self._shards().items()},
             tied=tied,
             optim=self.optimizer,
+            own_settings=True,
             sched=self.scheduler,
             data=RankState(self._loader, self.config.checkpoint.allow_data_change, self.model.parts),
             rng=False,  # each step is seeded
@@ -451,10 +452,9 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        settings = settings_of(self.optimizer)
         step = self._checkpointer.restore(self._state(), fallback=True)
         if step:
-            put_back(settings, self.optimizer)
+            check_restored(self.optimizer, self.config.optimizer.name)
         if step == 0 and self.config.model.init:
             tokenizer = getattr(self._inputs, "tokenizer", None)
             if tokenizer is not None:
