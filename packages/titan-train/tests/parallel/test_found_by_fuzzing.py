@@ -54,3 +54,15 @@ def test_experts_held_by_several_ranks_of_tensor_parallelism_stay_equal(folder: 
     assert got.keys() == want.keys()
     assert max(float((got[name] - want[name]).abs().max()) for name in want) <= 4e-6 * largest
     assert ranks[0][1][0] == pytest.approx(norms[0], rel=1e-5)
+
+
+SGD = {"optimizer": {"name": "sgd", "lr": 0.1}}
+
+
+@pytest.mark.filterwarnings("ignore:.*random generators are reseeded")
+def test_sgd_of_plain_weights_goes_on_with_sharded_ones(folder) -> None:
+    """The fused kernel came along with the checkpoint, and has no way to step a DTensor."""
+    want = run_ranks(composition.run, 1, folder, "sgd", SGD, init=False)[0][0]
+    first = run_ranks(composition.continue_run, 1, folder, "sgd-on", SGD, 2, init=False)[0][1]
+    more = run_ranks(composition.continue_run, 2, folder, "sgd-on", SGD, 4)[0][1]
+    assert first + more == pytest.approx(want[:4], abs=2e-6)

@@ -18,7 +18,8 @@ from titan_ckpt.format.index import Index
 from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.sharding import LocalShard
 
-_NOT_HYPERPARAMETERS = ("params", "param_names")
+# Which kernel steps is this process's choice, not the run's: fused ones do not take every layout or device.
+_OWN = ("params", "param_names", "fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
     """
     optims, found, seen = list(optims), OptimState(), set[int]()
     for group, params in _groups(optims, owners):
-        hyper = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        hyper = {key: value for key, value in group.items() if key not in _OWN}
         found.groups.append({"hyper": hyper, "params": [param.name for param in params]})
         for name, param, optim in params:
             if id(param) in seen:
@@ -164,9 +165,9 @@ class OptimRestore:
             self._finish.append(lambda: _set_hyper(group, found[0]))
         for param in known:
             self.used.add(names[param.name])
-            self._match_param(param, names[param.name], found[0])
+            self._match_param(param, names[param.name], group)
 
-    def _match_param(self, param: _Param, old: str, hyper: Mapping[str, Any]) -> None:
+    def _match_param(self, param: _Param, old: str, group: Mapping[str, Any]) -> None:
         """Find a tensor to fill for each state of a parameter that was saved as ``old``."""
         state: dict[str, Any] = dict(self._saved["leaves"].get(old, {}))
         for key in self._stored.get(old, []):
@@ -174,7 +175,7 @@ class OptimRestore:
             dtype = DTYPES[stored.dtype]
             if not self._strict and dtype == self._stored_dtypes.get(old) and dtype.is_floating_point:
                 dtype = param.tensor.dtype
-            state[key] = _target(param, key, hyper, stored.shape, dtype, self._shards.get(param.name))
+            state[key] = _target(param, key, group, stored.shape, dtype, self._shards.get(param.name))
             target = _laid_out(state[key], param.tensor)
             _, filled = self.targets.setdefault(f"{old}/{key}", (f"{param.name}/{key}", target))
             if filled is not target:  # two parameters, but one tied weight in the step
@@ -221,14 +222,14 @@ def _laid_out(value: Tensor, param: Tensor) -> Tensor:
 def _target(
     owner: _Param,
     key: str,
-    hyper: Mapping[str, Any],
+    group: Mapping[str, Any],
     stored: tuple[int, ...],
     dtype: torch.dtype,
     shard: LocalShard | None,
 ) -> Tensor:
     """The tensor for state ``key`` of a parameter: the present one if it fits, else a new one.
 
-    ``stored`` is the saved shape, ``hyper`` the restored settings of the group.
+    ``stored`` is the saved shape.
     """
     param = owner.tensor
     present = owner.optim.state.get(param, {}).get(key)
@@ -237,7 +238,7 @@ def _target(
     if isinstance(present, Tensor) and tuple(_laid_out(present, param).shape) == shape and present.dtype == dtype:
         return present
     if key == "step":  # a counter, on the device only if the optimizer reads it there
-        device = param.device if hyper.get("fused") or hyper.get("capturable") else torch.device("cpu")
+        device = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return torch.zeros(stored, dtype=dtype, device=device)
     if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
@@ -251,6 +252,8 @@ def _target(
 
 def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
     for key, value in hyper.items():
+        if key in _OWN:  # of an older step
+            continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value) if not isinstance(value, Tensor) else group[key].copy_(value)
         else:
