@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parallel")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parent.parent / name) for name in ("parallel", "train")),
+]
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,27 @@
 """From a seed to a composition: a model, its data and training, and one to three layouts that must agree with one process.
 
 A case is drawn piece by piece from one random generator. What the checks before a run refuse is drawn again, so a case
-that comes out is one that a user may start. All layouts of a case run one after the other in the same processes.
+that comes out is one that a user may start. All layouts of a case run one after the other in the same processes; or, where the
+case is one of a resume, each continues the run of the one before, on its own number of ranks.
 """
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from dropping import TABLE as DROPPING_TABLE
+from fuzz_corpus import UNPLANNED, resolve
 from titan_train.config import parse_config
 from titan_train.models import build_model
+from titan_train.optim import plan_groups
 from titan_train.parallel.check import check_model
 from titan_train.plan.run import plan_run
 
-STEPS, BATCH = 3, 8
-FAMILIES = ("llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "deepseek")
+STEPS = 3
+FAMILIES = ("llama", "llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "deepseek", "hf", "unplanned", "dropping")
+PLANNED = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 BYTES = 257  # entries of the byte tokenizer
 
@@ -36,10 +42,15 @@ class Case:
     launcher: str = "group"
     """group: in a process group of the test's; local or torchrun: by the command."""
     moe: bool = False
+    resume: tuple[int, ...] = ()
+    """Ranks of each layout, where each continues the run of the one before; empty: all train from the start."""
+    dropout: bool = False
+    """Every layout is compared with plain data parallelism of as many data-parallel ranks, which draw the same masks."""
     tags: set[str] = field(default_factory=set)
 
     def describe(self) -> str:
-        lines = [f"seed {self.seed}: {self.ranks} ranks, launcher {self.launcher}", f"  {self.common}"]
+        ranks = " then ".join(map(str, self.resume)) or self.ranks
+        lines = [f"seed {self.seed}: {ranks} ranks, launcher {self.launcher}", f"  {self.common}"]
         return "\n".join([*lines, *(f"  layout {i}: {layout}" for i, layout in enumerate(self.layouts))])
 
 
@@ -47,25 +58,42 @@ def draw(seed: int) -> Case:
     """The case of a seed; the same on every machine and with every torch."""
     rng = random.Random(seed)
     family = rng.choice(FAMILIES)
-    ranks = rng.choice((1, 2, 2, 2, 4, 4, 4))
+    ranks = rng.choice((1, 2, 2, 2, 3, 4, 4, 4, 6))
     launcher = {7: "local", 13: "torchrun"}.get(seed % 20, "group")
+    if launcher != "group" and family == "dropping":  # a module of the tests', which a command does not know
+        family = "llama"
     moe = family in ("qwen3_moe", "deepseek")
+    thirds = ranks % 3 == 0
     common = {
-        "model": _model(rng, family),
-        "train": {"steps": STEPS, "global_batch": BATCH, "max_grad_norm": rng.choice((0.0, 0.5))},
+        "model": _model(rng, family, thirds),
+        "train": {"steps": STEPS, "global_batch": 12 if thirds else 8, "max_grad_norm": rng.choice((0.0, 0.5))},
         "optimizer": _optimizer(rng),
         "schedule": {"name": "constant", "warmup_steps": 0},
         "data": {"document_mask": rng.random() < 0.7, "mask_document_boundary_labels": rng.random() < 0.7},
+        "validation": {"every": STEPS, "steps": rng.choice((1, 2))},
         "run": {"seed": seed},
     }
-    count = 1 if launcher != "group" else rng.choice((1, 1, 1, 2, 2, 3))
-    case = Case(seed, ranks, common, [], launcher, moe)
+    if family == "dropping":
+        common["data"]["document_mask"] = False  # the model takes tokens alone
+    common["optimizer"] |= _tables(rng, common)
+    count = 1 if launcher != "group" or family == "dropping" else rng.choice((1, 1, 1, 2, 2, 3))
+    resume = count > 1 and rng.random() < 0.6
+    case = Case(seed, ranks, common, [], launcher, moe, dropout=family == "dropping")
     while len(case.layouts) < count:
-        layout = _layout(rng, ranks, moe)
-        if _allowed(common, layout, ranks):
+        here = ranks if not resume or not case.resume else rng.choice((1, ranks, ranks, 3 if thirds else 2))
+        both = common["model"]["args"].get("tied_embeddings") and here % 4 == 0 and rng.random() < 0.5
+        layout = _layout(rng, here, moe, {"pp": 2, "tp": 2} if both else {})
+        if family == "dropping":
+            _drop_alike(layout)
+        if resume:
+            layout.pop("float8", None)  # one reference for all
+        if _allowed(common, layout, here):
             case.layouts.append(layout)
+            case.resume += (here,) if resume else ()
     case.tags = {tag for layout in case.layouts for tag in _tags(common, layout, ranks)}
-    case.tags |= {family, launcher} | ({"several trainers"} if count > 1 else set())
+    case.tags |= {family, launcher} | ({"several trainers"} if count > 1 and not resume else set())
+    case.tags |= {"resume"} if resume else set()
+    case.tags |= {table for table in ("lr_scales", "weight_decays", "frozen_steps") if table in common["optimizer"]}
     return case
 
 
@@ -78,30 +106,39 @@ def sections(*parts: dict) -> dict:
     return merged
 
 
-def _model(rng: random.Random, family: str) -> dict:
+def _model(rng: random.Random, family: str, thirds: bool) -> dict:
+    """``thirds``: in sizes that three ranks can share, where four would otherwise."""
+    if family in ("hf", "unplanned"):
+        name = f"hf:@{rng.choice(PLANNED if family == 'hf' else UNPLANNED)}"  # a folder that `resolve` makes
+        return {"name": name, "init": name, "seq_len": 24 if thirds else 16, "args": {}}
+    if family == "dropping":
+        return {"name": "dropping:Dropping", "seq_len": 24 if thirds else 16, "args": {"rate": rng.choice((0.1, 0.3))}}
     layers = rng.choice((2, 3, 4, 4))
-    args: dict = {"num_layers": layers, "tied_embeddings": rng.random() < 0.4}
+    heads, dim, ffn, experts = (6, 48, 48, 6) if thirds else (4, 32, 48, 8)
+    args: dict = {"num_layers": layers, "tied_embeddings": rng.random() < 0.5, "num_heads": heads, "dim": dim}
     if rng.random() < 0.5:
         args["vocab_size"] = BYTES + rng.choice((3, 6, 7, 31))  # most vocabularies divide by nothing
     if family == "llama":
-        args |= {"num_kv_heads": rng.choice((1, 2, 4)), "dim": 32, "ffn_dim": 48}
+        args |= {"num_kv_heads": rng.choice((2, 3, 6) if thirds else (1, 2, 4)), "ffn_dim": ffn}
     elif family == "gpt":
-        args |= {"dim": 32, "max_seq_len": 64}
+        args |= {"max_seq_len": 64}
     elif family == "qwen3":
-        args |= {"num_kv_heads": rng.choice((2, 4)), "num_heads": 4, "dim": 32, "ffn_dim": 48, "head_dim": 8}
+        args |= {"num_kv_heads": rng.choice((3, 6) if thirds else (2, 4)), "ffn_dim": ffn, "head_dim": 8}
     elif family == "qwen3_moe":
-        args |= {"num_kv_heads": 2, "num_heads": 4, "dim": 32, "head_dim": 8, "expert_ffn_dim": 16, "num_experts": 8}
-        args |= {"experts_per_token": rng.choice((1, 2, 3)), "balance_loss": rng.choice((0.0, 0.01))}
+        args |= {"num_kv_heads": 3 if thirds else 2, "head_dim": 8, "num_experts": experts}
+        args |= {"expert_ffn_dim": 24 if thirds else 16, "balance_loss": rng.choice((0.0, 0.01))}
+        args |= {"experts_per_token": rng.choice((1, 2, 3))}
     else:
         v2 = rng.random() < 0.4
-        args |= {"dim": 32, "num_heads": 4, "ffn_dim": 48, "expert_ffn_dim": 16, "num_dense_layers": rng.choice((0, 1))}
+        args |= {"ffn_dim": ffn, "expert_ffn_dim": 24 if thirds else 16, "num_dense_layers": rng.choice((0, 1))}
+        args |= {"num_experts": 6, "num_groups": 3, "top_groups": 2} if thirds else {}
         args |= {"q_lora_rank": rng.choice((0, 16)), "num_shared_experts": rng.choice((0, 1, 2))}
         args |= {"balance_loss": rng.choice((0.0, 0.01)), "z_loss": rng.choice((0.0, 0.001))}
         if v2:
             args |= {"scores": "softmax", "normalize_weights": False, "bias_rate": 0.0, "group_score": "max"}
     name = {"llama": "llama3_debug", "gpt": "gpt_debug", "qwen3": "qwen3_debug"}.get(family, f"{family}_debug")
     seq_len = 16 if family in ("qwen3_moe", "deepseek") else rng.choice((16, 32))  # fewer choices, fewer close ones
-    return {"name": name, "seq_len": seq_len, "args": args}
+    return {"name": name, "seq_len": seq_len * 3 // 2 if thirds else seq_len, "args": args}
 
 
 def _optimizer(rng: random.Random) -> dict:
@@ -113,12 +150,53 @@ def _optimizer(rng: random.Random) -> dict:
     return {"name": "sgd", "lr": 0.1, "weight_decay": decay}
 
 
-def _layout(rng: random.Random, ranks: int, moe: bool) -> dict:
-    left = ranks
-    degrees: dict = {}
+def _tables(rng: random.Random, common: dict) -> dict:
+    """Tables of the optimizer by name, of either name of the embedding and the head where they are one weight."""
+    tables: dict = {}
+    values = {"lr_scales": (0.0, 0.3), "weight_decays": (0.0, 0.5), "frozen_steps": (1, 2)}
+    while rng.random() < 0.45:
+        table = rng.choice([*values])
+        pattern = rng.choice(
+            ("embed|words", "head|unembed", "embed|words", "head|unembed", "norm", r"\.0\.", r"\.1\..*weight")
+        )
+        trial = tables | {table: tables.get(table, {}) | {pattern: rng.choice(values[table])}}
+        if _fits(common, trial):
+            tables = trial
+    return tables
+
+
+def _fits(common: dict, tables: dict) -> bool:
+    """Whether the tables name parameters of the model, and none of a tied weight's two names with another value."""
+    config = parse_config(resolve(sections({"tokenizer": {"kind": "bytes"}}, common, {"optimizer": tables})))
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=BYTES)
+    try:
+        plan_groups(model, config.optimizer)
+    except ValueError:
+        return False
+    return True
+
+
+def _drop_alike(layout: dict) -> None:
+    """Keep of a layout what leaves dropout's masks as they are: no cut of tokens or layers."""
+    parallel = layout["parallel"]
+    for axis in ("pp", "cp", "ep"):
+        parallel.pop(axis, None)
+    for section in ("pipeline", "context", "float8"):
+        layout.pop(section, None)
+    layout["train"]["microbatch"] = 1
+    layout["activations"] = {"checkpoint": "full" if layout["activations"]["checkpoint"] != "none" else "none"}
+    if parallel.get("tp", 1) > 1:
+        parallel |= {"sequence_parallel": False, "async_tp": False, "tp_plan": DROPPING_TABLE}
+
+
+def _layout(rng: random.Random, ranks: int, moe: bool, degrees: dict) -> dict:
+    """``degrees``: those that are not drawn."""
+    left = ranks // math.prod(degrees.values())
     for axis in rng.sample(("pp", "tp", "cp", "dp_replicate"), 4):
-        degrees[axis] = rng.choice([d for d in (1, 2, 2, 4) if left % d == 0])
-        left //= degrees[axis]
+        if axis not in degrees:
+            degrees[axis] = rng.choice([d for d in (1, 2, 2, 3, 4) if left % d == 0])
+            left //= degrees[axis]
     if moe and rng.random() < 0.7:
         room = left * degrees["cp"] * degrees["tp"]
         degrees["ep"] = rng.choice([d for d in (room, room, 2, 1) if room % d == 0])
@@ -155,7 +233,7 @@ def _layout(rng: random.Random, ranks: int, moe: bool) -> dict:
 def _allowed(common: dict, layout: dict, ranks: int) -> bool:
     """Whether the checks before a run let it start."""
     try:
-        config = parse_config(sections({"tokenizer": {"kind": "bytes"}}, common, layout))
+        config = parse_config(resolve(sections({"tokenizer": {"kind": "bytes"}}, common, layout)))
         plan = plan_run(config, ranks)
         with torch.device("meta"):
             model = build_model(config.model, vocab_size=BYTES)
@@ -170,7 +248,10 @@ def _tags(common: dict, layout: dict, ranks: int) -> set[str]:
     """What a layout covers, for the test that all of it is covered."""
     parallel = layout["parallel"]
     tags = {f"{axis} > 1" for axis in ("pp", "tp", "cp", "ep", "dp_replicate") if parallel.get(axis, 1) > 1}
-    tags |= {"tied" if common["model"]["args"]["tied_embeddings"] else "untied", f"{ranks} ranks"}
+    tied = common["model"]["args"].get("tied_embeddings")
+    tags |= {f"{ranks} ranks"} | (set() if tied is None else {"tied" if tied else "untied"})
+    if tied and parallel.get("tp", 1) > 1 and parallel.get("pp", 1) > 1:
+        tags.add("tied x tp x pp")
     tags |= {layout["activations"]["checkpoint"], parallel.get("accumulate", "sharded")}
     tags |= {layout[name][key] for name, key in (("pipeline", "schedule"), ("context", "method")) if name in layout}
     tags |= {"float8"} if "float8" in layout else set()

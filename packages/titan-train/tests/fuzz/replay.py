@@ -6,7 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parallel")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parent.parent / name) for name in ("parallel", "train")),
+]
 
 
 def main() -> int:

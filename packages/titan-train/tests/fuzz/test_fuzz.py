@@ -12,7 +12,8 @@ MUST_COVER = {
     "llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "tied", "untied", "packed", "unpacked", "several trainers",
     "ep over all ranks", "one-rank fsdp mesh", "float8", "pp > 1", "tp > 1", "cp > 1", "ep > 1", "dp_replicate > 1",
     "group", "local", "torchrun", "full", "every", "pattern", "selective", "sharded", "unsharded", "zero1",
-    "ring", "allgather", "ulysses", "usp", "1 ranks", "2 ranks", "4 ranks",
+    "ring", "allgather", "ulysses", "usp", "1 ranks", "2 ranks", "3 ranks", "4 ranks", "6 ranks", "resume", "hf", "unplanned",
+    "dropping", "lr_scales", "weight_decays", "frozen_steps", "tied x tp x pp",
 }  # fmt: skip
 
 
@@ -40,9 +41,9 @@ def test_a_seed_always_draws_the_same_case():
 
 def test_the_bounds_see_a_gradient_that_is_wrong_by_a_hundredth():
     weights = {"tok_embeddings.weight": fuzz_run.torch.zeros(4)}
-    want = ([5.6, 5.6, 5.6], [1.0, 1.0, 1.0], weights)
+    want = ([5.6, 5.6, 5.6], [1.0, 1.0, 1.0], [8.0], weights)
     limits = fuzz_run.LIMITS["float32"]
     # a gradient of 1e-3 in a norm of 1, wrong by a hundredth: after three steps of lr = eps the weight is off by 3e-5
-    wrong = ([5.6, 5.6, 5.6], [1.0, 1.0, 1.0], {"tok_embeddings.weight": fuzz_run.torch.full((4,), 3e-5)})
+    wrong = ([5.6, 5.6, 5.6], [1.0, 1.0, 1.0], [8.0], {"tok_embeddings.weight": fuzz_run.torch.full((4,), 3e-5)})
     assert fuzz_run.shares(wrong, want, limits)["weights"] > 1
     assert max(fuzz_run.shares(want, want, limits).values()) == 0
