@@ -153,15 +153,13 @@ class OptimRestore:
             )
         self.unknown += unknown
         known = [param for param in params if names[param.name] in self._hypers]
-        found = [self._hypers[names[param.name]] for param in known]
-        if self._own_settings:
-            found = [group] * len(known)
-        elif any(hyper is not found[0] for hyper in found):  # equal settings are one object
+        found = [] if self._own_settings else [self._hypers[names[param.name]] for param in known]
+        if any(hyper is not found[0] for hyper in found):  # equal settings are one object
             raise ValueError(
                 f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
                 "among them. Build the optimizer with the groups it was saved with."
             )
-        if found and not self._own_settings:
+        if found:
             self._finish.append(lambda: _set_hyper(group, found[0]))
         for param in known:
             self.used.add(names[param.name])
