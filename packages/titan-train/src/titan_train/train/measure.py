@@ -23,6 +23,7 @@ from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.observe.timing import Cause, Place, StepSplit, StepTimer, combine, find_causes
 from titan_train.observe.timing.causes import shortest_calls
 from titan_train.observe.timing.collectives import CollectiveMeter, axes_of
+from titan_train.observe.timing.device import CudaStreams, DeviceTimeline
 from titan_train.observe.timing.host_clocks import clock_offset
 from titan_train.parallel.pipeline import Pipeline
 from titan_train.run_folder import pipeline_file
@@ -55,7 +56,8 @@ class StepMeasure:
             parts: What this rank computes.
             traced: Measure even if ``every`` is 0, for a trace.
         """
-        self.timer = StepTimer()
+        on_gpu = device.type == "cuda"
+        self.timer = StepTimer(device=DeviceTimeline(CudaStreams(), every) if on_gpu else None)
         self.rank = 0 if mesh is None else mesh.global_rank
         layout = None if mesh is None else mesh.layout
         self.meter = CollectiveMeter(self.timer, layout, self.rank)

@@ -1,8 +1,9 @@
 """Where the time of a step goes, on every rank and every mesh axis.
 
 `clock` divides a rank's time over phases, without overlap. `collectives` takes the time in which a rank waits for others
-out of them, by mesh axis. `split` puts the ranks' figures together; `causes` names what holds the run up; `traces`
-reads the ranks' traces, `host_clocks` and `matching` put them on one clock. Only `collectives` and `host_clocks` import torch.
+out of them, by mesh axis; `device` does both by events on a GPU's streams. `split` puts the ranks' figures together; `causes`
+names what holds the run up; `traces` reads the ranks' traces, `host_clocks` and `matching` put them on one clock. Only
+`collectives`, `device` and `host_clocks` import torch.
 """
 
 from titan_train.observe.timing.causes import Cause, find_causes

@@ -6,8 +6,8 @@ of the phase around it and counted for the collective's mesh axis.
 
 Cost: two readings of a clock per phase, about a microsecond.
 
-Limits: this is the host's time. On a GPU the host runs ahead, so that work shows where the host waits for it; the traces
-of `--profile.steps` divide a GPU's own time.
+On a GPU the host runs ahead, and its time says nothing. There each mark is an event too, and a window's figures are the
+device's (see `device`); one in which no step was measured has the host's phases, and no figure of an axis.
 """
 
 import threading
@@ -16,6 +16,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titan_train.observe.timing.device import DeviceAxis, DeviceTimeline
 
 PHASES = ("forward", "backward", "optimizer", "data", "checkpoint", "validation", "host")
 """What a rank's own time is divided into; host is all that is not one of the others."""
@@ -67,6 +71,8 @@ class StepTimer:
     """Divides the time of one rank. Off until `start`."""
 
     clock: Callable[[], float] = time.perf_counter
+    device: "DeviceTimeline | None" = None
+    """Measures a GPU's own time; None where the host does the work."""
     steps: int = 0
     """Steps since the last window."""
     running: bool = False
@@ -91,6 +97,13 @@ class StepTimer:
         self._thread = threading.get_ident()
         self.running = True
         self._reset()
+        if self.device is not None:
+            self.device.begin(self.top)
+
+    @property
+    def top(self) -> str:
+        """The phase at hand."""
+        return self._stack[-1]
 
     def phase(self, name: str) -> "_Phase":
         """A block whose time goes to the phase ``name``, one of `PHASES`; blocks may lie in each other."""
@@ -159,7 +172,7 @@ class StepTimer:
         window = Window(self.steps, now - self._began, self.phases, self.axes, low, high)
         self._began = now
         self._reset()
-        return window
+        return window if self.device is None else _device_window(window, *self.device.take(self.top))
 
     def step_made(self) -> None:
         """Count a step that has ended."""
@@ -168,6 +181,8 @@ class StepTimer:
         self._by_step.append([after - before for after, before in zip(now, self._before, strict=True)])
         self._before = now
         self.steps += 1
+        if self.device is not None and self.running:
+            self.device.step_made(self.steps, self.top)
 
     def _reset(self) -> None:
         self.steps = 0
@@ -188,15 +203,18 @@ class StepTimer:
         self._add(self.clock())
         top = self._stack[-1]
         self._stack.append(top if top in _APART else name)
+        self._mark_device(self.top)
 
     def leave(self) -> None:
         """End the phase that began last."""
         self._add(self.clock())
         self._stack.pop()
+        self._mark_device(self.top)
 
-    def begin_wait(self) -> None:
+    def begin_wait(self, axis: str) -> None:
         """Begin to wait; `waiting` does it as a block."""
         self._waits_since, self.waits = self.clock(), True
+        self._mark_device(f"axis:{axis}")
 
     def end_wait(self, axis: str) -> None:
         """End the wait."""
@@ -204,6 +222,30 @@ class StepTimer:
         self._waited_s += seconds
         self.waits = False
         self.waited(axis, seconds)
+        self._mark_device(self.top)
+
+    def _mark_device(self, label: str) -> None:
+        if self.device is not None and self.running:
+            self.device.mark(label)
+
+
+def _device_window(host: Window, steps: "list[dict[str, float]]", axes: "dict[str, DeviceAxis]") -> Window:
+    """The window as the device saw its sampled steps; without any, the host's, and no figure of an axis."""
+    if not steps:
+        return Window(host.steps, host.wall_s, host.phases, {}, host.low, host.high)
+    columns = {name: sorted(step.get(name, 0.0) for step in steps) for name in PHASES}
+    totals: dict[str, AxisTotals] = {}
+    for axis, found in axes.items():
+        totals[axis] = AxisTotals(found.calls, found.sent_bytes, found.exposed_s, hidden_s=found.hidden_s)
+        for seconds, sent_bytes in found.durations:
+            totals[axis].add_call(seconds, sent_bytes)
+    return Window(
+        len(steps),
+        sum(sum(step.values()) for step in steps),
+        {name: sum(column) for name, column in columns.items()},
+        totals,
+        *({name: _quantile(column, q) for name, column in columns.items()} for q in (0.25, 0.75)),
+    )
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -239,7 +281,7 @@ class _Waiting:
     def __enter__(self) -> None:
         self._counts = self._timer.counts_here()
         if self._counts:
-            self._timer.begin_wait()
+            self._timer.begin_wait(self._axis)
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None

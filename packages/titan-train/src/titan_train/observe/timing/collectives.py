@@ -7,6 +7,8 @@ Idea: all of it goes through the methods of `ProcessGroup` and through ``Work.wa
 replaced by versions that read a clock before and after. The group says which axis it is; a name that several groups share
 (``fsdp`` over dp_shard and cp) is an axis of its own.
 
+On a GPU these calls only queue work: there events on the streams take the place of the clock (see `device`).
+
 Cost: about two microseconds per call.
 
 Limits: collectives inside compiled code, and the backward of expert parallelism's exchange, start in C++: they count as
@@ -73,6 +75,8 @@ class CollectiveMeter:
             () if layout is None else tuple((name, frozenset(layout.group_of(rank, name))) for name in axes_of(layout))
         )
         self._axes: dict[str, tuple[str, int]] = {}
+        self._issued: weakref.WeakKeyDictionary[Any, tuple[int, str, Any, float, bool]] = weakref.WeakKeyDictionary()
+        """Collectives on a device: window, axis, event before it, bytes, whether its duration says something of the link."""
         self._works: weakref.WeakKeyDictionary[Any, tuple[str, float, float, float, bool]] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -86,8 +90,10 @@ class CollectiveMeter:
                 setattr(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), operation))
         saved.append((dist.Work, "wait", vars(dist.Work)["wait"]))
         dist.Work.wait = self._waited(dist.Work.wait)
+        device = self.timer.device
         try:
-            yield
+            with nullcontext() if device is None else device.watching(torch.cuda.Stream, lambda: self.timer.top):
+                yield
         finally:
             for owner, name, original in saved:
                 setattr(owner, name, original)
@@ -108,6 +114,10 @@ class CollectiveMeter:
             if not timer.counts_here():
                 return original(group, *args, **kwargs)
             axis, size = self.axis_of(group)
+            if timer.device is not None:
+                return self._queued(
+                    lambda: original(group, *args, **kwargs), operation, axis, _sent_bytes(operation, args, size)
+                )
             began = time.perf_counter()
             timer.delay(axis)
             with nullcontext() if self.label is None else self.label(f"{axis} {operation}"):
@@ -130,6 +140,8 @@ class CollectiveMeter:
         timer = self.timer
 
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            if timer.device is not None:
+                return self._awaited(lambda: original(work, *args, **kwargs), work)
             known = self._works.pop(work, None)
             if known is None:
                 return original(work, *args, **kwargs)
@@ -148,6 +160,40 @@ class CollectiveMeter:
             return result
 
         return wait
+
+    def _queued(self, call: Callable[[], Any], operation: str, axis: str, sent: float) -> Any:
+        """Issue a collective on a device."""
+        timer, device = self.timer, self.timer.device
+        assert device is not None
+        timer.delay(axis)
+        sampled = device.sampling()
+        began = device.mark(f"axis:{axis}") if sampled else None
+        with nullcontext() if self.label is None else self.label(f"{axis} {operation}"):
+            work = call()
+        if sampled:
+            ended = device.mark(timer.top)
+            device.called(axis, sent)
+            if work is None:
+                device.span(axis, began, None, ended, sent, timed=operation != "send")
+            else:
+                self._issued[work] = (device.windows, axis, began, sent, operation != "send")
+        return work
+
+    def _awaited(self, wait: Callable[[], Any], work: dist.Work) -> Any:
+        """Have the current stream wait for a collective on a device."""
+        timer, device = self.timer, self.timer.device
+        assert device is not None
+        issued = self._issued.pop(work, None)
+        if issued is None or not timer.counts_here() or not device.sampling():
+            return wait()
+        window, axis, began, sent, timed = issued
+        if window != device.windows:
+            return wait()
+        asked = device.mark(f"axis:{axis}")
+        with nullcontext() if self.label is None else self.label(f"{axis} wait"):
+            result = wait()
+        device.span(axis, began, asked, device.mark(timer.top), sent, timed=timed)
+        return result
 
 
 def axes_of(layout: Layout) -> list[str]:
