@@ -5,7 +5,7 @@ import tomli_w
 from titan_train.planner import Machine, load_machine
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.hardware.links import LinkSpeed
-from titan_train.planner.hardware.measure import MeasuredRates, hardware_table
+from titan_train.planner.hardware.measure import MeasuredRates, gpu_lines, hardware_table
 
 SHARE = prior("compile")
 
@@ -34,6 +34,14 @@ def test_a_known_device_keeps_its_data_sheet_and_the_clock_that_it_holds(tmp_pat
     assert capped.peak == shipped.peak  # of MFU
     assert capped.bf16 == pytest.approx(0.8 * shipped.bf16)
     assert capped.fp8 == pytest.approx(0.8 * shipped.fp8)
+
+
+def test_a_gpu_that_is_slower_than_the_others_is_named() -> None:
+    first, slow = gpu_lines([6.1e14, 6.0e14, 4.2e14, 6.2e14])
+    assert first == "products of each GPU: 610, 600, 420, 620 TFLOP/s"
+    assert slow.startswith("slow    cuda:2 makes 69% of the others' products")
+    assert gpu_lines([6.1e14, 6.0e14]) == ["products of each GPU: 610, 600 TFLOP/s"]
+    assert gpu_lines([]) == []
 
 
 def test_links_between_ranks_here_replace_those_of_the_file(tmp_path) -> None:

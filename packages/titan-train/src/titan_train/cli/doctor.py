@@ -47,7 +47,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         if place.is_dir() or not place.absolute().parent.is_dir():
             raise ValueError(f"--bench {arguments.bench}: there is no such folder to write a file in. Make it first.")
         from titan_train.planner.hardware.links import measure_links
-        from titan_train.planner.hardware.measure import this_device, write_machine
+        from titan_train.planner.hardware.measure import gpu_lines, gpu_products, this_device, write_machine
 
         links = measure_links()
         table = write_machine(place, links=[speed for speed in links if speed.device == this_device()])
@@ -58,6 +58,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             f"{f'float8 {float8:.0f}, ' if float8 else ''}memory {measured['copy_gb_s']:.1f} GB/s, "
             f"{memory['capacity_gib']:.1f} GiB; written to {arguments.bench}"
         )
+        for line in gpu_lines(gpu_products()):
+            print(line)
         for operation, found in table["kernels"].items():
             times = ", ".join(f"{name} {micros:,.0f} us" for name, micros in found["microseconds"].items())
             print(f"kernels.{operation}: {found['chosen']} ({times})")

@@ -113,7 +113,7 @@ def _group_of(pp_ranks: Sequence[int], mesh: Mesh) -> dist.ProcessGroup | None:
     mine: dist.ProcessGroup | None = None
     for pipeline in mesh.layout.groups("pp"):
         members = [pipeline[rank] for rank in pp_ranks]
-        group = cast(dist.ProcessGroup, dist.new_group(members))
+        group = cast(dist.ProcessGroup, dist.new_group(members, timeout=mesh.timeout))
         if mesh.global_rank in members:
             mine = group
     return mine

@@ -6,7 +6,9 @@ here is what kernels reach, so the file gets the rate of which that is the part:
 sheet's peaks and the share of the clock that it holds, of another the measured rates over the prior efficiencies.
 """
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,6 +106,43 @@ def measure_rates(device: str) -> MeasuredRates:
         name, memory, host = "CPU", _host_bytes(), copies / 2
     flops = 2 * size**3
     return MeasuredRates(name, flops / _best(lambda: a @ b, device), _products8(a, b, device), copies, host, memory)
+
+
+def gpu_products() -> list[float]:
+    """FLOP/s of the same product on each GPU of this machine; empty with less than two.
+
+    The median of many: a GPU that is throttled, or that others use, is slow in most.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    size, found = _SIZES["cuda"], list[float]()
+    for index in range(count if count > 1 else 0):
+        with torch.cuda.device(index):
+            a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(41)]
+            for event in events:
+                event.record()
+                torch.mm(a, a)
+            torch.cuda.synchronize()
+            times = [1e-3 * before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+        found.append(2 * size**3 / statistics.median(times))
+    return found
+
+
+def gpu_lines(products: Sequence[float]) -> list[str]:
+    """What `gpu_products` found, and which GPUs are slow."""
+    if not products:
+        return []
+    usual = statistics.median(products)
+    lines = [f"products of each GPU: {', '.join(f'{rate / 1e12:.0f}' for rate in products)} TFLOP/s"]
+    lines += [
+        f"slow    cuda:{index} makes {rate / usual:.0%} of the others' products, and all ranks would wait for it: look for "
+        f"throttling and other processes (nvidia-smi -i {index} -q -d PERFORMANCE)"
+        for index, rate in enumerate(products)
+        if rate < 0.9 * usual
+    ]
+    return lines
 
 
 def _products8(a: Any, b: Any, device: str) -> float:
