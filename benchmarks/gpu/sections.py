@@ -57,8 +57,8 @@ SECTIONS = (
     Section(
         "transports",
         "Do the tests of pipeline messages over NCCL pass?",
-        f"{PYTEST} --gpu -m multi_gpu packages/titan-pipeline/tests",
-        f"{PYTEST} --collect-only -m multi_gpu packages/titan-pipeline/tests",
+        f"{PYTEST} --gpu -m multi_gpu packages/titan-pipeline/tests/test_transports.py",
+        f"{PYTEST} --collect-only -m multi_gpu packages/titan-pipeline/tests/test_transports.py",
         expected_s=20,
         gpus=2,
     ),
