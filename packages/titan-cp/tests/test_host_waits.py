@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from titan_cp import plan
+import torch.distributed as dist
+from titan_cp import attention, connect, plan
 from titan_cp.backends import Grads, Saved
 from titan_cp.backends.cuda_varlen import CudaVarlenFlash
 from titan_cp.methods import allgather, ulysses
+from titan_testing.device_rules import host_syncs, on_device, run_on_devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,3 +98,26 @@ def test_rows_of_many_documents_are_cut_with_an_index_that_is_made_once():
     assert torch.equal(p.shard(x), first)
     assert len(kept) == 1
     assert all(p._indices[key] is value for key, value in kept.items())
+
+
+def waits_of_two_layers(method):
+    """Host syncs of each of two layers, forward and backward."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    options = {"layout": "zigzag"} if method in ("allgather", "ulysses") else {"layout": "documents"}
+    documents = {"seq_len": 64} if options["layout"] == "zigzag" else {"cu_seqlens": [0, 5, 30, 33, 64]}
+    p = plan(
+        **documents, size=size, rank=rank, num_heads=4, num_kv_heads=4, method=method, dtype=torch.float32, **options
+    )
+    connect(dist.group.WORLD, device="cuda")
+    q, k, v = (on_device(torch.ones(1, 4, p.local_len, 8)).requires_grad_() for _ in range(3))
+    waits = []
+    for _ in range(2):
+        before = host_syncs()
+        attention(q, k, v, plan=p, group=dist.group.WORLD, backend="naive").sum().backward()
+        waits.append(host_syncs() - before)
+    return waits
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_no_layer_makes_the_host_wait_for_the_device(method):
+    assert run_on_devices(waits_of_two_layers, 2, method).check().results == [[0, 0], [0, 0]]

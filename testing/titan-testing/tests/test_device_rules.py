@@ -1,11 +1,12 @@
 """The instrument finds each kind of broken rule, in milliseconds, and lets right programs pass with right values."""
 
+import itertools
 import threading
 import time
 
 import torch
 import torch.distributed as dist
-from titan_testing.device_rules import on_device, run_on_devices
+from titan_testing.device_rules import host_syncs, on_device, run_on_devices
 
 
 def exchange(first, second):
@@ -167,6 +168,20 @@ def thread_on_the_first_device(careful):
 def test_a_thread_that_uses_another_devices_stream_opens_a_context_on_the_first():
     assert "rank 1 opened a context on device 0" in run_on_devices(thread_on_the_first_device, 2, False).findings[0]
     run_on_devices(thread_on_the_first_device, 2, True).check()
+
+
+def counted_waits():
+    x, counts = on_device(torch.ones(2)), [host_syncs()]
+    for act in (lambda: x + 1, lambda: x.sum().item(), lambda: x.tolist(), lambda: torch.tensor([1.0], device="cuda")):
+        act()
+        counts.append(host_syncs())
+    torch.tensor([1.0]).pin_memory().to("cuda", non_blocking=True)
+    counts.append(host_syncs())
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_values_read_and_pageable_copies_count_as_waits_of_the_host():
+    assert run_on_devices(counted_waits, 1).check().results == [[0, 1, 1, 1, 0]]
 
 
 def polls(sends):

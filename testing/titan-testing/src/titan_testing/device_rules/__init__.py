@@ -28,6 +28,6 @@ captures is not modelled.
 """
 
 from titan_testing.device_rules.hosts import Hang
-from titan_testing.device_rules.job import Outcome, on_device, run_on_devices
+from titan_testing.device_rules.job import Outcome, host_syncs, on_device, run_on_devices
 
-__all__ = ["Hang", "Outcome", "on_device", "run_on_devices"]
+__all__ = ["Hang", "Outcome", "host_syncs", "on_device", "run_on_devices"]

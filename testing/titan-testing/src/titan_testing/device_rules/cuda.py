@@ -1,12 +1,13 @@
 """Stand-ins for `torch.cuda`, and the modes that let tensors in host memory pass for a device's."""
 
+import contextlib
 import threading
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +38,7 @@ class DeviceMode(TorchFunctionMode):
         if name in _READS:
             if machine.holds(args[0]):
                 machine.sync(machine.current(), f"reading a value with {name}")
+                return machine.quietly(lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         if name in ("cpu", "cuda", "to"):
             return self._move(func, name, args, kwargs)
@@ -178,6 +180,16 @@ def cuda_functions(machine: Any) -> list[tuple[Any, str, Any]]:
         (threading.Thread, "join", hosts.join),
     ):
         here.append((owner, name, _method(stand_in)))
+    engine: Any = torch.autograd
+    run_backward = engine._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        # torch takes a mode off while it handles a call; functions' own backwards run inside this one
+        within = any(isinstance(mode, DeviceMode) for mode in _get_current_function_mode_stack())
+        with contextlib.nullcontext() if within or hosts.here() is None else DeviceMode(machine):
+            return run_backward(*args, **kwargs)
+
+    here.append((engine, "_engine_run_backward", backward))
     here.append((time, "sleep", hosts.sleep))
     here.append((threading.Thread, "start", _method(machine.start_thread)))
     # before any mode is asked, torch looks at the stream's type

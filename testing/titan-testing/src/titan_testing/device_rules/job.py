@@ -20,6 +20,7 @@ from titan_testing.device_rules.streams import Allocations, Memory, Stream, merg
 
 T = TypeVar("T", Tensor, nn.Module)
 _ONE_JOB = threading.Lock()
+_running: "Machine | None" = None
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Machine:
         self.moved = False
         self.known: list[dict[Any, int]] = [{} for _ in range(n)]
         """By rank: what its host knows to be done."""
+        self.syncs = [0] * n
+        """By rank: how often its host waited for a stream or a device."""
         self._memory = [Allocations(self.findings, known) for known in self.known]
         self._contexts = [FakeContexts() for _ in range(n)]
         self._defaults: dict[tuple[int, int], Stream] = {}
@@ -143,6 +146,7 @@ class Machine:
         """The host waits for one stream."""
         stream.drain(what)
         with self.hosts.lock:
+            self.syncs[stream.rank] += 1
             self.learn(stream.rank, stream.clock)
 
     def learn(self, rank: int, clock: dict[Any, int]) -> None:
@@ -215,6 +219,12 @@ def on_device(x: T) -> T:
     return x
 
 
+def host_syncs() -> int:
+    """How often the calling rank's host has waited for a stream so far, whether it had to or not; once a stream of a device."""
+    assert _running is not None, "only within run_on_devices"
+    return _running.syncs[_running.rank()]
+
+
 def run_on_devices(fn: Callable[..., Any], n: int, *args: Any) -> Outcome:
     """Run ``fn(*args)`` on ``n`` ranks, each a thread with a device of its own, by NCCL's and CUDA's rules.
 
@@ -226,8 +236,9 @@ def run_on_devices(fn: Callable[..., Any], n: int, *args: Any) -> Outcome:
     Returns:
         What became of it; nothing is raised for what the program did.
     """
+    global _running
     with _ONE_JOB:
-        machine = Machine(n)
+        machine = _running = Machine(n)
         outcome = Outcome([None] * n, findings=machine.findings)
 
         def body(rank: int) -> None:
@@ -255,6 +266,7 @@ def run_on_devices(fn: Callable[..., Any], n: int, *args: Any) -> Outcome:
             outcome.hang = machine.hosts.hang
         finally:
             machine.hosts.close()
+            _running = None
             for owner, name, value in reversed(saved):
                 delattr(owner, name) if value is saved else setattr(owner, name, value)
         outcome.world_meetings = machine.dist.world_meetings
