@@ -135,6 +135,7 @@ def portability(session: nox.Session, kernels: dict[str, str], threads: int) -> 
 def fuzz(session: nox.Session) -> None:
     """Random compositions against one process, 40 of them; `-- --seed N [--count N]` for others."""
     _install_wheels(session, "titan-train")
+    session.install("--quiet", "transformers>=5.18")
     command = "packages/titan-train/tests/fuzz/replay.py"
     session.run("python", command, *(session.posargs or ["--seed", "0", "--count", "40"]), env=TEST_ENV)
 

@@ -32,11 +32,12 @@ def test_many_random_compositions_give_what_one_process_does(seed, fuzz_folder):
 
 def test_the_default_cases_cover_every_kind_of_composition():
     covered = set().union(*(fuzz_cases.draw(seed).tags for seed in DEFAULT))
-    assert covered >= MUST_COVER, MUST_COVER - covered
+    wanted = MUST_COVER - (set() if fuzz_cases.HAS_TRANSFORMERS else {"hf", "unplanned"})
+    assert covered >= wanted, wanted - covered
 
 
 def test_a_seed_always_draws_the_same_case():
-    assert fuzz_cases.draw(11).describe() == fuzz_cases.draw(11).describe()
+    assert fuzz_cases.draw.__wrapped__(11).describe() == fuzz_cases.draw(11).describe()
 
 
 def test_the_bounds_see_a_gradient_that_is_wrong_by_a_hundredth():

@@ -55,13 +55,13 @@ class Gradients:
             copies = [self._named[name] for name in tied.names if name in self._named]
             if not copies:
                 continue
-            first, *others = [_local_gradient(p) for p in copies]
-            for gradient in others:
-                first.add_(gradient)
+            first, *others = copies
+            for other in others:
+                _local_gradient(first).add_(_local_gradient(other))
             if tied.group is not None:
-                dist.all_reduce(first, group=tied.group)
-            for gradient in others:
-                gradient.copy_(first)
+                _all_reduce([first], tied.group)
+            for other in others:
+                _local_gradient(other).copy_(_local_gradient(first))
 
     def square_norm(self) -> Tensor:
         """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
