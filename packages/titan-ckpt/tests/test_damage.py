@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckpt_loop import Data
-from titan_ckpt import Checkpointer, DamageError, Manifest, TitanStorageReader, TitanStorageWriter, TrainState
+from titan_ckpt import (
+    Checkpointer,
+    DamageError,
+    Manifest,
+    NoIntactStepError,
+    TitanStorageReader,
+    TitanStorageWriter,
+    TrainState,
+)
 from titan_ckpt.format.names import COMMIT_NAME
 from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
@@ -152,6 +161,25 @@ def test_fallback_steps_back_to_the_newest_intact_step(tmp_path, caplog):
     assert float(state.model.weight.detach().mean()) == pytest.approx(1.0, abs=0.01)
     with pytest.raises(DamageError):
         ck.restore(state)
+
+
+def test_where_no_step_is_intact_one_error_names_what_is_wrong_with_each(tmp_path):
+    ck = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        ck.save(step, make_state(float(step)))
+    (tmp_path / "step-00000001" / "INDEX.json.zst").write_bytes(b"")
+    for step in (2, 3):
+        (tmp_path / f"step-0000000{step}" / "model-r00000.safetensors").unlink()
+    state = make_state(0.0)
+    with pytest.raises(NoIntactStepError, match=r"no checkpoint below .* is intact, and nothing was loaded") as caught:
+        ck.restore(state, fallback=True)
+    lines = str(caught.value).splitlines()
+    assert [re.search(r"step-0000000(\d): (\S+)", line).groups() for line in lines[1:]] == [
+        ("3", "model-r00000.safetensors:"), ("2", "model-r00000.safetensors:"), ("1", "INDEX.json.zst:"),
+    ]  # fmt: skip
+    assert len(caught.value.steps) == 3
+    assert isinstance(caught.value, DamageError)
+    assert float(state.model.weight.detach().mean()) == pytest.approx(0.0, abs=0.01)
 
 
 HOSTILE = """

@@ -12,7 +12,7 @@ without it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt.errors import CheckpointError, Damage, DamageError
+from titan_ckpt.errors import CheckpointError, Damage, DamageError, NoIntactStepError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.interop.key_map import KeyMap, Pair, load_key_map
 from titan_ckpt.steps.retention import Retention
@@ -35,6 +35,7 @@ __all__ = [
     "KeyMap",
     "LocalShard",
     "Manifest",
+    "NoIntactStepError",
     "Pair",
     "RemotePath",
     "Retention",

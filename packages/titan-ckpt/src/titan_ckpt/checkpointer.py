@@ -239,7 +239,7 @@ class Checkpointer:
 
         Raises:
             DamageError: On every rank, if any rank finds damage. It lists file, tensors, block and byte. With
-                ``fallback``, only if no older step is intact.
+                ``fallback`` it is a `NoIntactStepError`: every older step is damaged too.
             ValueError: If the step does not exist or does not fit the state.
         """
         self._check_open()

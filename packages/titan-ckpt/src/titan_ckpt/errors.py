@@ -47,6 +47,23 @@ class DamageError(CheckpointError):
         super().__init__(f"{step} is damaged{seen}, nothing was loaded from it:\n  {listed}{more}")
 
 
+class NoIntactStepError(DamageError):
+    """Every step is damaged. No rank loaded anything from any of them."""
+
+    def __init__(self, root: object, steps: Sequence[DamageError]) -> None:
+        oldest = steps[-1]
+        super().__init__(oldest.step, oldest.damages, oldest.seen_by)
+        self.steps = tuple(steps)
+        """The damage of each step, newest first."""
+        lines = [
+            f"{step.step}: {step.damages[0] if step.damages else 'unknown'}"
+            + (f"; and {len(step.damages) - 1} more places" if len(step.damages) > 1 else "")
+            for step in steps
+        ]
+        listed = "\n  ".join(lines[:10]) + (f"\n  and {len(lines) - 10} more" if len(lines) > 10 else "")
+        self.args = (f"no checkpoint below {root} is intact, and nothing was loaded:\n  {listed}",)
+
+
 @contextlib.contextmanager
 def malformed_is_damage(folder: object, name: str) -> Generator[None]:
     """Turn the errors of malformed contents (missing keys, wrong types) into a `DamageError` of file ``name``.

@@ -18,11 +18,13 @@ from titan_train.data import (
     build_chat_template,
     build_tokenizer,
     cache_folder,
+    check_sources,
     open_datasets,
     prepare,
     show_progress,
 )
 from titan_train.files import read_text, write_atomic
+from titan_train.run_folder.place import check_writable
 from titan_train.task import task_name
 from titan_train.tokenizers import ChatTemplate, LabelBytes, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
@@ -62,6 +64,18 @@ class Inputs:
 
     def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """Nothing: `titan_train.tasks.text` samples."""
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse what `prepare_inputs` would refuse at once. Nothing is written.
+
+    Raises:
+        ValueError: A source has no files, the tokenizer's file is missing, or the cache cannot be written.
+    """
+    check_sources(config.data)
+    if not config.tokenizer.trains_here:
+        build_tokenizer(config.tokenizer, config.data)
+    check_writable(cache_folder(config.data), "data.cache_dir")
 
 
 def prepare_inputs(config: Config, *, quiet: bool = False) -> None:

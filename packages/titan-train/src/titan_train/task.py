@@ -147,6 +147,9 @@ class Task(Protocol):
             ValueError: The data cannot be used; the message says what and where.
         """
 
+    def check_inputs(self, config: Config) -> None:
+        """Refuse with a ValueError what `prepare` would refuse at once, such as a path that does not exist. Writes nothing."""
+
     def vocab_size(self, config: Config) -> int | None:
         """The vocabulary as far as it is known before `prepare`; None where it is not, or where there is none."""
         return None

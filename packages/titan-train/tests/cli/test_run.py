@@ -330,6 +330,22 @@ def test_a_refused_resume_leaves_the_run_as_it_was(folder):
     assert run(folder, "report", "runs/tiny").returncode == 0
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_says_in_one_message_which_and_what_to_do(folder):
+    assert run(folder, "run", "tiny.toml").returncode == 0
+    for index in (folder / "runs" / "tiny" / "checkpoints").glob("step-*/INDEX.json.zst"):
+        index.write_bytes(b"torn")
+    done = run(folder, "run", "tiny.toml", "--train.steps", "20")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert "Traceback" not in error
+    assert len(error.splitlines()) == 7
+    assert [step in error for step in ("step-00000005: INDEX", "step-00000010: INDEX", "step-00000012: INDEX")] == [
+        True
+    ] * 3
+    assert "Bring one of these folders back from a copy, or choose another run.name" in error
+    assert "run the same command" not in error  # which never could
+
+
 def test_the_same_command_is_a_worker_under_a_torchrun_of_the_users(folder):
     command = [
         sys.executable,

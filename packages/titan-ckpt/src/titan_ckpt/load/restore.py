@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.comm import ByteComm
-from titan_ckpt.errors import CheckpointError, DamageError, malformed_is_damage
+from titan_ckpt.errors import CheckpointError, DamageError, NoIntactStepError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import STATE_NAME, rank_state_name
 from titan_ckpt.load.copies import (
@@ -79,10 +79,13 @@ def restore_newest(
             except (CheckpointError, OSError) as err:  # raised on every rank: all continue alike
                 if attempt < _LISTINGS and _gone(root / name, comm):
                     break
-                if not isinstance(err, DamageError) or not fallback or number == present[0][0]:
+                if not isinstance(err, DamageError) or not fallback:
                     raise
                 # A new error: the traceback of this one would keep buffers and maps alive.
-                passed_over.append((number, DamageError(err.step, err.damages, err.seen_by)))
+                damage = DamageError(err.step, err.damages, err.seen_by)
+                if number == present[0][0]:
+                    raise NoIntactStepError(root, [*(known for _, known in passed_over), damage]) from None
+                passed_over.append((number, damage))
                 _log.warning("step %d is not used, an older one is tried: %s", number, err)
     raise AssertionError("unreachable: the last listing returns or raises")
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from titan_pipeline import Schedule, simulate
 
 from titan_train.cli.shell.parser import CommandParser
-from titan_train.config import Config
+from titan_train.cli.start import check_start
+from titan_train.config import Config, list_configs
 from titan_train.launch.rank.info import count_gpus
-from titan_train.observe import check_trackers
 from titan_train.plan.batch import BatchPlan, tokens_at_once
-from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import run_folder
 from titan_train.trust import admit_own_code
@@ -57,14 +56,13 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
     config, note = fit_warmup(parser.read_config(arguments.config, settings))
     admit_own_code(run_folder(config), config.model.name, arguments.code)
-    check_trackers(config.metrics)
     per_node = config.launch.nproc or count_gpus() or 8
     nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
     world_size = (
         nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
     )
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
-    plan = plan_run(config, world_size)
+    plan = check_start(config, world_size)
     layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
     print(layout.explain())
     print()
@@ -87,7 +85,10 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.task import load_task
 
     config = with_kept_model(config, run_folder(config))
-    model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
+    task = load_task(config)
+    if arguments.config not in list_configs():  # a shipped one names data that its reader has yet to bring
+        task.check_inputs(config)
+    model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
     check_schedule(config.schedule, config.train.steps)
     freeze(model, config.train.freeze)
     plan_groups(model, config.optimizer)

@@ -12,7 +12,6 @@ Running the same configuration again resumes it from its last finished checkpoin
 SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
 """
 
-import errno
 import os
 import signal
 import sys
@@ -21,17 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_mesh import Layout
-
 from titan_train.cli.shell.parser import CommandParser
+from titan_train.cli.start import check_start
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.device import set_cuda_defaults
+from titan_train.launch.rank.environment import check_meeting_place
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.observe import RunInfo, check_trackers, read_run_info
+from titan_train.observe import RunInfo, read_run_info
 from titan_train.plan.placement import check_placement
-from titan_train.plan.run import plan_run
 from titan_train.plan.trial import fit_warmup
 from titan_train.run_folder import (
     TAKEN_OVER,
@@ -80,11 +78,10 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
         set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # for whatever reads it while torch is imported
     world_size = per_node * config.launch.nnodes
-    layout = _check_layout(config, world_size)
+    layout = check_start(config, world_size).layout
     run_dir = run_folder(config)
     if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
         return _follow(config, run_dir, per_node)
-    _check_place(run_dir)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
         print(
@@ -129,13 +126,6 @@ def _leave(message: str) -> None:
     """End this process at once, and touch nothing: ranks that outlive it are another one's."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TAKEN_OVER)
-
-
-def _check_place(run_dir: Path) -> None:
-    """Refuse a folder below a file before ranks are started for it."""
-    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
 
 
 def _supervise(
@@ -236,7 +226,8 @@ def written_out(word: str) -> str:
 
 def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
     ranks = ranks_from_torchrun(config.launch)
-    _check_layout(config, ranks.world_size)
+    check_meeting_place()
+    check_start(config, ranks.world_size)
 
     from titan_train.launch.rank.worker import torchrun_worker
     from titan_train.task import load_task
@@ -289,18 +280,6 @@ def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_be
     if code == 0:
         _print_next(config, run_dir)
     return code
-
-
-def _check_layout(config: Config, world_size: int) -> Layout:
-    """Validate the number of ranks and the trackers before any rank starts."""
-    layout = plan_run(config, world_size).layout
-    if config.launch.elastic and config.launch.min_ranks > world_size:
-        raise ValueError(
-            f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
-            f"choice is {world_size}."
-        )
-    check_trackers(config.metrics)
-    return layout
 
 
 def _print_next(config: Config, run_dir: Path) -> None:

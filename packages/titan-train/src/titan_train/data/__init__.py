@@ -18,6 +18,7 @@ from titan_train.data.build import (
     build_datasets,
     build_tokenizer,
     cache_folder,
+    check_sources,
     open_datasets,
     prepare,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "build_datasets",
     "build_tokenizer",
     "cache_folder",
+    "check_sources",
     "open_datasets",
     "prepare",
     "show_progress",

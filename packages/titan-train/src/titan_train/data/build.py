@@ -53,6 +53,17 @@ def cache_folder(config: DataConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "titan-train"
 
 
+def check_sources(config: DataConfig) -> None:
+    """Refuse sources that name nothing.
+
+    Raises:
+        ValueError: A path does not exist, or holds no file of its source's kind.
+    """
+    for source in (*config.sources, *config.validation_sources):
+        if source.kind in TEXT_KINDS:
+            list_files(source)
+
+
 def build_tokenizer(
     config: TokenizerConfig,
     data: DataConfig,

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.files import parse_json, read_text, write_atomic
+from titan_train.run_folder.place import check_run_folder
+from titan_train.run_folder.processes import before_this_boot, process_place, process_start
 
 TAKEN_OVER = 75
 """Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
@@ -69,15 +71,17 @@ class Lease:
             on_lost: Called once with what to tell the user when another run has taken the folder over, by any thread.
 
         Raises:
-            ValueError: Another run holds it; the message names that run. Or a file in it is a symbolic link.
+            ValueError: Another run holds it; the message names that run. Or `check_run_folder` refuses the folder.
             OSError: The folder cannot be written.
         """
         self._file = run_dir / _FILE
         self._on_lost = on_lost
         self._lost = ""
-        self._owner = _Owner(platform.node(), os.getpid(), _place(), _start_of(os.getpid()), time.time(), chain=chain)
+        self._owner = _Owner(
+            platform.node(), os.getpid(), process_place(), process_start(os.getpid()), time.time(), chain=chain
+        )
         run_dir.mkdir(parents=True, exist_ok=True)
-        _refuse_linked_files(run_dir)
+        check_run_folder(run_dir)
         with _one_at_a_time(run_dir):
             while not self._link():
                 owner = _read(self._file)
@@ -179,16 +183,6 @@ def run_status(run_dir: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
     return "running" if alive else "killed"
 
 
-def _refuse_linked_files(run_dir: Path) -> None:
-    """A run appends to its files and cuts them: through a link it would do so to a file elsewhere."""
-    for path in (*run_dir.iterdir(), *run_dir.glob("logs/*"), *run_dir.glob("hangs/*/*")):
-        if path.is_symlink() and not path.is_dir():
-            raise ValueError(
-                f"{path} is a link to {path.readlink()}, and a run would write to that file. Replace the link by a copy, "
-                "or give another --run.name. Folders may be links."
-            )
-
-
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Generator[None]:
     """Two runs that find a dead owner's lease take it over one after the other."""
@@ -229,14 +223,14 @@ def _same(one: _Owner | None, other: _Owner | None) -> bool:
 
 def _alive(owner: _Owner, file: Path, now: Callable[[Path], float]) -> bool:
     """Whether an owner lives; ``now`` tells the time by which the folder's files are dated."""
-    if owner.place == _place():
-        return _start_of(owner.pid) == owner.started
+    if owner.place == process_place():
+        return process_start(owner.pid) == owner.started
     try:
         touched = file.stat().st_mtime
     except OSError:
         return False
     here = now(file.parent)
-    rebooted = owner.host == platform.node() and touched < here - time.clock_gettime(time.CLOCK_BOOTTIME)
+    rebooted = owner.host == platform.node() and before_this_boot(touched, here)
     return not rebooted and here - touched < _DEAD_S
 
 
@@ -266,26 +260,8 @@ def _create(file: Path, content: str) -> bool:
     return True
 
 
-def _place() -> str:
-    """Where process numbers mean what they mean here: this boot of this kernel, and this process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{platform.node()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return platform.node()
-
-
-def _start_of(pid: int) -> str:
-    """When a process started, in the kernel's ticks; empty if there is no such process, or only its exit code is left."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
 def _refusal(run_dir: Path, owner: _Owner) -> str:
-    here = owner.place == _place()
+    here = owner.place == process_place()
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     way_out = f"stop it with `kill {owner.pid}`" if here else "stop it there"
     return (

@@ -13,7 +13,7 @@ import numpy as np
 
 from titan_train.config import Config
 from titan_train.files import write_atomic
-from titan_train.inputs import Inputs, open_inputs, prepare_inputs, vocab_size_without_training
+from titan_train.inputs import Inputs, check_inputs, open_inputs, prepare_inputs, vocab_size_without_training
 from titan_train.task import Task, TaskInputs
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class TextTask(Task):
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Train the tokenizer and tokenize the corpus, unless the cache has both."""
         prepare_inputs(config, quiet=quiet)
+
+    def check_inputs(self, config: Config) -> None:
+        """The sources have files, the tokenizer is there, the cache can be written."""
+        check_inputs(config)
 
     def vocab_size(self, config: Config) -> int | None:
         """The tokenizer's, as far as it is known before it is trained."""

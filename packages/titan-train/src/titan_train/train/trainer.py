@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, LocalShard, TrainState
+from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
@@ -41,7 +41,7 @@ from titan_train.parallel.apply import build_parallel_model, describe_layout, de
 from titan_train.parallel.tied import tied_to_first
 from titan_train.plan.layout import explain_mode
 from titan_train.plan.run import RunPlan, plan_run
-from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
+from titan_train.run_folder import commit, keep_model, run_folder, sync_run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.inspect_step import recorded_activations
 from titan_train.train.measure import PipelineTimes, StepMeasure
@@ -248,6 +248,8 @@ class Trainer:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
         with self._monitor.phase("save", self.step), self._measure.timer.phase("checkpoint"):
+            if self.rank == 0:
+                sync_run_folder(self.run_dir)
             self._checkpointer.save(self.step, self._state())
         self._event("checkpoint_saved", seconds=round(time.monotonic() - started, 3))
 
@@ -452,7 +454,13 @@ class Trainer:
                 f"checkpoint.resume='never', but {self.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
-        step = self._checkpointer.restore(self._state(), fallback=True)
+        try:
+            step = self._checkpointer.restore(self._state(), fallback=True)
+        except NoIntactStepError as err:  # on every rank
+            raise ValueError(
+                f"{err}\nThe same command cannot continue. Bring one of these folders back from a copy, or choose another "
+                "run.name to begin again. `titan-ckpt verify` on the folder lists every damaged place."
+            ) from None
         if step:
             check_restored(self.optimizer, self.config.optimizer.name)
         if step == 0 and self.config.model.init:

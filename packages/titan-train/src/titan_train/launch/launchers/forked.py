@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from titan_train.launch.job import Board, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.validate import validate_in_child
+from titan_train.run_folder.temporary import owned_folder
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
 _KILL_S = 10.0
@@ -93,7 +93,7 @@ class ForkedRanks:
             log_rank_0: Rank 0 prints into ``logs/`` like the others, not to this process's terminal.
             listener: The socket on which rank 0 serves the store, if there is one; closed here afterwards.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
+        self._folder = owned_folder("titan-train-")
         self._board = Board(self._folder, [job.ranks.rank for job in jobs])
         self._processes: dict[int, Any] = {}
         for job in jobs:

@@ -6,7 +6,7 @@ row, or that a `lose` fault took, stays out of use for a while in elastic mode.
 
 import contextlib
 import os
-import tempfile
+import shutil
 import time
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order
+from titan_train.run_folder.temporary import owned_folder
 
 
 class LocalLauncher:
@@ -62,8 +63,8 @@ class LocalJob:
         self._attempt = attempt
         self._used = places.usable()[: attempt.world_size]
         size, text = attempt.world_size, dump_config(attempt.config)
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="titan-train-")
-        store = str(Path(self._rendezvous.name, "store"))
+        self._rendezvous = owned_folder("titan-train-")
+        store = str(self._rendezvous / "store")
         jobs = [
             RankJob(text, str(attempt.run_dir), "", attempt.number, RankInfo(rank, place, size, size, device, store))
             for rank, place in enumerate(self._used)
@@ -93,7 +94,7 @@ class LocalJob:
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
         self._ranks.end()
-        self._rendezvous.cleanup()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 class _Places:

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -29,6 +28,7 @@ from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.validate import validate
+from titan_train.run_folder.temporary import owned_folder
 
 _POLL_S = 0.05
 _REPORT = re.compile(r"[WE]\d{4} .*torch/distributed/elastic/.*(failed|closing signal)")
@@ -117,7 +117,7 @@ class TorchrunJob:
         launch = attempt.config.launch
         nodes = attempt.world_size // per_node
         self._run_dir = attempt.run_dir
-        self._folder = Path(tempfile.mkdtemp(prefix="titan-train-"))
+        self._folder = owned_folder("titan-train-")
         first = place * per_node
         self._ranks = range(first, first + per_node)
         self._board = Board(self._folder, self._ranks)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_train.config import LaunchConfig
+from titan_train.launch.rank.environment import whole_number
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -37,18 +38,21 @@ def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.en
     """Read torchrun's variables.
 
     Raises:
-        ValueError: ``launch.nproc`` was set to another number than torchrun started.
+        ValueError: A variable is no number in its range, or ``launch.nproc`` was set to another number than torchrun started.
     """
-    local = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
+    world = whole_number("WORLD_SIZE", environ, least=1)
+    rank = whole_number("RANK", environ, least=0, most=world - 1)
+    local = whole_number("LOCAL_WORLD_SIZE", environ, least=1, most=world) if "LOCAL_WORLD_SIZE" in environ else world
+    local_rank = whole_number("LOCAL_RANK", environ, least=0, most=local - 1)
     if launch.nproc not in (0, local):
         raise ValueError(
             f"launch.nproc={launch.nproc}, but torchrun started {local} ranks on this machine. "
             "Leave launch.nproc at 0 under torchrun."
         )
     return RankInfo(
-        rank=int(environ["RANK"]),
-        local_rank=int(environ["LOCAL_RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world,
         local_world_size=local,
         device_type=device_type(launch),
         store=None,

@@ -22,6 +22,7 @@ from titan_train.config import Config, parse_config
 from titan_train.launch.job import RankJob, heartbeat_file, orders_file
 from titan_train.launch.rank.descriptors import allow_open_files, connect_when_needed, open_files_needed
 from titan_train.launch.rank.device import prepare_gpu, set_cuda_defaults
+from titan_train.launch.rank.environment import check_environment
 from titan_train.launch.rank.failure import describe_failure, first_failure, write_failure
 from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
 from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
@@ -130,6 +131,7 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     import torch
     import torch.distributed as dist
 
+    check_environment(cuda=ranks.device_type == "cuda")
     record_collectives()
     connect_when_needed()
     allow_open_files(open_files_needed(ranks.rank, ranks.world_size))

@@ -136,11 +136,11 @@ class Supervisor:
     def _after(self, outcome: Outcome, ended: Ended) -> int | None:
         """What follows a lost attempt: the exit code, or None to start again."""
         if self._requests.stops:
-            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards()}")
+            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards(ended)}")
             return 130 if self._requests.end_now else 1
         decision = self._budget.decide(ended)
         if not decision.again:
-            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards()}\nNot restarted: {decision.reason}.")
+            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards(ended)}\nNot restarted: {decision.reason}.")
             return 1
         self._lost_at = outcome.lost_at
         saved = self._saved()
@@ -224,11 +224,11 @@ class Supervisor:
             return possible > size
         return False
 
-    def _afterwards(self) -> str:
+    def _afterwards(self, ended: Ended) -> str:
         saved = self._saved()
         resume = (
             f"\nThe last finished checkpoint is step {saved}: run the same command to continue from it."
-            if saved
+            if saved and not ended.users_mistake  # whose message says what to change
             else ""
         )
         return f"Logs of every rank: {self._run_dir / 'logs'}{resume}"

@@ -19,6 +19,7 @@ from titan_train.tasks.diffusion.batches import VALIDATION_TIMES, FlowBatches, F
 from titan_train.tasks.diffusion.context import joint_context, plan_joint
 from titan_train.tasks.diffusion.flow import shift_of
 from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
+from titan_train.tasks.diffusion.shards.images import list_images
 from titan_train.tasks.diffusion.source import check_source, open_source, prepare_source
 
 SAMPLES_FOLDER = "samples"
@@ -52,6 +53,11 @@ class DiffusionTask(Task):
     def open(self, config: Config) -> TaskInputs:
         """The data sets of training and validation."""
         return DiffusionInputs(config)
+
+    def check_inputs(self, config: Config) -> None:
+        """The images that ``diffusion.images`` names are there."""
+        if config.diffusion.source == "shards" and config.diffusion.images:
+            list_images(config.diffusion.images)
 
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Encode the images that ``diffusion.images`` names; check the shards, and index tar files."""

@@ -54,7 +54,7 @@ def prepare_index(config: Config, args: EncoderArgs) -> Path:
     Raises:
         ValueError: A file or a line is not what it should be, or nothing is usable.
     """
-    files = _files(config.vision.paths)
+    files = list_lines(config.vision.paths)
     folder = index_folder(config, args, files)
     index = folder / "index.jsonl"
     if index.is_file():
@@ -125,7 +125,12 @@ class IndexedLines:
         return np.full((_THUMBNAIL, _THUMBNAIL, 3), 255, dtype=np.uint8)
 
 
-def _files(patterns: Sequence[str]) -> list[Path]:
+def list_lines(patterns: Sequence[str]) -> list[Path]:
+    """The files of JSON lines that ``vision.paths`` names.
+
+    Raises:
+        ValueError: A pattern matches none.
+    """
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()

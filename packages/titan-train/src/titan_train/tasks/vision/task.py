@@ -11,19 +11,20 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.data import build_tokenizer
+from titan_train.data import build_tokenizer, cache_folder
 from titan_train.files import write_atomic
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import patch_places
 from titan_train.parallel.context import ContextParallelism, Heads
+from titan_train.run_folder import check_writable
 from titan_train.task import Task, TaskInputs
 from titan_train.tasks.diffusion.sampling import image_grid, write_png
 from titan_train.tasks.vision.answers import guessed, score_answers
 from titan_train.tasks.vision.batches import ImageTextBatches
 from titan_train.tasks.vision.context import ImageTextContext
-from titan_train.tasks.vision.jsonl import IndexedLines, prepare_index
+from titan_train.tasks.vision.jsonl import IndexedLines, list_lines, prepare_index
 from titan_train.tasks.vision.rows import ImageTextSet
 from titan_train.tasks.vision.shapes import ShapeQuestions
 from titan_train.tokenizers import LabelBytes
@@ -48,6 +49,12 @@ class VisionTask(Task):
         build_tokenizer(config.tokenizer, config.data)
         if config.vision.source == "jsonl":
             prepare_index(config, args)
+
+    def check_inputs(self, config: Config) -> None:
+        """The files and the cache are there."""
+        if config.vision.source == "jsonl":
+            list_lines(config.vision.paths)
+        check_writable(cache_folder(config.data), "data.cache_dir")
 
     def vocab_size(self, config: Config) -> int:
         """The tokenizer's, and the tokens of images."""

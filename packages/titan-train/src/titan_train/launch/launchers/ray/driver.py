@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -28,6 +27,7 @@ from titan_train.config import Config, dump_config
 from titan_train.launch.launchers.ray.cluster import connect, first_line
 from titan_train.launch.launchers.ray.launcher import NAMESPACE, agent_prefix, forwarded
 from titan_train.run_folder import TAKEN_OVER
+from titan_train.run_folder.temporary import owned_folder
 
 KEPT = "--kept"
 """Before the configuration: this process is a supervisor that an actor keeps. Its value is ``first`` or ``again``."""
@@ -65,7 +65,7 @@ class Driver:
         self._config_toml = config_toml
         self._code = [word for path in code for word in ("--code", path)]
         self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._here = Path(tempfile.mkdtemp(prefix="titan-train-driver-"))
+        self._here = owned_folder("titan-train-driver-")
         (self._here / "run.toml").write_text(config_toml, encoding="utf-8")
         self._life = self._here.name
         self._folder = folder if Path(folder).is_dir() else None
