@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def set_cuda_defaults(environ: MutableMapping[str, str], *, pipeline: bool) -> None:
