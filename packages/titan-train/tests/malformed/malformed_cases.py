@@ -8,6 +8,8 @@ import base64
 import gzip
 from collections.abc import Iterator
 
+import strangers_cases
+
 Case = tuple[list[str], dict[str, str | bytes | None]]
 TEXT = {"text.txt": "some text\n" * 500}
 BYTES = '[tokenizer]\nkind = "bytes"\n'
@@ -21,6 +23,8 @@ def all_cases() -> dict[str, Case]:
     groups = (
         words, settings, toml_files, model_arguments, sources, tokenizers, run_folders, planning, outputs, shown_data,
         downloads, evaluations, serving, exported_folders, comparisons, other_commands, found_by_trying, special_files, odd_names,
+        strangers_cases.names_of_code, strangers_cases.published, strangers_cases.patterns, strangers_cases.sizes,
+        strangers_cases.records,
     )  # fmt: skip
     return {f"{group.__name__} {i}": case for group in groups for i, case in enumerate(group())}
 

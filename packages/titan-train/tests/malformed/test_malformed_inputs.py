@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from malformed_cases import TEXT, all_cases
+from strangers_cases import readable
 from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
@@ -114,8 +115,25 @@ def test_an_input_that_cannot_work_is_one_message_and_changes_nothing(name, good
     assert contents(tmp_path) == before
 
 
-def test_there_are_three_hundred_of_them():
-    assert len(CASES) >= 300
+def test_there_are_a_thousand_of_them():
+    assert len(CASES) >= 1000
+
+
+SHOWN = [
+    pytest.param(words, files, marks=() if i % 8 == 0 else pytest.mark.slow)
+    for i, (words, files) in enumerate(readable())
+]
+
+
+@pytest.mark.parametrize(("words", "files"), SHOWN)
+def test_a_run_s_records_may_be_anything_and_what_can_be_shown_is(words, files, good_run, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(good_run, tmp_path / "RUN")
+    for file, content in files.items():
+        write(tmp_path, file, content)
+    with at_most(SECONDS):
+        assert main(words) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_ctrl_c_while_preparing_is_one_word_and_the_next_time_goes_on(tmp_path):

@@ -40,6 +40,7 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     from titan_train.observe import read_history, read_run_info
     from titan_train.observe.progress import resolve_mode
     from titan_train.observe.watching import Follower, find_goodput, goodput_line, panel
+    from titan_train.report.folder import attempts_of
     from titan_train.run_folder import run_status
 
     follower = Follower(run_dir)
@@ -47,7 +48,7 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     drawn = resolve_mode("auto", sys.stdout) == "bar"
 
     def state() -> tuple[str, Any]:
-        attempts = read_run_info(run_dir).get("attempts", [])
+        attempts = attempts_of(read_run_info(run_dir))
         goodput = find_goodput(read_history(run_dir), attempts) if attempts else None
         return run_status(run_dir, attempts), goodput
 

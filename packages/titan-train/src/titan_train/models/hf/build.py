@@ -120,13 +120,24 @@ def _config(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     published.pop("quantization_config", None)  # weights are read into full precision
     refuse_foreign_code(published, f"model.name={name!r}: config.json", of_folder=False)
     cls: Any = CONFIG_MAPPING[kind]
-    changed = with_changes(published, args, known=cls.from_dict(published).to_dict())
+    changed = with_changes(published, args, known=_read_as(name, cls, published).to_dict())
     refuse_foreign_code(changed, "model.args", of_folder=False)
-    config = cls.from_dict(changed)
+    config = _read_as(name, cls, changed)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config, changed
+
+
+def _read_as(name: str, cls: Any, fields: dict[str, Any]) -> Any:
+    """The configuration of transformers with these fields, which it checks in ways and errors of its own."""
+    try:
+        return cls.from_dict(fields)
+    except Exception as err:
+        reason = " ".join(str(err).split())[:300]
+        raise ValueError(
+            f"model.name={name!r}: {cls.__name__} does not take config.json and model.args: {reason}"
+        ) from err
 
 
 def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None:

@@ -1,5 +1,6 @@
 """What is appended to a run's `metrics.jsonl`, line by line, as it appears."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,52 @@ class Follower:
                 line: object = parse_json(raw)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(line, dict):
+            if isinstance(line, dict) and _is_record(cast("dict[str, Any]", line)):
                 lines.append(cast("dict[str, Any]", line))
         return lines
+
+
+_NEEDED = {
+    "step": ("step", "lr", "tokens_per_s", "peak_mem_gib"),
+    "validation": ("step",),
+    "event": (),
+}
+_NUMBERS = (
+    "step",
+    "time",
+    "loss",
+    "bits_per_byte",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "mfu",
+    "peak_mem_gib",
+    "step_time_s",
+)
+
+
+def _is_record(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one that this package writes: the file may be anyone's."""
+    kind = line.get("kind")
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        return False
+    if not all(_is_number(line.get(name)) for name in _NEEDED[kind]):
+        return False
+    if not all(line.get(name) is None or _is_number(line[name]) for name in _NUMBERS):
+        return False
+    split = line.get("split")
+    if split and not (isinstance(split, dict) and all(map(_is_number, cast("dict[str, Any]", split).values()))):
+        return False
+    return line.get("event") != "step_split" or _is_step_split(line)
+
+
+def _is_step_split(line: Mapping[str, Any]) -> bool:
+    try:
+        shown = [line["wall_ms"], *line["phases_ms"].values(), *(axis["exposed_ms"] for axis in line["axes"].values())]
+        return _is_number(line["step"]) and all(_is_number(ms[1]) for ms in shown)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 2**63

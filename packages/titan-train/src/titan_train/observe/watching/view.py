@@ -84,7 +84,7 @@ def event_line(line: Mapping[str, Any]) -> str:
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in median.items() if ms >= 0.05)
         return f"step {line['step']}: {line['wall_ms'][1]:.1f} ms = {parts}"
     if line.get("text"):
-        return f"step {line['step']}: {line['text']}"
+        return f"step {line.get('step')}: {line['text']}"
     rest = " ".join(f"{k}={v}" for k, v in line.items() if k not in ("kind", "event", "step", "time"))
     return f"step {line.get('step')}: {line.get('event')} {rest}".rstrip()
 
@@ -118,7 +118,7 @@ def _split(lines: Sequence[Mapping[str, Any]], width: int) -> "list[RenderableTy
     if not isinstance(split, dict):
         return []
     parts = [(str(k), float(v)) for k, v in split.items() if v > 0 and not str(k).endswith(" hidden")]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    total = sum(seconds for _, seconds in parts)
+    total = sum(seconds for _, seconds in parts) or 1.0
     bar, legend = Text(), Text()
     for number, (name, seconds) in enumerate(parts):
         color = _COLORS[number % len(_COLORS)]
