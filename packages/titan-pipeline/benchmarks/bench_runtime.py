@@ -5,8 +5,9 @@ Method: (1) ``weight_grad``: I plus W of a stack of tiny Transformer blocks, ove
 (``stage_backward_input`` / ``stage_backward_weight``); median of the paired ratios, alternating. (2) ``null_stages``:
 one rank, stages that do nothing, microseconds an action; torch's runtime in the same process. (3) ``fidelity``: gloo
 ranks whose stages sleep, measured over simulated makespan, median of ``--repeats`` steps. (4) ``train``: four gloo ranks
-train a small Transformer, our executor and torch's runtime in turns within the same processes, same schedules; steps a
-second of each, and the median of the paired ratios.
+train a small Transformer, our executor and torch's runtime in turns within the same processes, same schedules (1f1b in
+torch's own ``Schedule1F1B``); steps a second of each, the median of the paired ratios, and the ratio of the processes' CPU
+time, which a loaded machine disturbs less.
 Limits: CPU, host time only; a loaded machine makes every number worse, most of all the third.
 Example: ``python bench_runtime.py --parts weight_grad null_stages``; the last line is one JSON object.
 """
@@ -28,7 +29,7 @@ from titan_pipeline import Costs, Schedule, build_schedule, simulate
 from titan_pipeline.runtime import Executor, GlooTransport, TorchStage, split_layers, torch_runtime
 from titan_testing import run_ranks
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 FAMILIES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "v_half", "dualpipe_v")
 
@@ -196,8 +197,8 @@ def bench_null_torch(repeats: int) -> dict[str, float]:
     return result
 
 
-def _train_rank(texts: list[str], repeats: int, width: int, tokens: int) -> list[list[tuple[float, float]]]:
-    """Seconds of our and of torch's step, in turns, for each schedule."""
+def _train_rank(texts: list[str], repeats: int, width: int, tokens: int) -> list[list[tuple[float, ...]]]:
+    """Seconds of our and of torch's step, in turns, for each schedule, and CPU seconds of this rank."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
     measured = []
@@ -216,19 +217,24 @@ def _train_rank(texts: list[str], repeats: int, width: int, tokens: int) -> list
             stages.append(
                 PipelineStage(copies[s], s, schedule.num_stages, torch.device("cpu"), input_args=(x,), output_args=(y,))
             )
-        theirs = torch_runtime(schedule, stages, loss_fn=_loss)
+        theirs: Any = (
+            Schedule1F1B(stages[0], m, loss_fn=_loss) if schedule.name == "1f1b"
+            else torch_runtime(schedule, stages, loss_fn=_loss)
+        )  # fmt: skip
         data = torch.randn(m, tokens, width)
         chunks = [c.contiguous() for c in data.chunk(m)]
         laps = []
         for _ in range(repeats + 2):
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             ours.step(chunks, chunks)
+            mine = time.process_time() - cpu
             dist.barrier()
-            middle = time.perf_counter()
-            theirs.step(*((data,) if first else ()), target=data if last else None)
+            middle, cpu = time.perf_counter(), time.process_time()
+            theirs.step(*((data,) if first else ()), **({"target": data} if last else {}))
+            other = time.process_time() - cpu
             dist.barrier()
-            laps.append((middle - began, time.perf_counter() - middle))
+            laps.append((middle - began, time.perf_counter() - middle, mine, other))
         measured.append(laps[2:])
     return measured
 
@@ -239,15 +245,17 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def bench_train(repeats: int, width: int, tokens: int) -> dict[str, dict[str, float]]:
     """Steps a second of both runtimes for the schedules that both have, and ours over theirs."""
-    names = (("interleaved_1f1b", 2), ("interleaved_zb", 2), ("zbv", 2), ("dualpipe_v", 2), ("zb_h1", 1))
+    names = (("interleaved_1f1b", 2), ("interleaved_zb", 2), ("zbv", 2), ("dualpipe_v", 2), ("zb_h1", 1), ("1f1b", 1))
     schedules = [build_schedule(name, 4, 8, num_chunks=v) for name, v in names]
     by_rank = run_ranks(_train_rank, 4, [s.to_text() for s in schedules], repeats, width, tokens, timeout_s=900)
     result = {}
-    for schedule, laps in zip(schedules, by_rank[0], strict=True):
+    for k, (schedule, laps) in enumerate(zip(schedules, by_rank[0], strict=True)):
+        cpu = [sum(statistics.median(lap[i] for lap in rank[k]) for rank in by_rank) for i in (2, 3)]
         result[schedule.name] = {
-            "steps_per_s": 1 / statistics.median(a for a, _ in laps),
-            "torch_steps_per_s": 1 / statistics.median(b for _, b in laps),
-            "speedup": statistics.median(b / a for a, b in laps),
+            "steps_per_s": 1 / statistics.median(a for a, *_ in laps),
+            "torch_steps_per_s": 1 / statistics.median(b for _, b, *_ in laps),
+            "speedup": statistics.median(b / a for a, b, *_ in laps),
+            "cpu_speedup": cpu[1] / cpu[0],
         }
     return result
 

@@ -16,7 +16,7 @@ testing = pytest.importorskip("titan_testing")
 from boundary_types import State  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage  # noqa: E402
-from titan_pipeline.runtime.transport.messages import decode_header, encode_header, with_structure  # noqa: E402
+from titan_pipeline.runtime.transport.messages import decode_header, encode_header, specs_of, with_structure  # noqa: E402
 from titan_pipeline.runtime.transport.tree import TensorTree  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -221,8 +221,8 @@ def test_plain_values_and_registered_classes_arrive_as_they_were_sent():
         (1, "k"): State(torch.ones(2), None, ("a", 3)),
     }
     sent = TensorTree.pack(value, lambda t: True)
-    headers = encode_header((0, 1, 2), sent)
-    key, specs, structure = decode_header(torch.cat(headers))
+    first, *rest = encode_header((0, 1, 2), *specs_of(sent))
+    key, specs, structure = decode_header(torch.cat([first.view(torch.int64), *rest]))
     got, _ = with_structure(tuple(sent), structure).unpack(lambda t, wanted: t if wanted else None)
     assert key == (0, 1, 2)
     assert len(specs) == 1

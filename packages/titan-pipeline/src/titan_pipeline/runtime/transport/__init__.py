@@ -4,6 +4,7 @@
 `base`         what the executor asks of a transport
 `messages`     headers, payloads, the news of a failure
 `tree`         stage outputs of any structure as tensors and back
+`packed`       messages of shapes that both ranks know, without a header
 `plain`        the structure around them: plain values as JSON
 `threads`      ranks as threads of one process
 `gloo`         a torch.distributed process group

@@ -36,7 +36,7 @@ Payload = tuple[Tensor | None, ...]
 """Tensors of one message; None stands for "no gradient". A `TensorTree` also has a structure."""
 
 
-Specs = list[tuple[torch.dtype, tuple[int, ...]] | None]
+Specs = list[tuple[torch.dtype, torch.Size] | None]
 """Data type and shape of each tensor that follows a header."""
 
 
@@ -72,14 +72,21 @@ class PipelineAborted(RuntimeError):
         self.failure = failure
 
 
-def encode_header(key: Key, payload: Payload) -> list[Tensor]:
-    """The header of a message: int64 of shape ``[HEADER_LENGTH]``, and what does not fit it as a second tensor."""
+def specs_of(payload: Payload) -> tuple[Specs, bytes]:
+    """Data types and shapes of a message, and the structure around its tensors; empty for none."""
     structure = payload.structure if isinstance(payload, TensorTree) else b""
-    specs: list[int] = []
-    for tensor in payload:
-        specs += [-1, 0] if tensor is None else [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    values = [_DATA, *key, len(payload), _FIXED + len(specs) + len(structure), len(structure), *specs, *structure]
-    first = torch.tensor(values[:HEADER_LENGTH] + [0] * (HEADER_LENGTH - len(values)), dtype=torch.int64)
+    return [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in payload], structure
+
+
+def encode_header(key: Key, specs: Specs, structure: bytes) -> list[Tensor]:
+    """The header of a message, ``HEADER_LENGTH`` int64 as uint8, and what does not fit it as a second tensor, int64."""
+    numbers: list[int] = []
+    for spec in specs:
+        numbers += [-1, 0] if spec is None else [_DTYPES.index(spec[0]), len(spec[1]), *spec[1]]
+    values = [_DATA, *key, len(specs), _FIXED + len(numbers) + len(structure), len(structure), *numbers, *structure]
+    first = torch.tensor(values[:HEADER_LENGTH] + [0] * (HEADER_LENGTH - len(values)), dtype=torch.int64).view(
+        torch.uint8
+    )
     rest = values[HEADER_LENGTH:]
     return [first, torch.tensor(rest, dtype=torch.int64)] if rest else [first]
 
@@ -94,17 +101,16 @@ def rest_of(header: Tensor) -> int:
     return max(0, int(header[5]) - HEADER_LENGTH)
 
 
-def decode_header(header: Tensor) -> tuple[Key, Specs, bytes | None]:
+def decode_header(header: Tensor) -> tuple[Key, Specs, bytes]:
     """Key, what follows, and the structure around it; from a header with its rest appended."""
     values: list[int] = header.tolist()
     at = _FIXED
     specs: Specs = []
     for _ in range(values[4]):
         code, dims = values[at], values[at + 1]
-        specs.append(None if code < 0 else (_DTYPES[code], tuple(values[at + 2 : at + 2 + dims])))
+        specs.append(None if code < 0 else (_DTYPES[code], torch.Size(values[at + 2 : at + 2 + dims])))
         at += 2 + dims
-    structure = bytes(values[at : at + values[6]]) if values[6] else None
-    return (values[1], values[2], values[3]), specs, structure
+    return (values[1], values[2], values[3]), specs, bytes(values[at : at + values[6]])
 
 
 def on_wire(tensor: Tensor) -> Tensor:
@@ -112,14 +118,14 @@ def on_wire(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _COMMON else as_bytes(tensor)
 
 
-def with_structure(payload: Payload, structure: bytes | None) -> Payload:
+def with_structure(payload: Payload, structure: bytes) -> Payload:
     """The payload as it was sent."""
-    return payload if structure is None else TensorTree.received([t for t in payload if t is not None], structure)
+    return payload if not structure else TensorTree.received([t for t in payload if t is not None], structure)
 
 
 def failure_header() -> Tensor:
-    """The header that announces a failure."""
-    return torch.tensor([_FAILURE] + [0] * (HEADER_LENGTH - 1), dtype=torch.int64)
+    """The header that announces a failure, as uint8."""
+    return torch.tensor([_FAILURE] + [0] * (HEADER_LENGTH - 1), dtype=torch.int64).view(torch.uint8)
 
 
 def encode_failure(failure: PeerFailure | None) -> Tensor:
