@@ -44,7 +44,7 @@ class Setup:
     bf16_share: float = 0.0
     """Share of the blocks whose products stay in bf16."""
     receive_ahead: bool = False
-    """Pipeline stages hold receive buffers for all microbatches, as torch's do; titan-pipeline receives what it needs next."""
+    """Pipeline stages hold receive buffers for all microbatches, as torch's do; titan-pipeline receives two ahead of need."""
     sharding: Sharding = "fsdp"
     reshard: bool = True
     """fsdp: free gathered parameters after forward."""

@@ -105,9 +105,9 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0
     parts["activations"] = kept * (1 - setup.offload_activations)
     if tp > 1:
         parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
-    if setup.pp > 1 and setup.sharding == "fsdp":  # both ways
-        ahead = setup.microbatches if setup.receive_ahead else 1
-        parts["receive buffers"] = setup.stages_per_rank * 2 * ahead * 2.0 * tokens * shape.dim / tp
+    if setup.pp > 1 and setup.sharding == "fsdp":  # both ways; ours: two received ahead of need, and one on its way out
+        messages = setup.stages_per_rank * setup.microbatches if setup.receive_ahead else 2 + 1
+        parts["messages"] = 2 * messages * 2.0 * tokens * shape.dim / tp
     parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
     working = working_set(shape, setup) * tokens / tp
     if setup.sharding == "zero1":

@@ -326,7 +326,7 @@ function rankPeak(k, first, m) {
   const flight = s.pp > 1 ? scheduleCost(s.schedule, s.pp, v, m)[first ? "first" : "last"] : 1;
   parts.activations = ((shape.kept[recompute] * share * tokens) / s.tp) * flight;
   if (s.tp > 1) parts["tp buffers"] = 6 * tokens * shape.dim;
-  if (s.pp > 1) parts["receive buffers"] = (v * 4 * tokens * shape.dim) / s.tp;
+  if (s.pp > 1) parts["messages"] = (12 * tokens * shape.dim) / s.tp;
   parts.workspace = GIB;
   const backward = { "block working set": (shape.working[recompute] * tokens) / s.tp };
   let loss = {};
