@@ -141,6 +141,18 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def families(session: nox.Session) -> None:
+    """Every decoder of the installed transformers against transformers itself, and the page with their table; half an hour."""
+    _install_wheels(session, "titan-train")
+    command = "packages/titan-train/tests/families/table.py"
+    rows = str(Path(session.create_tmp()).absolute() / "rows.jsonl")
+    Path(rows).unlink(missing_ok=True)
+    session.run(
+        "python", command, "--rows", rows, "--table", "docs/reference/hf_families.md", *session.posargs, env=TEST_ENV
+    )
+
+
+@nox.session(default=False)
 def published(session: nox.Session) -> None:
     """Checkpoints and models against the transformers library: weights in, the same logits out."""
     _sync(session, "test", "--all-packages", "--all-extras")

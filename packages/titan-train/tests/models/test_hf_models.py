@@ -118,6 +118,9 @@ def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) 
     refused({"model_type": "llama", "max_position_embeddings": 16}, "longer than the 16 positions")
     refused({"model_type": "llama", "attention_dropout": 0.1}, r"Set model.args.attention_dropout=0.0")
     refused({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "has bidirectional attention")
+    refused({"model_type": "llama", "layer_types": ["full_attention"]}, "LlamaConfig does not take config.json")
+    refused({"model_type": "llama", "hidden_size": "64"}, "LlamaConfig does not take config.json")
+    refused({"model_type": "llama", "is_causal": False}, "has bidirectional attention")
     tiny = {
         "vocab_size": 96,
         "hidden_size": 32,

@@ -172,7 +172,7 @@ def _check_plan(name: str, config: Any) -> None:
 
 def _check_causal(name: str, config: Any, *, planned: bool) -> None:
     """Refuse attention to later tokens: the model would be shown what it is to predict."""
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
         raise ValueError(
             f"model.name={name!r} has bidirectional attention: each token would see the next one, which it is to predict. Use a "
             "causal decoder."

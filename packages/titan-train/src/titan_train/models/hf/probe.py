@@ -11,6 +11,7 @@ is built with random weights and tried on the CPU:
 What fails is refused, with what to do. A family that packs right only if it is given masks is given them.
 """
 
+import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from titan_train.models.hf.cut import VOCABULARY, cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder
 from titan_train.models.initialize import InitFn, init_for
 
+_logger = logging.getLogger(__name__)
 _TOKENS = 32
 _PARAMETERS = 200_000_000
 """A cut with more is not tried: it would take longer than a moment."""
@@ -56,10 +58,13 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
                 f"model.name={name!r}: initial weights of this {kind} cannot be drawn one by one ({unfilled[0]}). Set "
                 f"model.init={name!r}, to start from the folder's weights, or use another model."
             )
+        if tiny is None and not packed and not staged:
+            _logger.warning("a small model of the %s of %s could not be tried: %s", kind, name, failure)
+            return
         if tiny is None:
             raise ValueError(
-                f"model.name={name!r}: transformers' own forward and backward of this {kind} fail even on a small one: "
-                f"{failure}. Use another model, or another version of transformers."
+                f"model.name={name!r}: whether a {kind} keeps packed documents and pipeline stages apart could not be tried: a "
+                f"small one fails in transformers ({failure}). Set data.document_mask=false and parallel.pp=1."
             )
         tokens = _tokens(tiny)
         _check_causality(tiny, tokens, name, kind)

@@ -1,0 +1,43 @@
+"""The table of families: a few of its rows, and what becomes of a family that hangs, crashes or fails."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+sys.path.insert(0, str(Path(__file__).parent))
+import one
+import table
+
+EQUAL = dict.fromkeys(one.COLUMNS, "equal")
+
+
+@pytest.mark.parametrize(
+    "kind", ["starcoder2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("opt", "phimoe", "llama"))]
+)
+def test_a_family_is_equal_to_transformers_in_every_column(kind: str, tmp_path: Path) -> None:
+    row = table.isolated(kind, 120.0)
+    if kind != "llama":
+        assert row.pop("stages").startswith("refused: ")  # without a plan
+    assert row.pop("packed").startswith("equal")
+    assert row.items() <= EQUAL.items()
+
+
+def test_a_family_that_hangs_or_crashes_ends_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one, "family", lambda kind, folder: time.sleep(60))
+    assert table.isolated("slow", 0.5) == {"packed": "**hangs**: no end in 0 s"}
+    monkeypatch.setattr(one, "family", lambda kind, folder: os._exit(3))
+    assert table.isolated("gone", 30.0) == {"packed": "**crashes**: exit code 3"}
+    monkeypatch.setattr(one, "family", lambda kind, folder: 1 / 0)
+    assert table.isolated("wrong", 30.0) == {"packed": "**fails**: ZeroDivisionError: division by zero"}
+
+
+def test_the_page_has_a_row_for_each_family_and_counts_them(tmp_path: Path) -> None:
+    rows = {"b": {"packed": "refused: a | b"}, "a": EQUAL, "c": {"step": "**fails**: x"}}
+    table.write_table(rows, tmp_path / "page.md", 120.0)
+    text = (tmp_path / "page.md").read_text()
+    assert "| a | equal | equal | equal | equal | equal |\n| b | refused: a \\| b |" in text
+    assert table.counts(rows) == "1 are refused; 1 are equal where they are not refused; 1 fail somewhere"
