@@ -43,6 +43,20 @@ def test_new_lines_are_read_once_and_a_torn_one_waits(run_dir):
     assert [line["step"] for line in follower.new_lines()] == [1]
 
 
+def test_the_panel_shows_what_it_can_of_a_file_that_may_be_anyone_s(run_dir):
+    step = {"kind": "step", "step": 7, "loss": 2.0}
+    wrong = [{"step": "x"}, {"step": 1e400}, {"loss": [1]}, {"lr": {}}, {"tokens_per_s": "x"}, {"split": 3},
+             {"split": {"a": "b"}}, {"kind": ["step"]}, {"mfu": "x"}, {"step_time_s": []}]  # fmt: skip
+    events = [{}, {"event": 3, "text": 4}, {"event": "step_split"}, {"event": "step_split", "step": 1, "phases_ms": 3}]
+    lines = [step, *(step | more for more in wrong), *({"kind": "event"} | event for event in events), 3, None, "x"]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = Follower(run_dir).new_lines()
+    assert shown == [step, {"kind": "event"}, {"kind": "event", "event": 3, "text": 4}]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel("a", "running", 100, shown, None, 80))
+    assert "step 7 of 100" in console.export_text()
+
+
 def test_goodput_names_what_took_the_rest(run_dir, step_record):
     tracker = JsonlTracker(run_dir, resume_step=4)
     for step in range(5, 9):

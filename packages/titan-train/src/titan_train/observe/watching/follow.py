@@ -38,11 +38,7 @@ class Follower:
         return lines
 
 
-_NEEDED = {
-    "step": ("step", "lr", "tokens_per_s", "peak_mem_gib"),
-    "validation": ("step",),
-    "event": (),
-}
+_KINDS = ("step", "validation", "event")
 _NUMBERS = (
     "step",
     "time",
@@ -60,9 +56,8 @@ _NUMBERS = (
 def _is_record(line: Mapping[str, Any]) -> bool:
     """Whether a line is one that this package writes: the file may be anyone's."""
     kind = line.get("kind")
-    if not isinstance(kind, str) or kind not in _NEEDED:
-        return False
-    if not all(_is_number(line.get(name)) for name in _NEEDED[kind]):
+    step = line.get("step", 0 if kind == "event" else None)
+    if kind not in _KINDS or not _is_number(step) or not abs(step) < 2**63:
         return False
     if not all(line.get(name) is None or _is_number(line[name]) for name in _NUMBERS):
         return False
@@ -81,4 +76,4 @@ def _is_step_split(line: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < 2**63
+    return isinstance(value, (int, float))  # a loss may be infinite, or none

@@ -52,10 +52,11 @@ def panel(
         rows.append(
             Text(f"loss {short_loss(last.get('loss'))}  {sparkline(losses, max(10, width - 30))}", style="cyan")
         )
+        rate = f"{short_count(last.get('tokens_per_s') or 0)} tokens/s"
         rows.append(
             Text(
-                f"lr {last['lr']:.3g}   gradient norm {short_loss(last.get('grad_norm'))}   {short_count(last['tokens_per_s'])} "
-                f"tokens/s   memory {short_gib(last['peak_mem_gib'])}"
+                f"lr {last.get('lr') or 0:.3g}   gradient norm {short_loss(last.get('grad_norm'))}   {rate}   "
+                f"memory {short_gib(last.get('peak_mem_gib') or 0)}"
                 + (f"   MFU {last['mfu']:.1%}" if last.get("mfu") else "")
             )
         )
