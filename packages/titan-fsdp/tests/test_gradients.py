@@ -241,6 +241,57 @@ def test_a_unit_on_its_own_mesh_is_reduced_over_that_mesh() -> None:
     run_ranks(run_unit_on_its_own_mesh, 4, timeout_s=150)
 
 
+class Sharing(torch.nn.Module):
+    """Three blocks; a submodule is also that of the root, of the other blocks, or a block stands twice in the list."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        one = torch.nn.Linear(8, 8)
+        if kind == "root first":
+            self.shared = one
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8) if kind == "block twice" else one)
+            for _ in range(3)
+        )
+        if kind == "block twice":
+            self.blocks[1] = self.blocks[0]
+        if kind == "root last":
+            self.shared = one
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.shared(x) if hasattr(self, "shared") else x
+
+
+def run_sharing(kind: str, mode: str) -> list[str]:
+    torch.manual_seed(0)
+    model = Sharing(kind)
+    single = Sharing(kind)
+    single.load_state_dict(model.state_dict())
+    decided = plan(model, mesh_for(mode), Policy(mode=mode))
+    decided.apply(model)
+    x = torch.randn(2 * dist.get_world_size(), 8)
+    model(x[2 * dist.get_rank() :][:2]).square().mean().backward()
+    single(x).square().mean().backward()
+    assert worst(gradients(model), {n: p.grad for n, p in single.named_parameters()}) <= TOLERANCE
+    return [unit.name for unit in decided.units if unit.params]
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("kind", "units"),
+    [
+        ("root first", ["root"]), ("root last", ["root"]), ("between blocks", ["blocks.0+blocks.1+blocks.2"]),
+        ("block twice", ["blocks.0", "blocks.2"]),
+    ],
+)  # fmt: skip
+def test_submodules_that_several_modules_share_are_wrapped_once_and_match_the_single_process(
+    kind: str, units: list[str], mode: str
+) -> None:
+    assert run_ranks(run_sharing, 2, kind, mode)[0] == units
+
+
 def run_checkpointed_blocks() -> None:
     world = dist.get_world_size()
     for policy in (Policy(), Policy(mode="ddp"), Policy(reshard="always", prefetch="recorded")):

@@ -45,21 +45,29 @@ def named_parameters(model: nn.Module, *, duplicates: bool = False) -> Iterator[
         yield clean_fqn(name), parameter
 
 
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Plain FQN → the outermost module of that name (the wrapper, where there is one). The root's name is ``""``."""
+def named_modules(model: nn.Module, *, duplicates: bool = False) -> dict[str, nn.Module]:
+    """Plain FQN → the outermost module of that name (the wrapper, where there is one). The root's name is ``""``.
+
+    Args:
+        model: The model, wrapped or not.
+        duplicates: Also the further names of modules that are registered more than once.
+    """
     modules: dict[str, nn.Module] = {}
-    for name, module in unwrap(model).named_modules():
+    for name, module in unwrap(model).named_modules(remove_duplicate=not duplicates):
         modules.setdefault(clean_fqn(name), module)
     return modules
 
 
-def tied_groups(model: nn.Module) -> list[list[str]]:
+def tied_groups(model: nn.Module, *, shared: bool = False) -> list[list[str]]:
     """Groups of FQNs that name one and the same parameter; each has at least two names.
 
-    A module that is registered twice, such as a shared block, counts once, under its first name.
+    Args:
+        model: The model, wrapped or not.
+        shared: A module that is registered twice, such as a shared block, counts under each of its names. Otherwise under its
+            first one alone.
     """
     names: dict[int, list[str]] = {}
-    for path, module in unwrap(model).named_modules():
+    for path, module in unwrap(model).named_modules(remove_duplicate=not shared):
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(clean_fqn(f"{path}.{leaf}" if path else leaf))
     return [group for group in names.values() if len(group) > 1]

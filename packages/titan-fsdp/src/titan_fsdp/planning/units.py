@@ -6,8 +6,9 @@ itself made of such blocks (an encoder beside a decoder, a stage of a convolutio
 on inside it. Experts are never taken apart, because ranks may skip some of them.
 
 Embeddings before the blocks are a unit each; everything with parameters that comes after them (final norm, head) is one
-unit together, the last. A module whose weight is tied to one elsewhere stays in the root, which is gathered throughout.
-What remains belongs to the root as well. Registration order stands for execution order.
+unit together, the last. A module whose weight is tied to one elsewhere, or that is itself in several places, stays in the root,
+which is gathered throughout; blocks that share one are one unit. What remains belongs to the root as well. Registration order
+stands for execution order.
 """
 
 import difflib
@@ -151,7 +152,7 @@ def _may_be_skipped(block: nn.Module, tower: nn.Module) -> bool:
 
 def _settle_ties(model: nn.Module, blocks: list[Group], ends: list[Group]) -> list[Group]:
     """Blocks tied to each other become one unit; what is tied to anything else is left to the root."""
-    for names in tied_groups(model):
+    for names in _tied_names(model, [fqn for g in [*blocks, *ends] for fqn in g.fqns]):
         tied_blocks = [g for g in blocks if any(owner(name, g.fqns) is not None for name in names)]
         tied_ends = [g for g in ends if any(owner(name, g.fqns) is not None for name in names)]
         in_root = [name for name in names if all(owner(name, g.fqns) is None for g in [*blocks, *ends])]
@@ -167,6 +168,25 @@ def _settle_ties(model: nn.Module, blocks: list[Group], ends: list[Group]) -> li
                 merged if g is tied_blocks[-1] else g for g in blocks if g is tied_blocks[-1] or g not in tied_blocks
             ]
     return [*blocks, *ends]
+
+
+def _tied_names(model: nn.Module, fqns: Sequence[str]) -> list[list[str]]:
+    """As `tied_groups`, with every name of a module that several others share; a unit that is registered twice is one."""
+    first: dict[int, str] = {}
+    same: dict[str, str] = {}
+    for name, module in named_modules(model, duplicates=True).items():
+        known = first.setdefault(id(module), name)
+        if known != name and known in fqns:
+            same[name] = known
+    groups: list[list[str]] = []
+    for names in tied_groups(model, shared=True):
+        told = [(owner(name, list(same)), name) for name in names]
+        distinct = list(
+            dict.fromkeys(name if alias is None else same[alias] + name[len(alias) :] for alias, name in told)
+        )
+        if len(distinct) > 1:
+            groups.append(distinct)
+    return groups
 
 
 def _resolve(unit: Unit, modules: dict[str, nn.Module]) -> list[Group]:
@@ -212,7 +232,7 @@ def _check_disjoint(groups: list[Group]) -> None:
 
 
 def _check_tied(model: nn.Module, groups: list[Group]) -> None:
-    for names in tied_groups(model):
+    for names in _tied_names(model, [fqn for g in groups for fqn in g.fqns]):
         holder = {name: _group_of(name, groups) for name in names}
         if len(set(holder.values())) > 1:
             first = sorted({owner(name, g.fqns) or name.rpartition(".")[0] for name in names for g in groups})
