@@ -47,7 +47,7 @@ def _first_use_blocks(name):
 
 @pytest.mark.parametrize(("name", "channels"), [("interleaved_zb", [4, 4, 4]), ("dualpipe_v", [2, 4, 2])])
 def test_channels_connect_when_they_are_made_and_not_where_they_are_first_needed(name, channels):
-    results = testing.run_ranks(_first_use_blocks, 3, name, timeout_s=30)
+    results = testing.run_ranks(_first_use_blocks, 3, name, timeout_s=60)
     assert [connected for _, connected, _ in results] == [used for _, _, used in results] == channels
 
 

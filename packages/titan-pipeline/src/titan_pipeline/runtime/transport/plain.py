@@ -3,10 +3,10 @@
 Problem: a structure that arrives as a pickle runs what its sender wrote into it, and the ports of a job have no
 authentication.
 
-Idea: None, bool, int, float, str, bytes, and tuples, lists and dicts of them say all that a stage hands over, and reading
-them back runs nothing. A dataclass, a named tuple or another mapping is written as its name and its fields, and read only
-by a rank whose own program has registered that class (`register_structure`); nothing is imported by name. Whatever else
-a stage returns is refused by the rank that would send it.
+Idea: None, bool, int, float, str, bytes (and data types and devices of torch), and tuples, lists and dicts of them say all
+that a stage hands over, and reading them back runs nothing. A dataclass, a named tuple or another mapping is written as its
+name and its fields, and read only by a rank whose own program has registered that class (`register_structure`); nothing is
+imported by name. Whatever else a stage returns is refused by the rank that would send it.
 """
 
 import collections
@@ -70,7 +70,7 @@ def decode(data: bytes) -> tuple[Any, list[bool]]:
     try:
         value, flags = json.loads(data)
         return _decoded(value), flags
-    except (LookupError, TypeError, AttributeError, RecursionError) as err:
+    except (LookupError, TypeError, AttributeError, StopIteration, RuntimeError) as err:
         raise ValueError(f"a message holds no structure of plain values: {err}") from err
 
 
@@ -97,6 +97,8 @@ def _encoded(value: Any, where: str) -> Any:
         return value
     if kind is bytes:
         return ["bytes", value.hex()]
+    if kind in (torch.dtype, torch.device):
+        return [kind.__name__, str(value).removeprefix("torch.")]
     if kind is Leaf:
         return ["tensor", value.number]
     if kind in (tuple, list):
@@ -127,6 +129,10 @@ def _decoded(value: Any) -> Any:
     name, body = cast(list[Any], value)
     if name == "bytes":
         return bytes.fromhex(body)
+    if name == "device":
+        return torch.device(body)
+    if name == "dtype":
+        return next(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d) == f"torch.{body}")
     if name == "tensor":
         return Leaf(int(body))
     if name in ("tuple", "list"):

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from titan_pipeline.runtime.transport.plain import register_structure
+
 Base = tuple[str | int, ...]
 """Where an absent tensor comes from: ``("param", name)``, ``("buffer", name)``, ``("input", argument, leaf)`` or
 ``("call", module, number of the call, leaf)``."""
 
 
+@register_structure
 class TensorSpec(NamedTuple):
     """What is known about an absent tensor."""
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from titan_pipeline.runtime.transport.plain import register_structure
 from titan_pipeline.runtime.whole_model.absent import (
     Absent,
     AbsentRecipe,
@@ -39,6 +40,7 @@ ArgPath = tuple[str | int, int]
 """An argument (number or name) of a call, and the leaf in it."""
 
 
+@register_structure
 class MissingInput(NamedTuple):
     """Stands for an input of the model that is not sent on."""
 
@@ -46,6 +48,7 @@ class MissingInput(NamedTuple):
     base: Base
 
 
+@register_structure
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
     """What one stage sends to the next."""
