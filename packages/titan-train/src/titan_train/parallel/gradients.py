@@ -42,6 +42,7 @@ class Gradients:
         every = itertools.chain.from_iterable(named_parameters(part) for part in self.parts)
         self._named = {name: parameter for name, parameter in every if parameter.requires_grad}
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Add up what is partial. Collective over the groups concerned."""
         partial: dict[int, tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
@@ -63,6 +64,7 @@ class Gradients:
             for other in others:
                 _local_gradient(other).copy_(_local_gradient(first))
 
+    @torch.no_grad()
     def square_norm(self) -> Tensor:
         """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
 
@@ -98,6 +100,7 @@ class Gradients:
         *layers, other = squares.sqrt().tolist()
         return {f"layers.{i}": norm for i, norm in enumerate(layers)} | {"other": other}
 
+    @torch.no_grad()
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor``, in place."""
         gradients = [_local_gradient(p) for p in self._named.values() if p.grad is not None]

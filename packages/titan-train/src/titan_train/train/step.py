@@ -4,7 +4,9 @@ The loss of a step is the mean over all valid labels of all ranks and micro-batc
 the first backward, so the ranks first sum their label counts; that same collective carries the requests to stop or
 to save, so that all ranks act on them at the same step, and costs nothing extra. The sum stays on the device. After the
 last backward one more sums the loss and the squared gradient norm, so that every rank has the same bits of both and takes
-the same decision. Then the host reads all of it at once: the only time in a step that it waits for the device.
+the same decision. The update is launched, and is one that changes nothing if they are not finite (`titan_train.optim.update`);
+then the host reads all of it at once: the only time in a step that it waits for the device. An optimizer without such an update,
+and steps that may have to be computed again, wait before the update.
 
 With CUDA graphs, forward and backward are one launch (`titan_train.train.graphs`); what comes after them is as without.
 
@@ -31,6 +33,7 @@ from titan_train.models.common.moe.balance import (
 )
 from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
+from titan_train.optim.update import can_update, update
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.train.graphs import StepGraphs
@@ -126,14 +129,16 @@ class OptimizerStep:
             batches: This rank's micro-batches; every rank passes as many.
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
         """
-        counts = torch.tensor([0, *requests], dtype=torch.int64, device=self._device)
+        # from page-locked memory, or the copy would wait for the optimizer of the step before
+        asked = torch.tensor([0, *requests], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        counts = asked.to(self._device, non_blocking=True)
         if self._scope.counts_labels:
             for batch in batches:
                 counts[0] += self._model.task.count(batch)
         counts = self._scope.sum(counts)
 
         state = RandomState(self._device) if self._suspicion is not None else None
-        run, counted = self._execute(batches, counts)
+        run, counted, updated = self._execute(batches, counts)
         num_labels, *agreed = (int(count) for count in counted)
         verdict: RerunVerdict | None = None
         reason = self._suspicion.of(run.loss, run.grad_norm) if self._suspicion is not None else ""
@@ -147,9 +152,9 @@ class OptimizerStep:
             routing = end_routing(self._model.parts, *self._load, skip=skipped)
         routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
         with self._timer.phase("optimizer"):
-            if not skipped:
+            if not skipped and not updated:
                 self._optimizer.step()
-            else:
+            if skipped:
                 for hook in map(fsdp.gradient_compression, self._model.parts):
                     if hook is not None:
                         hook.forget()  # it would add what is not finite to the next gradient
@@ -157,8 +162,8 @@ class OptimizerStep:
         flags = tuple(flag > 0 for flag in agreed)
         return StepResult(loss_value, norm_value, num_labels, skipped, flags, routing_statistics(routing), verdict)
 
-    def _execute(self, batches: Sequence[TaskBatch], counts: Tensor) -> tuple[Execution, list[float]]:
-        """Forward, backward and the clipped gradient; and ``counts``, read with the losses."""
+    def _execute(self, batches: Sequence[TaskBatch], counts: Tensor) -> tuple[Execution, list[float], bool]:
+        """Forward, backward and the clipped gradient; ``counts``, read with the losses; whether the update is made already."""
         denominator = counts[0].clamp(min=1)
         if self._graphs is None:
             total = self._eager_gradients(batches, denominator)
@@ -176,13 +181,16 @@ class OptimizerStep:
             sums = self._scope.sum(sums)
             grad_norm = sums[1].sqrt()
             gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
+            updated = self._suspicion is None and can_update(self._optimizer, self._device)
+            if updated:
+                update(self._optimizer, (~torch.isfinite(torch.stack([sums[0], grad_norm])).all()).float())
         load = summed_routing(self._model.parts, self._scope.tokens_group)
         # the one host sync: until here the host only queued work (of a pipeline, all but its ranks' last meeting)
         values = [torch.stack([sums[0], grad_norm, total]).double(), counts.double()]
         read = torch.cat(values if load is None else [*values, load]).tolist()
         known = 3 + counts.numel()
         self._load = None if load is None else (load, read[known:])
-        return Execution(*read[:3]), read[3:known]
+        return Execution(*read[:3]), read[3:known], updated
 
     def _rerun(
         self, batches: Sequence[TaskBatch], counts: Tensor, first: Execution, reason: str, state: RandomState

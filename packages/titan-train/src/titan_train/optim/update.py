@@ -1,0 +1,72 @@
+"""AdamW on the shards of this rank, which skips a step that is not finite by itself.
+
+Problem: whether a step is applied depends on the loss and the norm, which are on the device. A host that reads them first
+lets the device idle while it then launches the update: 10.8 ms for 291 sharded parameters, as each operand of torch's fused
+kernel goes through DTensor's dispatch.
+
+Idea: an update by elements needs no layout, so the same kernel gets the local parts: the same bits, 1.1 ms. And it takes a flag
+on the device (torch's ``found_inf``, made for loss scaling): if that is 1, weights, means and counts of steps stay as they are.
+So the host launches the update and reads afterwards.
+
+Limits: torch's fused AdamW, on one device, and only once each parameter has its state: the first update, which makes it, and the
+first one of a parameter that thaws are ``optimizer.step()``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import AdamW, adamw
+
+
+def can_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether `update` can make the next step of ``optimizer``, with its gradients as they are now."""
+    if type(optimizer) is not AdamW:
+        return False
+    for group in optimizer.param_groups:
+        if not group["fused"] or group["amsgrad"]:
+            return False
+        for parameter in group["params"]:
+            if parameter.grad is not None and (
+                "exp_avg" not in optimizer.state[parameter] or parameter.device.type != device.type
+            ):
+                return False
+    return True
+
+
+@torch.no_grad()
+def update(optimizer: torch.optim.Optimizer, not_finite: Tensor) -> None:
+    """One step of an optimizer that `can_update`, without waiting for the device.
+
+    Args:
+        optimizer: Its state and parameters are changed in place.
+        not_finite: 1 to leave all as it is, else 0: a float32 scalar on the parameters' device.
+    """
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.grad is not None]
+        if not trained:
+            continue
+        states: list[dict[str, Any]] = [optimizer.state[p] for p in trained]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [_local(p) for p in trained],
+            [_local(p.grad) for p in trained],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
+            [],
+            [_local(state["step"]) for state in states],
+            fused=True,
+            found_inf=not_finite,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
