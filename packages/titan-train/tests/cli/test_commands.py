@@ -99,6 +99,40 @@ def test_check_refuses_what_does_not_fit(capsys):
     assert "dp_shard=3" in capsys.readouterr().err.replace(" ", "")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--launch.elastic", "true", "--launch.min-ranks", "5"], "launch.min_ranks=5 is more than the 2 ranks"),
+        (
+            ["--data.cache-dir", "{folder}/text.txt/cache"],
+            r"data.cache_dir: .* cannot be a folder: .*text.txt is a file",
+        ),
+        (["--run.dir", "{folder}/text.txt"], r"run.dir and run.name: .*text.txt is a file"),
+        (["--run.name", "used"], r"metrics.jsonl is a folder, but a run keeps a file under this name"),
+        (["--tokenizer.kind", "tiktoken", "--tokenizer.path", "{folder}/none"], r"none"),
+    ],
+)
+def test_check_refuses_what_a_run_would_refuse_at_its_start(tmp_path, capsys, settings, message):
+    (tmp_path / "text.txt").write_text("a line\n" * 99)
+    (tmp_path / "used" / "metrics.jsonl").mkdir(parents=True)
+    file = tmp_path / "tiny.toml"
+    file.write_text(
+        f'[run]\ndir = "{tmp_path}"\n[model]\nname = "llama3_debug"\nseq_len = 32\n[tokenizer]\nkind = "bytes"\n[data]\n'
+        f'cache_dir = "{tmp_path}/cache"\n[[data.sources]]\nname = "a"\nkind = "text"\npaths = ["{tmp_path}/text.txt"]\n'
+        '[launch]\ndevice = "cpu"\nnproc = 2\n[train]\nglobal_batch = 4\n'
+    )
+    before = sorted(tmp_path.rglob("*"))
+    words = [word.format(folder=tmp_path) for word in settings]
+    for command in ("check", "run"):
+        assert main([command, str(file), *words]) == 2, command
+        assert re.search(message, capsys.readouterr().err), command
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["check", str(file)]) == 0
+    (tmp_path / "text.txt").unlink()
+    assert main(["check", str(file)]) == 2
+    assert "text.txt" in capsys.readouterr().err
+
+
 def test_check_knows_copies_whose_sequences_are_cut(capsys):
     words = ["--launch.nproc", "4", "--parallel", "cp2 dp_replicate2", "--parallel.mode", "ddp"]
     assert main(["check", "debug", *words]) == 0, capsys.readouterr().err

@@ -41,7 +41,7 @@ from titan_train.run_folder import (
     run_folder,
     stage,
 )
-from titan_train.task import task_name
+from titan_train.task import load_task, task_name
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     try:
         adopted = launcher.adopt(run_dir) if kept == "again" else None
         if adopted is None:
+            load_task(config).check_inputs(config)
             launcher.validate(config, world_size)
         with Lease(run_dir, chain="ray" if kept else "", on_lost=_leave if kept else lambda _: None) as lease:
             remember_code(run_dir, source)
@@ -145,7 +146,6 @@ def _supervise(
     )
 
     from titan_train.launch.supervise.supervisor import Supervisor
-    from titan_train.task import load_task
 
     infos = [RunInfo.running(run_dir)] if before.adopted is not None else []
     attempts_before = len(read_run_info(run_dir).get("attempts", []))
@@ -194,7 +194,6 @@ def _follow(config: Config, run_dir: Path, per_node: int) -> int:
     """Be one of several machines under launcher `torchrun`, not the first."""
     from titan_train.launch.launchers.follow import follow
     from titan_train.launch.launchers.torchrun import TorchrunJob
-    from titan_train.task import load_task
 
     load_task(config).prepare(config, quiet=True)
     device = device_type(config.launch)
@@ -230,7 +229,6 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
     check_start(config, ranks.world_size)
 
     from titan_train.launch.rank.worker import torchrun_worker
-    from titan_train.task import load_task
 
     run_dir = run_folder(config)
     if ranks.rank != 0:
