@@ -43,6 +43,7 @@ def test_a_run_keeps_the_rules(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("source", [rules.pipelines, rules.failures, rules.contexts, rules.others])
 def test_everything_keeps_the_rules(source):
     found = {}
