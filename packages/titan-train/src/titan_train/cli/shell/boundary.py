@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ _ALLOCATION = ("allocate memory", "out of memory")
 
 def exit_code(command: Callable[[], int]) -> int:
     """Call the command; report what it raises in one message on stderr, and return the exit code."""
+    logging.raiseExceptions = False  # a library's log message that cannot be formatted is no traceback of the command
     try:
         with _no_interrupt_swallowed(), clean_output():
             return command()

@@ -48,6 +48,15 @@ def read_traces(run_dir: Path, out: Path | None = None) -> Traces:
     Raises:
         ValueError: There are no traces, or one is damaged.
     """
+    try:
+        return _read_traces(run_dir, out)
+    except (KeyError, TypeError, IndexError, AttributeError, AssertionError) as err:
+        raise ValueError(
+            f"the traces of {run_dir} are damaged ({type(err).__name__}: {err}). Trace the steps again."
+        ) from err
+
+
+def _read_traces(run_dir: Path, out: Path | None) -> Traces:
     files = sorted(
         folder_of(run_dir).glob("rank-*.json.gz"), key=lambda path: int(path.name.split("-")[1].split(".")[0])
     )
