@@ -21,14 +21,14 @@ from titan_train.config import parse_config
 VOCABULARY = 264
 NEEDED: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": True},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "topk_group": None, "n_group": None},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
 """What the default configuration of a family lacks, or does not mix."""
 CLOSE = 2e-4
