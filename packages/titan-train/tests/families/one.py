@@ -226,6 +226,7 @@ def text(folder: Path) -> str:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
+        forced_eos_token_id=None,
     )[0, 9:]
     assert got == want.tolist(), f"{got} here, {want.tolist()} there"
     return "equal"
