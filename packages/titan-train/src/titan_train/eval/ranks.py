@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_train.exchange import gather_values
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -32,11 +34,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in their order; plain data only."""
-        if self.world_size == 1:
-            return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        return [value] if self.world_size == 1 else gather_values(value)
 
 
 @contextlib.contextmanager

@@ -87,8 +87,10 @@ def _heads(model: nn.Module, table: StyleTable) -> list[str]:
 def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -> RemovableHandle:
     """Have a head give the logits of all ranks, whose parts of the vocabulary may differ in size."""
     whole, ranks = cut.global_shape[0], dist.get_world_size(group)
-    offsets: list[Any] = [None] * ranks
-    dist.all_gather_object(offsets, cut.offset[0], group=group)
+    mine = torch.tensor([cut.offset[0]], device=next(head.parameters()).device)
+    every = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(every, mine, group=group)
+    offsets = [int(offset) for offset in every]
     order = sorted(range(ranks), key=lambda rank: offsets[rank])
     starts = sorted(offsets)
     sizes = [end - start for start, end in zip(starts, [*starts[1:], whole], strict=True)]

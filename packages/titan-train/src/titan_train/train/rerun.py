@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_train.data.loader.source import TensorBatch
+from titan_train.exchange import gather_values
 from titan_train.task import TaskBatch
 
 Verdict = Literal["transient hardware", "persistent hardware", "data or numerics", "reproduced"]
@@ -106,14 +108,14 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._host = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.host = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
         """Go back to it."""
-        torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
+        torch.set_rng_state(self.host)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 def gather(value: float, device: torch.device) -> list[float]:
@@ -133,11 +135,12 @@ def neighbours_batches(
 
     Collective over ``group``.
     """
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, ([_moved(batch, torch.device("cpu")) for batch in batches], state), group=group)
-    lent, draws = every[(group.rank() - 1) % group.size()]
-    draws.device = device
-    return [_moved(batch, device) for batch in lent], draws
+    fields = [{name: getattr(batch, name) for name in _names(batch)} for batch in batches]
+    every = gather_values([fields, state.host, state.cuda], group)
+    lent, host, cuda = every[(group.rank() - 1) % group.size()]
+    draws = RandomState(device)
+    draws.host, draws.cuda = host, cuda
+    return [_like(batch, values, device) for batch, values in zip(batches, lent, strict=True)], draws
 
 
 def judge(
@@ -211,11 +214,22 @@ def _badness(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    if not dataclasses.is_dataclass(batch):
-        return batch
-    values = {spec.name: getattr(batch, spec.name) for spec in dataclasses.fields(batch)}
-    return dataclasses.replace(cast("Any", batch), **{name: _to(value, device) for name, value in values.items()})
+_BATCH = ("inputs", "keywords", "target", "samples_consumed")
+
+
+def _names(batch: TaskBatch) -> Sequence[str]:
+    """What a batch consists of: its fields, or what every batch has."""
+    if dataclasses.is_dataclass(batch):
+        return [field.name for field in dataclasses.fields(batch)]
+    return _BATCH
+
+
+def _like(batch: TaskBatch, values: dict[str, Any], device: torch.device) -> TaskBatch:
+    """A batch of the same kind with these values, on the device."""
+    moved = {name: _to(value, device) for name, value in values.items()}
+    if dataclasses.is_dataclass(batch):
+        return dataclasses.replace(cast("Any", batch), **moved)
+    return TensorBatch(**moved)
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -36,7 +36,7 @@ from titan_pipeline.runtime.transport.messages import (
     specs_of,
     with_structure,
 )
-from titan_pipeline.runtime.transport.packed import PACKED, Layout, layout_of
+from titan_pipeline.runtime.transport.packed import PACKED, MessageLayout, layout_of
 
 _PATIENCE_S = 0.5
 """Between looks whether a rank hangs, while messages are still on their way."""
@@ -102,7 +102,7 @@ class GlooTransport:
         """Gives a block to receive the tensors of one message in, of so many bytes: from when their sender offers them until
         they are here, in a listening thread. Set it on all ranks: tensors are then sent apart from their headers.
         `DeviceTransport`, whose tensors arrive on the device, does not use it."""
-        self._layouts: dict[tuple[str, int, Key], Layout | None] = {}
+        self._layouts: dict[tuple[str, int, Key], MessageLayout | None] = {}
         """How the last message with a key was laid out, sent to or received from a rank."""
         self._receiver = Receiver()
         self._threads: list[threading.Thread] = []

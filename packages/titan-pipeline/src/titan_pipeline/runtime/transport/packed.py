@@ -26,7 +26,7 @@ _MOST = 2**20
 """Bytes of the largest message that is packed: a copy of more costs as much as a header."""
 
 
-class Layout(NamedTuple):
+class MessageLayout(NamedTuple):
     """Where the tensors of a message lie in it."""
 
     specs: Specs
@@ -60,11 +60,11 @@ class Layout(NamedTuple):
         )  # fmt: skip
 
 
-def layout_of(key: Key, specs: Specs, structure: bytes) -> Layout | None:
+def layout_of(key: Key, specs: Specs, structure: bytes) -> MessageLayout | None:
     """How the next message with this key is laid out, if it is like this one; None for one that is too large."""
     sizes = [0 if spec is None else spec[0].itemsize * spec[1].numel() for spec in specs]
     *starts, end = accumulate((-(-size // _PREFIX) * _PREFIX for size in sizes), initial=_PREFIX)
     if end > _MOST:
         return None
     prefix = torch.tensor([PACKED, *key, 0, 0, 0, 0], dtype=torch.int64).view(torch.uint8)
-    return Layout(specs, structure, starts, end, prefix)
+    return MessageLayout(specs, structure, starts, end, prefix)

@@ -5,8 +5,8 @@ per GPU where there are several. Pipeline stages do not meet in collectives: the
 that a run uses.
 """
 
-import contextlib
 import datetime
+import json
 import multiprocessing
 import os
 import statistics
@@ -20,6 +20,7 @@ from typing import Any
 
 from titan_train.child_processes import interrupts_blocked, without_working_directory
 
+_ROWS = "rows.json"
 _SMALL, _LARGE, _CALLS = 64, {"cpu": 2**22, "cuda": 2**26}, 7  # bytes per rank; calls of each
 
 
@@ -64,17 +65,16 @@ def measure_links() -> list[LinkSpeed]:
     size = gpus if gpus > 1 else 2
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        receiver, sender = context.Pipe(duplex=False)
-        ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder, sender)) for rank in range(size)]
+        ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder)) for rank in range(size)]
         found: list[tuple[str, float, float]] = []
         patience = 0.0  # with ranks that an interrupt or an error leaves behind
         try:
             with without_working_directory(), interrupts_blocked():
                 for rank in ranks:
                     rank.start()
-            sender.close()
-            with contextlib.suppress(EOFError):
-                found = receiver.recv() if receiver.poll(120) else []
+            ranks[0].join(120)
+            rows = Path(folder) / _ROWS
+            found = json.loads(rows.read_text()) if rows.is_file() else []
             patience = 10.0
         finally:
             for rank in (rank for rank in ranks if rank.pid is not None):
@@ -89,7 +89,7 @@ def measure_links() -> list[LinkSpeed]:
     return [LinkSpeed(*row, ranks=size, device="cuda" if gpus > 1 else "cpu") for row in found]
 
 
-def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
+def _rank(rank: int, size: int, gpus: bool, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def _rank(rank: int, size: int, gpus: bool, folder: str, sender: Any) -> None:
     small, large = _stage_times(rank, size, device)
     rows.append(("stage to stage", 1e6 * statistics.median(small), large_bytes / max(min(large), 1e-9) / 1e9))
     if rank == 0:
-        sender.send(rows)
+        (Path(folder) / _ROWS).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
