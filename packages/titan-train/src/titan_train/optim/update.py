@@ -4,9 +4,9 @@ Problem: whether a step is applied depends on the loss and the norm, which are o
 lets the device idle while it then launches the update: 10.8 ms for 291 sharded parameters, as each operand of torch's fused
 kernel goes through DTensor's dispatch.
 
-Idea: an update by elements needs no layout, so the same kernel gets the local parts: the same bits, 1.1 ms. And it takes a flag
-on the device (torch's ``found_inf``, made for loss scaling): if that is 1, weights, means and counts of steps stay as they are.
-So the host launches the update and reads afterwards.
+Idea: an update by elements needs no layout, so the same kernel gets the local parts: the same bits in a third of the time. And
+it takes a flag on the device (torch's ``found_inf``, made for loss scaling): if that is 1, weights, means and counts of steps
+stay as they are. So the host launches the update and reads afterwards.
 
 Limits: torch's fused AdamW, on one device, and only once each parameter has its state: the first update, which makes it, and the
 first one of a parameter that thaws are ``optimizer.step()``.

@@ -37,6 +37,9 @@ class Gradients:
     pp: int = 1
     """Ranks of a pipeline, each of which holds other parameters."""
     _named: dict[str, nn.Parameter] = field(init=False)
+    _layer_of: dict[str, int] = field(init=False, default_factory=dict[str, int])
+    """Number in each parameter's name, -1 for none; empty until it is asked for."""
+    _num_layers: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         every = itertools.chain.from_iterable(named_parameters(part) for part in self.parts)
@@ -81,24 +84,27 @@ class Gradients:
             total = part if total is None else total + part
         return torch.zeros(()) if total is None else total
 
-    def norms_by_layer(self, device: torch.device) -> dict[str, float]:
-        """The 2-norm of the gradient of each numbered layer, and of ``other`` parameters. Collective over all ranks.
+    @torch.no_grad()
+    def norms_by_layer(self, device: torch.device) -> Tensor:
+        """The 2-norm of the gradient of each numbered layer and, last, of all other parameters: float32 ``[L + 1]``.
 
-        Waits for the device; a layer is a number in a parameter's name, as in ``layers.7.attention.wq.weight``.
+        Collective over all ranks. Waits for the device the first time only, to agree on L. A layer is a number in a
+        parameter's name, as in ``layers.7.attention.wq.weight``.
         """
-        numbers = {name: int(match[1]) if (match := _LAYER.search(name)) else -1 for name in self._named}
-        count = torch.tensor([max(numbers.values(), default=-1) + 1], device=device)
-        if self.world_size > 1:
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        squares = torch.zeros(int(count) + 1, device=device)  # the last is of the others
+        if not self._layer_of:
+            self._layer_of = {name: int(match[1]) if (match := _LAYER.search(name)) else -1 for name in self._named}
+            count = torch.tensor([max(self._layer_of.values(), default=-1) + 1], device=device)
+            if self.world_size > 1:
+                dist.all_reduce(count, op=dist.ReduceOp.MAX)
+            self._num_layers = int(count)
+        squares = torch.zeros(self._num_layers + 1, device=device)
         for name, parameter in self._named.items():
             if parameter.grad is not None:
                 square = _local_gradient(parameter).float().square().sum().to(device)
-                squares[numbers[name]] += square / self._holders(name, parameter)
+                squares[self._layer_of[name]] += square / self._holders(name, parameter)
         if self.world_size > 1:
             dist.all_reduce(squares)
-        *layers, other = squares.sqrt().tolist()
-        return {f"layers.{i}": norm for i, norm in enumerate(layers)} | {"other": other}
+        return squares.sqrt()
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:

@@ -174,7 +174,11 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             gradients.finish()
             drop_frozen_gradients(self._optimizer)
-            self.layer_norms = gradients.norms_by_layer(self._device) if self.wants_layer_norms else {}
+            norms = (
+                gradients.norms_by_layer(self._device).double()
+                if self.wants_layer_norms
+                else counts.new_empty(0).double()
+            )
             sums = torch.stack([total, gradients.square_norm().to(self._device)])
             if not self._scope.counts_loss:
                 sums[0] = 0.0
@@ -186,10 +190,14 @@ class OptimizerStep:
                 update(self._optimizer, (~torch.isfinite(torch.stack([sums[0], grad_norm])).all()).float())
         load = summed_routing(self._model.parts, self._scope.tokens_group)
         # the one host sync: until here the host only queued work (of a pipeline, all but its ranks' last meeting)
-        values = [torch.stack([sums[0], grad_norm, total]).double(), counts.double()]
+        values = [torch.stack([sums[0], grad_norm, total]).double(), counts.double(), norms]
         read = torch.cat(values if load is None else [*values, load]).tolist()
         known = 3 + counts.numel()
-        self._load = None if load is None else (load, read[known:])
+        *layers, other = read[known : known + norms.numel()] or [0.0]
+        self.layer_norms = (
+            {f"layers.{i}": norm for i, norm in enumerate(layers)} | {"other": other} if norms.numel() else {}
+        )
+        self._load = None if load is None else (load, read[known + norms.numel() :])
         return Execution(*read[:3]), read[3:known], updated
 
     def _rerun(
