@@ -111,7 +111,7 @@ DEEP = "a = " + "[" * 3000 + "]" * 3000
         (["check", "debug", "--train.max-grad-norm", "nan"], "", 2),
         (["check", "debug", "--train.steps", "100000000000000000000000000"], "", 2),
         (["run", "debug", "--launch.elastic", "--launch.min-ranks", "9", "--launch.nproc", "2"], "", 2),
-        (["run", "debug", "--run.dir", "bad.toml"], "", 1),
+        (["run", "debug", "--run.dir", "bad.toml"], "", 2),
         (["run", "debug", "--run.name", "n" * 300], "", 2),
         (["slurm", "debug", "--launch.nproc", "1", "--port", "99999", "--launcher", "torchrun", "--launch.nnodes", "2"], "", 2),
         (["slurm", "debug", "--launch.nproc", "1", "--out", "."], "", 1),

@@ -65,7 +65,10 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another width": (lambda f: configure(f, hidden_size=128), "has shape [259, 64], not [259, 128]"),
     "another depth": (lambda f: configure(f, num_hidden_layers=3), "9 tensors are missing ['model.layers.2."),
     "another family": (lambda f: configure(f, model_type="bert"), "tensors are unexpected"),
-    "code of its own": (lambda f: configure(f, model_type="own", auto_map={"AutoModelForCausalLM": "a.B"}), "own"),
+    "code of its own": (
+        lambda f: configure(f, model_type="own", auto_map={"AutoModelForCausalLM": "a.B"}),
+        "names Python code in the folder",
+    ),
     "weights elsewhere": (lambda f: link_out(f, WEIGHTS), f"{WEIGHTS} is a link to"),
     "config elsewhere": (lambda f: link_out(f, "config.json"), "config.json is a link to"),
     "empty file": (lambda f: (f / WEIGHTS).write_bytes(b""), f"{WEIGHTS} is not a safetensors file"),

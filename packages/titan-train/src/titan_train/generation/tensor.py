@@ -16,6 +16,7 @@ from titan_fsdp import materialize
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from titan_train.exchange import gather_values
 from titan_train.models import unwrap
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
@@ -87,10 +88,7 @@ def _heads(model: nn.Module, table: StyleTable) -> list[str]:
 def _gather_logits(head: nn.Module, cut: ParamShard, group: dist.ProcessGroup) -> RemovableHandle:
     """Have a head give the logits of all ranks, whose parts of the vocabulary may differ in size."""
     whole, ranks = cut.global_shape[0], dist.get_world_size(group)
-    mine = torch.tensor([cut.offset[0]], device=next(head.parameters()).device)
-    every = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(every, mine, group=group)
-    offsets = [int(offset) for offset in every]
+    offsets = gather_values(cut.offset[0], group)
     order = sorted(range(ranks), key=lambda rank: offsets[rank])
     starts = sorted(offsets)
     sizes = [end - start for start, end in zip(starts, [*starts[1:], whole], strict=True)]
