@@ -36,7 +36,8 @@ LIMIT_S = 180.0
 HEAD = """# Families of transformers
 
 What each causal decoder of transformers {transformers} does as `model.name = "hf:DIR"`, on a small folder of its own making.
-`uvx nox -s families` made this page on {date}, with torch {torch} and Python {python} on the CPU, in {minutes:.0f} minutes:
+`tests/families/table.py` of titan-train, which `uvx nox -s families` runs, made this page by {date},
+with torch {torch} and Python {python} on the CPU, in {minutes:.0f} minutes:
 {counts}.
 
 - **packed**: the logits of a packed row are those of its documents alone in transformers. *by masks*: the family is given
