@@ -27,7 +27,7 @@ from titan_train.trust import admit_own_code
 if TYPE_CHECKING:
     from torch import nn
 
-    from titan_train.parallel.estimate import RankEstimate
+    from titan_train.planner.memory.ranks import RankEstimate
 
 _MEMORY = {
     "params": "sharded parameters, float32",
@@ -77,10 +77,10 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
-    from titan_train.parallel.estimate import estimate_ranks
     from titan_train.parallel.structure import freeze
     from titan_train.parallel.tied import meaning_all_copies
     from titan_train.plan.layout import wrapped_over
+    from titan_train.planner.memory.ranks import estimate_ranks
     from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task
 

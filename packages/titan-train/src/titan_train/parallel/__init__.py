@@ -1,8 +1,7 @@
 """Parallelism and memory: each kind transforms a plain model in place, on the meta device, before its weights exist.
 
 - `apply`: all of it, in the one order that works. Start reading here.
-- `check`: what a model cannot do under a layout. `estimate`: what one rank would hold.
-  `rehearsed`: what recomputation would keep.
+- `check`: what a model cannot do under a layout.
 - ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.
 - `context`: each rank computes on its share of every sequence.
 - `stages`: the pipeline stages of a model. `pipeline`: their executor.

@@ -1,6 +1,6 @@
 """Bytes that eager autograd saves in one microbatch, in closed form, for the model families that are shipped.
 
-`titan_train.parallel.estimate` counts the same by running the model on fake tensors, which takes seconds and works for any
+`titan_train.planner.memory.ranks` counts the same by running the model on fake tensors, which takes seconds and works for any
 model; a test holds the two equal, byte for byte, over families, layouts and recomputation. Both `titan-train check` and
 the planner count by these formulas.
 

@@ -26,7 +26,6 @@ from titan_train.models.registry import is_shipped
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
-from titan_train.parallel.rehearsed import recomputed_layers, rehearse_activation_checkpointing
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
@@ -35,6 +34,7 @@ from titan_train.plan.batch import BatchPlan
 from titan_train.plan.layout import Mode, wrapped_over
 from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import working_set
+from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing
 from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
 from titan_train.planner.model.shape import Block
 from titan_train.planner.setup import Setup

@@ -5,12 +5,12 @@ import torch
 from titan_train.config import ActivationsConfig, load_config
 from titan_train.models import Llama, LlamaArgs, build_model
 from titan_train.models.common.moe import experts
-from titan_train.parallel import estimate
 from titan_train.parallel.activations import apply_activation_checkpointing
-from titan_train.parallel.estimate import estimate_ranks
-from titan_train.parallel.rehearsed import rehearse_activation_checkpointing
 from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.plan.run import plan_run
+from titan_train.planner.memory import ranks as estimate
+from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
 
 FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
 EXPERTS = ("qwen3_moe_debug", "deepseek_debug")
