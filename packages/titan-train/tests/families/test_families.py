@@ -26,6 +26,17 @@ def test_a_family_is_equal_to_transformers_in_every_column(kind: str, tmp_path: 
     assert row.items() <= EQUAL.items()
 
 
+def test_a_head_that_a_family_cannot_tie_is_a_matrix_of_its_own_also_where_config_json_asks_to_tie_it() -> None:
+    from titan_train.models.hf.family import HFModelArgs
+    from transformers import BigBirdPegasusConfig, LlamaConfig
+
+    def tied(kind: type) -> bool:
+        return HFModelArgs.of({"model_type": kind.model_type, "tie_word_embeddings": True}, kind).tied_embeddings
+
+    assert not tied(BigBirdPegasusConfig)  # its class ties nothing, so leaving the head out of an export would lose it
+    assert tied(LlamaConfig)
+
+
 def test_a_family_that_hangs_or_crashes_ends_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one, "family", lambda kind, folder: time.sleep(60))
     assert table.isolated("slow", 0.5) == {"packed": "**hangs**: no end in 0 s"}

@@ -34,8 +34,11 @@ class HFModelArgs:
 
     @property
     def tied_embeddings(self) -> bool:
-        """The head is the embedding's matrix."""
-        return bool(self.kind.from_dict(dict(self.published)).tie_word_embeddings)
+        """The head is the embedding's matrix: config.json asks for it, and the class can (that of bigbird_pegasus cannot)."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        asked = self.kind.from_dict(dict(self.published)).tie_word_embeddings
+        return bool(asked and getattr(MODEL_FOR_CAUSAL_LM_MAPPING[self.kind], "_tied_weights_keys", None))
 
     @classmethod
     def of(cls, published: Mapping[str, Any], kind: type[Any]) -> "HFModelArgs":
