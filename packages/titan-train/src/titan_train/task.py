@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from titan_train.config import Config
 from titan_train.data.loader.source import BatchSource
 from titan_train.models.registry import find_model
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     import torch

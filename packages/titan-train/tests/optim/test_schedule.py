@@ -114,9 +114,9 @@ def test_lengths_that_do_not_fit_are_refused(config: dict[str, int], total: int,
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"warmup_steps": -2}, "schedule.warmup_steps=-2 must be >= 0, or -1 for 2 %"),
-        ({"decay_steps": -2}, "schedule.decay_steps=-2 must be >= 0, or -1 for 20 %"),
-        ({"min_lr_factor": 1.5}, r"schedule.min_lr_factor=1.5 .*nearest valid choice is 1.0"),
+        ({"warmup_steps": -2}, "schedule.warmup_steps=-2 must be -1 or at least 0; -1 takes 2 %"),
+        ({"decay_steps": -2}, "schedule.decay_steps=-2 must be -1 or at least 0; -1 takes 20 %"),
+        ({"min_lr_factor": 1.5}, r"schedule.min_lr_factor=1.5 .*nearest valid choice is 1"),
     ],
 )
 def test_config_names_key_value_and_nearest_choice(values: dict[str, float], words: str) -> None:

@@ -475,7 +475,7 @@ def test_prepare_and_run_train_on_shards_and_sample_through_the_autoencoder_with
         ({"images": "", "encoders": "", "sample_images": 2}, "whose vae decodes latents"),
         ({"encoders": "black-forest-labs/FLUX.1-dev"}, "Name a folder on this machine .* nothing is fetched"),
         ({"images": "nowhere/*.jsonl"}, "matches no file"),
-        ({"latent_scale": 0.0}, "latent_scale=0.0 must be positive"),
+        ({"latent_scale": 0.0}, "latent_scale=0.0 must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message, pipeline, tmp_path):

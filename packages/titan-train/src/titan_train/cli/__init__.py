@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        from titan_train.nearest import did_you_mean
+        from titan_train.values import did_you_mean
 
         hint = did_you_mean(name, COMMANDS)
         print(f"titan-train: unknown command {name!r}. {hint}Commands: {', '.join(COMMANDS)}.", file=sys.stderr)

@@ -1,7 +1,9 @@
 """What trades speed against memory inside one rank: recomputation, precision, compilation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,33 +15,25 @@ class ActivationsConfig:
     patterns (pattern), all but matrix products and attention (selective), or what torch.compile chooses within a
     memory budget (budget)."""
 
-    every: int = 2
+    every: Count = 2
     """With checkpoint = "every": recompute each k-th block."""
 
     patterns: tuple[str, ...] = ()
     """With checkpoint = "pattern": names of modules to recompute, such as "layers.*.feed_forward"."""
 
-    matmul_every: int = 2
+    matmul_every: Annotated[
+        int, Range(2, also=0, note="0 keeps all; for all to be recomputed use checkpoint = 'full'")
+    ] = 2
     """With checkpoint = "selective": recompute each k-th matrix product of a block; 0 keeps them all."""
 
-    budget: float = 0.5
+    budget: Annotated[float, Range(0, 1)] = 0.5
     """With checkpoint = "budget": share of the activations to keep, 0 to 1 (needs compile.enabled)."""
 
     offload: bool = False
     """Move saved activations to host memory until backward needs them (CUDA only)."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"activations.every={self.every} must be at least 1; 1 recomputes every block.")
-        if self.matmul_every < 0 or self.matmul_every == 1:
-            raise ValueError(
-                f"activations.matmul_every={self.matmul_every} must be 0 (keep all) or at least 2; for all to be recomputed "
-                "use checkpoint = 'full'."
-            )
-        if not 0 <= self.budget <= 1:
-            raise ValueError(
-                f"activations.budget={self.budget} must be between 0 (least memory) and 1 (no recomputation)."
-            )
+        check_values("activations", self)
         if self.checkpoint == "pattern" and not self.patterns:
             raise ValueError(
                 "activations.checkpoint='pattern' needs activations.patterns, such as ['layers.*.feed_forward']."
@@ -56,7 +50,7 @@ class Float8Config:
     skip: tuple[str, ...] = ()
     """Patterns of modules that stay in higher precision; empty excludes the head and routers; of FLUX ends and modulation."""
 
-    min_speedup: float = 1.0
+    min_speedup: Annotated[float, Range(0, note="0 converts every supported layer")] = 1.0
     """Convert only layers whose expected GPU speed-up is at least this; 0 converts every supported layer."""
 
     all_gather: Literal["auto", "on", "off"] = "auto"
@@ -65,6 +59,9 @@ class Float8Config:
     tp_gather: Literal["auto", "on", "off"] = "auto"
     """Gather the tokens of sequence parallelism in float8 (recipes blockwise and tensorwise); auto does where every bit
     of the result stays the same (blockwise) and no pipeline schedule splits backward."""
+
+    def __post_init__(self) -> None:
+        check_values("float8", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

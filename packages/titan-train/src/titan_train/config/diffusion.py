@@ -1,19 +1,16 @@
 """Diffusion: the data, how times are drawn, and the samples that a run shows."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from titan_train.config.values import check_at_least, check_choice
-
-Source = Literal["shapes", "shards"]
-ShardFormat = Literal["folder", "webdataset"]
+from titan_train.values import Count, CountOrOff, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
     """Flow matching on packed latents (models of the family flux)."""
 
-    source: Source = "shapes"
+    source: Literal["shapes", "shards"] = "shapes"
     """shapes draws coloured shapes with captions, for tests and as an example; shards reads latents and text features."""
 
     path: str = ""
@@ -25,22 +22,22 @@ class DiffusionConfig:
     encoders: str = ""
     """Folder of a diffusers pipeline (text_encoder, text_encoder_2, tokenizer, tokenizer_2, vae) that encodes the images."""
 
-    shard_format: ShardFormat = "folder"
+    shard_format: Literal["folder", "webdataset"] = "folder"
     """How prepared shards are written: folder (safetensors files), webdataset (tar files with .npy entries)."""
 
-    shard_samples: int = 1000
+    shard_samples: Count = 1000
     """Images of one shard; an interrupted preparation repeats at most as many."""
 
-    latent_scale: float = 1.0
+    latent_scale: Annotated[float, Range(above=0, note="1 leaves latents as they are")] = 1.0
     """Latents z of shards are used as latent_scale * (z - latent_shift). `titan-train prepare` has done that already."""
 
     latent_shift: float = 0.0
     """See latent_scale. For shards of raw latents of FLUX's autoencoder: 0.3611 and 0.1159."""
 
-    grid: int = 16
+    grid: Count = 16
     """Rows and columns of packed image tokens: 16 for 256 pixels, 64 for 1024."""
 
-    text_tokens: int = 256
+    text_tokens: Count = 256
     """Text tokens of a sample. model.seq_len must be text_tokens + grid * grid."""
 
     times: Literal["uniform", "logit_normal"] = "logit_normal"
@@ -49,44 +46,29 @@ class DiffusionConfig:
     logit_mean: float = 0.0
     """Mean of that normal number."""
 
-    logit_std: float = 1.0
+    logit_std: Annotated[float, Range(above=0)] = 1.0
     """Its standard deviation."""
 
     shift: bool = True
     """Move times towards noise as images get larger, by the number of packed tokens: mu is 0.5 at 256, 1.15 at 4096."""
 
-    text_dropout: float = 0.1
+    text_dropout: Annotated[float, Range(0, 1)] = 0.1
     """Share of samples trained without text features, 0 to 1; the pooled features are dropped as often, independently."""
 
     guidance: float = 1.0
     """Guidance scale that a model with that input (flux_dev) is given."""
 
-    sample_images: int = 0
+    sample_images: CountOrOff = 0
     """Images that each validation samples into the run's folder, one per held-out caption; 0 disables."""
 
-    sample_steps: int = 16
+    sample_steps: Count = 16
     """Euler steps of a sampled image."""
 
     sample_scale: float = 3.0
     """Scale of classifier-free guidance when sampling; 1 follows the caption alone."""
 
     def __post_init__(self) -> None:
-        check_at_least("diffusion.grid", self.grid, 1)
-        check_at_least("diffusion.text_tokens", self.text_tokens, 1)
-        check_at_least("diffusion.sample_images", self.sample_images, 0)
-        check_at_least("diffusion.sample_steps", self.sample_steps, 1)
-        check_choice("diffusion.source", self.source, get_args(Source))
-        check_choice("diffusion.shard_format", self.shard_format, get_args(ShardFormat))
-        check_at_least("diffusion.shard_samples", self.shard_samples, 1)
-        self._check_shards()
-        if not 0.0 <= self.text_dropout <= 1.0:
-            raise ValueError(
-                f"diffusion.text_dropout={self.text_dropout} is not in [0, 1]: it is a share of the samples. 0.1 is usual."
-            )
-        if self.logit_std <= 0.0:
-            raise ValueError(f"diffusion.logit_std={self.logit_std} must be positive; 1 is usual.")
-
-    def _check_shards(self) -> None:
+        check_values("diffusion", self)
         if self.source == "shards" and not self.path:
             raise ValueError(
                 "diffusion.source='shards' needs diffusion.path: the folder that holds the shards, or that `titan-train prepare` "
@@ -101,8 +83,4 @@ class DiffusionConfig:
             raise ValueError(
                 f"diffusion.images={self.images!r} needs diffusion.encoders: the folder of a diffusers pipeline whose text "
                 "encoders and autoencoder encode them."
-            )
-        if self.latent_scale <= 0.0:
-            raise ValueError(
-                f"diffusion.latent_scale={self.latent_scale} must be positive; 1 leaves latents as they are."
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_train.nearest import nearest_name
+from titan_train.values import nearest_name
 
 _SHOWN = 20
 _LINE = 1000
@@ -62,13 +62,12 @@ def describe_validation_error(error: ValidationError) -> list[str]:
         location = [part for part in item["loc"] if not _is_union_tag(part)]
         key = ".".join(str(part) for part in location)
         if item["type"] == "value_error":  # raised by one of our own __post_init__: the message says it all
-            line = str(item.get("ctx", {})["error"])
-            if key and not line.startswith(key.split(".")[0]):
-                line = f"{key}: {line}"
-        elif key in seen:  # another branch of a union that did not match either
+            problems = str(item.get("ctx", {})["error"]).split("\n")
+            lines += [p if not key or p.startswith(key.split(".")[0]) else f"{key}: {p}" for p in problems]
             continue
-        else:
-            line = f"{key} = {_show(item['input'])}: {_reason(item)}"
+        if key in seen:  # another branch of a union that did not match either
+            continue
+        line = f"{key} = {_show(item['input'])}: {_reason(item)}"
         seen.add(key)
         lines.append(line)
     return lines

@@ -22,7 +22,7 @@ text and numbers only: `titan_train.launch.testing.inject` carries it out inside
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Where the ranks of a run come from, and what happens when one is lost."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,13 +18,13 @@ class RayConfig:
     """How nodes are chosen: auto takes strict_pack for one node and strict_spread for several, each node holding
     launch.nproc ranks whole."""
 
-    cpus_per_rank: float = 1.0
+    cpus_per_rank: Annotated[float, Range(above=0)] = 1.0
     """CPU cores that Ray reserves per rank."""
 
-    wait_s: float = 60.0
+    wait_s: Annotated[float, Range(above=0)] = 60.0
     """Seconds to wait for nodes, at the start and after a loss, before the run fails. An elastic run shrinks at once."""
 
-    unreachable_s: float = 1.4
+    unreachable_s: Annotated[float, Range(1.4, note="a node is asked three times before it counts as lost")] = 1.4
     """Seconds after which a node that nothing comes back from counts as lost; at least 1.4. Raise it above the longest pause
     of your switches."""
 
@@ -42,15 +44,7 @@ class RayConfig:
         return bool(self.address) and self.driver == "actor"
 
     def __post_init__(self) -> None:
-        if self.cpus_per_rank <= 0:
-            raise ValueError(f"launch.ray.cpus_per_rank={self.cpus_per_rank} must be positive; the default is 1.")
-        if self.wait_s <= 0:
-            raise ValueError(f"launch.ray.wait_s={self.wait_s} must be positive; the default is 60.")
-        if self.unreachable_s < 1.4:
-            raise ValueError(
-                f"launch.ray.unreachable_s={self.unreachable_s} must be at least 1.4: a node is asked three times before it "
-                "counts as lost."
-            )
+        check_values("launch.ray", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +54,13 @@ class LaunchConfig:
     launcher: Literal["local", "torchrun", "ray"] = "local"
     """What starts the ranks: this process (local), torchrun on every machine, or Ray on the nodes of its cluster."""
 
-    nproc: int = 0
+    nproc: Annotated[int, Range(0, 2**12, note="0 takes all GPUs")] = 0
     """Ranks per machine; 0 takes all GPUs, or two CPU ranks on a machine without GPUs."""
 
-    nnodes: int = 1
+    nnodes: Annotated[int, Range(1, 2**18)] = 1
     """Number of machines. More than one needs launcher 'torchrun' or 'ray'; `check` accepts any number."""
 
-    node_rank: int = 0
+    node_rank: Annotated[int, Range(0)] = 0
     """Which of launch.nnodes machines this is, for launcher 'torchrun'. Machine 0 supervises the run."""
 
     endpoint: str = ""
@@ -78,37 +72,37 @@ class LaunchConfig:
     bind_numa: bool = True
     """Keep each GPU rank on the CPU cores of the socket that its GPU is attached to, where the machine says which."""
 
-    port: int = 0
+    port: Annotated[int, Range(0, 65535, note="0 takes a free one")] = 0
     """Rendezvous port for several nodes under launcher 'ray'; 0 takes a free one."""
 
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Range(above=0)] = 600.0
     """Seconds a collective may take during start-up, a save or a validation before the run fails."""
 
-    step_timeout_s: float = 120.0
+    step_timeout_s: Annotated[float, Range(0, note="0 keeps timeout_s")] = 120.0
     """Seconds a collective may take after the first step; 0 keeps timeout_s, as does a run that compiles."""
 
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Range(0, note="0 never restarts")] = 3
     """Restarts from the last finished checkpoint within restart_window_s before the run gives up; 0 never restarts."""
 
-    restart_window_s: float = 3600.0
+    restart_window_s: Annotated[float, Range(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
 
-    hang_factor: float = 20.0
+    hang_factor: Annotated[float, Range(above=1, also=0, note="0 disables")] = 20.0
     """A step hangs when it takes this many times the median step; 0 disables hang detection."""
 
-    hang_least_s: float = 60.0
+    hang_least_s: Annotated[float, Range(above=0)] = 60.0
     """A step counts as hanging only after this many seconds, even if steps are short."""
 
-    straggler_factor: float = 1.5
+    straggler_factor: Annotated[float, Range(above=1, also=0, note="0 disables")] = 1.5
     """Report each rank whose own step time is this many times the median of all ranks; 0 disables."""
 
     elastic: bool = False
     """Continue with fewer ranks when ranks are lost (data-parallel degrees shrink), and grow back when they return."""
 
-    min_ranks: int = 1
+    min_ranks: Count = 1
     """Elastic: fewest ranks to continue with."""
 
-    rejoin_s: float = 300.0
+    rejoin_s: Annotated[float, Range(above=0)] = 300.0
     """Elastic, launcher local: seconds that a place stays unused after its rank was lost twice in a row."""
 
     faults: str = ""
@@ -118,33 +112,16 @@ class LaunchConfig:
     """The Ray launcher's own settings."""
 
     def __post_init__(self) -> None:
-        for name, least in (("nproc", 0), ("nnodes", 1), ("node_rank", 0), ("max_restarts", 0), ("min_ranks", 1)):
-            value = getattr(self, name)
-            if value < least:
-                note = "; 0 takes all GPUs" if name == "nproc" else ""
-                raise ValueError(
-                    f"launch.{name}={value} must be >= {least}; the nearest valid choice is {least}{note}."
-                )
-        if self.nproc * self.nnodes > 2**18 or self.nproc > 2**12 or self.nnodes > 2**18:
+        check_values("launch", self)
+        if self.nproc * self.nnodes > 2**18:
             raise ValueError(
-                f"launch.nproc={self.nproc} on launch.nnodes={self.nnodes} machines: at most 4,096 ranks per machine and "
-                "262,144 ranks in all are supported. Lower one."
+                f"launch.nproc={self.nproc} on launch.nnodes={self.nnodes} machines: at most 262,144 ranks are "
+                "supported. Lower one."
             )
-        for name, default in (("timeout_s", 600), ("restart_window_s", 3600), ("hang_least_s", 60), ("rejoin_s", 300)):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"launch.{name}={getattr(self, name)} must be positive; the default is {default}.")
-        for name in ("step_timeout_s", "hang_factor", "straggler_factor"):
-            value = getattr(self, name)
-            if value < 0 or (name != "step_timeout_s" and 0 < value <= 1):
-                raise ValueError(
-                    f"launch.{name}={value} must be 0 (off) or above {0 if name == 'step_timeout_s' else 1}."
-                )
         if self.node_rank >= self.nnodes:
             raise ValueError(
                 f"launch.node_rank={self.node_rank} is not below launch.nnodes={self.nnodes}: machines count from 0."
             )
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"launch.port={self.port} is not a port; 0 takes a free one.")
         if self.launcher == "local" and self.nnodes > 1:
             return  # `check` describes any number of machines; `run` says what starts them
         if self.launcher == "torchrun" and self.nnodes > 1 and not _is_port(self.endpoint.rpartition(":")[2]):

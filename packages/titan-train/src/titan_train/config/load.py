@@ -24,7 +24,7 @@ from titan_train.config.published import with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, read_words
 from titan_train.files import read_toml
-from titan_train.nearest import nearest_name
+from titan_train.values import nearest_name
 
 
 def load_config(

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_train.values import Count, CountOrOff, check_values
+
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -11,14 +13,14 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 class MetricsConfig:
     """What a run records and shows. `metrics.jsonl` is always written."""
 
-    log_every: int = 1
+    log_every: Count = 1
     """Write metrics.jsonl every this many steps; the last step is always written."""
 
-    split_every: int = 20
+    split_every: CountOrOff = 20
     """Record every this many steps where the time of a step goes, by phase and mesh axis, and what holds the run up; 0
     disables."""
 
-    activations_every: int = 0
+    activations_every: CountOrOff = 0
     """Record every this many steps the size of each block's activations, and of float8 layers the largest magnitude and the
     share that underflows, on rank 0; 0 disables. Slows these steps."""
 
@@ -42,13 +44,7 @@ class MetricsConfig:
     wandb, or one that an installed package adds."""
 
     def __post_init__(self) -> None:
-        if self.log_every < 1:
-            raise ValueError(f"metrics.log_every={self.log_every} must be at least 1; the nearest valid choice is 1.")
-        for name in ("split_every", "activations_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"metrics.{name}={getattr(self, name)} must be >= 0; 0 disables.")
-        if self.progress not in ("auto", "bar", "lines", "off"):
-            raise ValueError(f"metrics.progress={self.progress!r} must be one of auto, bar, lines, off.")
+        check_values("metrics", self)
         if self.wandb and not self.wandb_project:
             raise ValueError(
                 "metrics.wandb_project is empty, but metrics.wandb is on; name a project, such as 'titan'."

@@ -2,9 +2,10 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from titan_train.models.registry import list_models
-from titan_train.nearest import did_you_mean
+from titan_train.values import Count, Range, check_values, did_you_mean
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -26,7 +27,7 @@ class ModelConfig:
     task: str = ""
     """What the model is trained on: "text", or a task of an installed package; empty takes what the model's family says."""
 
-    seq_len: int = 512
+    seq_len: Count = 512
     """Tokens in one training sequence."""
 
     init: str = ""
@@ -39,16 +40,17 @@ class ModelConfig:
     ["vocab_size"] for new tokens, whose rows then start as the mean of the old ones; ["tokenizer"] allows other token
     ids than the folder's."""
 
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Range(0, note="0 trains the weights")] = 0
     """With "hf:DIR": train adapters of this rank (LoRA, by peft) beside frozen weights; 0 trains the weights."""
 
-    lora_alpha: float = 16.0
+    lora_alpha: Annotated[float, Range(above=0)] = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
 
     lora_targets: tuple[str, ...] = ()
     """Last names of the linears that get adapters, such as ["q_proj", "v_proj"]; empty takes all linears of the layers."""
 
     def __post_init__(self) -> None:
+        check_values("model", self)
         if self.name.startswith("hf:"):
             if self.name == "hf:":
                 raise ValueError(
@@ -67,20 +69,10 @@ class ModelConfig:
             )
         if self.init and not (self.init.startswith("hf:") and self.init != "hf:"):
             raise ValueError(f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR', or leave it empty.")
-        self._check_recipes()
-        if self.seq_len < 1:
-            raise ValueError(f"model.seq_len={self.seq_len} must be at least 1 token; the nearest valid choice is 1.")
-
-    def _check_recipes(self) -> None:
         if self.init_changes and not self.init:
             raise ValueError(
                 f"model.init_changes={list(self.init_changes)} says what may differ from model.init, which is empty. Set "
                 "model.init, or leave it out."
-            )
-        if self.lora_rank < 0 or self.lora_alpha <= 0:
-            raise ValueError(
-                f"model.lora_rank={self.lora_rank} and model.lora_alpha={self.lora_alpha}: the rank must be at least 0, which is "
-                "off, and alpha positive."
             )
         if self.lora_rank and not self.name.startswith("hf:"):
             raise ValueError(

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_train.values import Count, Range, check_values
 
 _MOST_RANKS = 2**18
+_Degree = Annotated[int, Range(1, note="1 is off")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,22 +17,22 @@ class ParallelConfig:
     mode: Literal["auto", "fsdp", "hsdp", "ddp"] = "auto"
     """auto follows the degrees: dp_replicate > 1 and dp_shard > 1 is hsdp, dp_shard = 1 is ddp, else fsdp."""
 
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, Range(1, also=-1, note="-1 takes the remaining ranks")] = 1
     """Ranks that hold copies of the same shard; -1 takes the ranks that dp_shard leaves."""
 
-    dp_shard: int = -1
+    dp_shard: Annotated[int, Range(1, also=-1, note="-1 takes the remaining ranks")] = -1
     """Ranks that shard parameters, gradients and optimizer state; -1 takes all remaining ranks."""
 
-    pp: int = 1
+    pp: _Degree = 1
     """Pipeline ranks; see [pipeline]."""
 
-    cp: int = 1
+    cp: _Degree = 1
     """Ranks that share each sequence; see [context]. They also shard the parameters."""
 
-    tp: int = 1
+    tp: _Degree = 1
     """Ranks that share each weight matrix."""
 
-    ep: int = 1
+    ep: _Degree = 1
     """Ranks that share the experts of a layer. EP reuses the dp_shard x cp x tp ranks; it adds none."""
 
     sequence_parallel: bool = True
@@ -45,7 +48,7 @@ class ParallelConfig:
     """Tensor-parallel styles of your own module, by pattern of module name, such as {"blocks.*.attn.q" =
     "colwise"}. Shipped models define their own."""
 
-    reshard: Literal["default", "always", "never"] | int = "default"
+    reshard: Literal["default", "always", "never"] | Annotated[int, Range(1)] = "default"
     """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
     them sharded over that many ranks."""
 
@@ -68,7 +71,7 @@ class ParallelConfig:
     reduce_scatter_group: Literal["shared", "own"] = "shared"
     """own: reduce-scatters run beside all-gathers in backward, in a communicator of their own (fsdp, hsdp; torch 2.15)."""
 
-    reduce_scatter_buffers: int = 1
+    reduce_scatter_buffers: Count = 1
     """Inputs of reduce-scatters in flight; more hide transfers that take longer than backward (fsdp, hsdp; torch 2.15)."""
 
     symmetric_memory: bool = False
@@ -85,9 +88,7 @@ class ParallelConfig:
         return math.prod(max(1, degree) for degree in degrees)
 
     def __post_init__(self) -> None:
-        for name in ("pp", "cp", "tp", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name}={getattr(self, name)} must be a positive number of ranks; 1 is off.")
+        check_values("parallel", self)
         if self.num_ranks > _MOST_RANKS:
             raise ValueError(
                 f"the parallel degrees need {self.num_ranks:.4g} ranks (pp={self.pp}, dp_replicate={self.dp_replicate}, "
@@ -98,12 +99,6 @@ class ParallelConfig:
                 "parallel.async_tp=true overlaps the gathers of sequence parallelism, and parallel.sequence_parallel=false "
                 "has none. Set sequence_parallel=true."
             )
-        for name in ("dp_replicate", "dp_shard"):
-            value = getattr(self, name)
-            if value < 1 and value != -1:
-                raise ValueError(
-                    f"parallel.{name}={value} must be a positive number of ranks, or -1 for the remaining ranks."
-                )
         if self.dp_replicate == -1 and self.dp_shard == -1:
             raise ValueError(
                 "parallel.dp_replicate=-1 and parallel.dp_shard=-1: only one of them can take the remaining ranks. Set one to 1."
@@ -111,12 +106,6 @@ class ParallelConfig:
         if self.compress in ("fp16", "powersgd") and self.mode in ("fsdp", "hsdp"):
             raise ValueError(
                 f"parallel.compress={self.compress!r} works in mode 'ddp' only, not {self.mode!r}; the nearest choice is 'bf16'."
-            )
-        if self.reduce_scatter_buffers < 1:
-            raise ValueError(f"parallel.reduce_scatter_buffers={self.reduce_scatter_buffers}: use 1 or more.")
-        if isinstance(self.reshard, int) and self.reshard < 1:
-            raise ValueError(
-                f"parallel.reshard={self.reshard} must be a number of ranks >= 1, or default, always, never."
             )
 
 
@@ -130,12 +119,11 @@ class ContextConfig:
     layout: Literal["auto", "contiguous", "zigzag", "per_document", "documents", "block"] = "auto"
     """Which tokens each rank holds; auto takes the balanced layout that sends least."""
 
-    ulysses_degree: int = 0
+    ulysses_degree: Annotated[int, Range(0, note="0 chooses")] = 0
     """Ranks that share the heads under usp; 0 takes the degree that sends the fewest bytes."""
 
     def __post_init__(self) -> None:
-        if self.ulysses_degree < 0:
-            raise ValueError(f"context.ulysses_degree={self.ulysses_degree} must be >= 0; 0 chooses.")
+        check_values("context", self)
         if self.ulysses_degree and self.method != "usp":
             raise ValueError(
                 f"context.ulysses_degree={self.ulysses_degree} applies to method 'usp' only, not "
@@ -151,10 +139,10 @@ class PipelineConfig:
     """A family of titan-pipeline (gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zbv, …: `titan-pipeline gen --help`), or
     the path of a schedule's JSON file."""
 
-    stages_per_rank: int = 0
+    stages_per_rank: Annotated[int, Range(0, note="0 takes the minimum of the family")] = 0
     """Model chunks per rank; 0 takes the minimum of the family (1, or 2 for interleaved and V-shaped schedules)."""
 
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[Annotated[int, Range(0)], ...] = ()
     """First layer of each stage after the first, such as [2, 4, 6]; empty balances the stages by FLOPs, including
     embedding and head."""
 
@@ -162,11 +150,8 @@ class PipelineConfig:
     """Require single-process gradient accumulation order (bitwise reproducible)."""
 
     def __post_init__(self) -> None:
-        if self.stages_per_rank < 0:
-            raise ValueError(
-                f"pipeline.stages_per_rank={self.stages_per_rank} must be >= 0; 0 takes the minimum of the family."
-            )
-        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 0 for cut in self.cuts):
+        check_values("pipeline", self)
+        if list(self.cuts) != sorted(set(self.cuts)):
             raise ValueError(
                 f"pipeline.cuts={list(self.cuts)} must be layer numbers in rising order, such as [2, 4, 6]."
             )

@@ -5,7 +5,7 @@ number of ranks is validated by `titan_train.plan` before any rank starts.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
 from titan_train.config.diffusion import DiffusionConfig
@@ -18,7 +18,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
-from titan_train.nearest import nearest_divisor
+from titan_train.values import Count, CountOrOff, Range, check_values, nearest_divisor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class RunConfig:
     dir: str = "runs"
     """Folder of all runs, relative to the working directory."""
 
-    seed: int = 0
+    seed: Annotated[int, Range(0, below=2**63, note="use 0")] = 0
     """Seed of the weights, the data order and every random number generator."""
 
     deterministic: bool = False
@@ -44,28 +44,27 @@ class RunConfig:
             raise ValueError(
                 f"run.name={shown!r} must be a plain folder name of at most 200 bytes, such as 'llama3-small'."
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"run.seed={self.seed} must be in [0, 2**63); use 0.")
+        check_values("run", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The optimizer step: how many, over how much data, in which precision."""
 
-    steps: int = 1000
+    steps: Count = 1000
     """Optimizer steps of the whole run."""
 
-    global_batch: int = 32
+    global_batch: Count = 32
     """Sequences in one optimizer step, over all ranks."""
 
-    microbatch: int = 0
+    microbatch: Annotated[int, Range(0, note="0 takes the whole share of a rank")] = 0
     """Sequences per forward and backward on one rank; 0 takes the whole share of the rank, or one sequence with
     pipeline parallelism."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Range(0, note="0 measures without clipping")] = 1.0
     """Clip the gradient's 2-norm to this; 0 only measures it."""
 
     freeze: tuple[str, ...] = ()
@@ -76,40 +75,23 @@ class TrainConfig:
     """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models that name no loss_head compute
     whole logits either way; a float8 head needs false."""
 
-    z_loss: float = 0.0
+    z_loss: Annotated[float, Range(0, below=1, note="0 disables, 1e-4 is usual")] = 0.0
     """Weight of the z-loss, which keeps the logits' log-sum-exp small (PaLM: 1e-4); it changes gradients, not the reported
     loss. 0 disables."""
 
-    nonfinite_limit: int = 10
+    nonfinite_limit: Count = 10
     """Fail after this many consecutive steps with a non-finite loss or gradient. Each such step is skipped."""
 
-    rerun_above: float = 0.0
+    rerun_above: Annotated[float, Range(above=1, also=0, note="0 disables, 2.0 is a loss that jumps")] = 0.0
     """Compute a step again, here and with its data on another rank, whose loss is not finite or above this many times the mean
     of the last 16, such as 2.0, to tell hardware from data; 0 disables."""
 
-    gc_every: int = 50
+    gc_every: Annotated[int, Range(0, note="0 leaves it to Python")] = 50
     """Run Python's garbage collector every this many steps, on all ranks at the same step; 0 leaves it to Python."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("steps", 1),
-            ("global_batch", 1),
-            ("microbatch", 0),
-            ("nonfinite_limit", 1),
-            ("gc_every", 0),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"train.{name}={value} must be at least {least}; the nearest valid choice is {least}.")
+        check_values("train", self)
         check_patterns("train.freeze", self.freeze)
-        if self.max_grad_norm < 0:
-            raise ValueError(f"train.max_grad_norm={self.max_grad_norm} must be >= 0; 0 measures without clipping.")
-        if self.rerun_above and self.rerun_above <= 1:
-            raise ValueError(
-                f"train.rerun_above={self.rerun_above} must be above 1, a loss that jumps, such as 2.0; 0 disables."
-            )
-        if not 0 <= self.z_loss < 1:
-            raise ValueError(f"train.z_loss={self.z_loss} must be at least 0 and below 1; 0 disables, 1e-4 is usual.")
         if self.microbatch and self.global_batch % self.microbatch:
             near = nearest_divisor(self.global_batch, self.microbatch)
             raise ValueError(
@@ -122,43 +104,38 @@ class TrainConfig:
 class ValidationConfig:
     """Loss on held-out text."""
 
-    every: int = 0
+    every: CountOrOff = 0
     """Validate every this many steps, and after the last step; 0 disables."""
 
-    steps: int = 8
+    steps: Count = 8
     """Batches of train.global_batch sequences in one validation."""
 
     prompts: tuple[str, ...] = ()
     """Texts that the model continues after each validation, for the report; none takes the beginnings of two held-out samples."""
 
-    sample_tokens: int = 32
+    sample_tokens: Annotated[int, Range(0, note="0 samples no text")] = 32
     """Tokens added to each prompt, each a forward of the whole model; 0 disables. Not under cp or pp."""
 
     def __post_init__(self) -> None:
-        if self.sample_tokens < 0:
-            raise ValueError(f"validation.sample_tokens={self.sample_tokens} must be >= 0; 0 samples no text.")
+        check_values("validation", self)
         if "" in self.prompts:
             raise ValueError("validation.prompts holds an empty text. Give each at least one character, or remove it.")
-        if self.every < 0:
-            raise ValueError(f"validation.every={self.every} must be >= 0; 0 turns validation off.")
-        if self.steps < 1:
-            raise ValueError(f"validation.steps={self.steps} must be at least 1; the nearest valid choice is 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """When to save, and what to keep. The last step and SIGTERM always save."""
 
-    every: int = 500
+    every: CountOrOff = 500
     """Save every this many steps; 0 disables."""
 
-    every_minutes: float = 0.0
+    every_minutes: Annotated[float, Range(0, note="0 disables")] = 0.0
     """Also save when this many minutes have passed since the last save; 0 disables."""
 
-    keep_last: int = 3
+    keep_last: Annotated[int, Range(0, note="0 keeps all")] = 3
     """Finished checkpoints to keep; older ones are deleted after the next one is committed. 0 keeps all."""
 
-    keep_every: int = 0
+    keep_every: CountOrOff = 0
     """Keep every checkpoint whose step is a multiple of this; 0 disables."""
 
     async_save: bool = False
@@ -172,10 +149,7 @@ class CheckpointConfig:
     """Resume even if the data, its order or the sequence length differs from the checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "every_minutes", "keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"checkpoint.{name}={value} must be >= 0; the nearest valid choice is 0.")
+        check_values("checkpoint", self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

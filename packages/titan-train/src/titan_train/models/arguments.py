@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from titan_train.models.registry import find_model
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 _Args = TypeVar("_Args")
 # Beyond these a size is a slip of the keyboard: torch counts elements in 63 bits, and a model is built layer by layer.
@@ -77,7 +77,7 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
                 f"model.args.{key}={value!r}: {config.name} has no such argument. {did_you_mean(key, types)}"
                 f"It takes {', '.join(types)}."
             )
-        wanted = types[key]
+        wanted = str if typing.get_origin(types[key]) is typing.Literal else types[key]
         if wanted is float and type(value) is int:
             value = float(value)
         if not _fits(value, wanted):

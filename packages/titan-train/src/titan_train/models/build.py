@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from titan_train.models.arguments import ModelChoice, model_args
 from titan_train.models.registry import find_model
-from titan_train.nearest import did_you_mean
 from titan_train.trust.factory import describe_error, import_factory
+from titan_train.values import did_you_mean
 
 _RANDOM_FILLS = frozenset({Tensor.normal_, Tensor.uniform_})
 

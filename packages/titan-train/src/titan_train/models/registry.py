@@ -22,7 +22,7 @@ from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.qwen3 import QWEN3_FAMILY
 from titan_train.models.qwen3_vl import QWEN3_VL_FAMILY
 from titan_train.models.vision_language import DEEPSEEK_VL_FAMILY, GPT_VL_FAMILY, LLAMA_VL_FAMILY
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,8 @@ from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
-from titan_train.nearest import did_you_mean
 from titan_train.parallel.tied import ParameterNames, parameter_names
+from titan_train.values import did_you_mean
 
 # biases of any number of dimensions, and Mamba's rates
 _UNDECAYED = re.compile(r"(?:^|[._])bias(?:es)?$|(?:^|\.)(?:A_log|D|dt_bias)$")

@@ -13,8 +13,8 @@ from torch._functorch import config as functorch_config
 
 from titan_train.config import ActivationsConfig, CompileConfig, Config
 from titan_train.models.common.moe.balance import moe_layers
-from titan_train.nearest import did_you_mean
 from titan_train.task import task_name
+from titan_train.values import did_you_mean
 
 _SPLIT_BACKENDS = ("inductor", "aot_eager")  # those of `titan_pipeline.runtime.split_backend`
 

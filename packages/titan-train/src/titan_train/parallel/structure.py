@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from titan_fsdp import clean_fqn
 from torch import nn
 
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

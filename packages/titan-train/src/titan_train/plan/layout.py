@@ -6,7 +6,7 @@ from titan_mesh import Layout, MeshSpec, Topology
 
 from titan_train.config import Config
 from titan_train.config.parallel import ParallelConfig
-from titan_train.nearest import nearest_divisor
+from titan_train.values import nearest_divisor
 
 Mode = Literal["none", "fsdp", "hsdp", "ddp"]
 

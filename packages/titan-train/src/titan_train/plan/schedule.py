@@ -8,8 +8,8 @@ from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, veri
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.files import read_text
-from titan_train.nearest import did_you_mean
 from titan_train.plan.batch import BatchPlan
+from titan_train.values import did_you_mean
 
 
 def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:

@@ -22,8 +22,8 @@ from titan_train.models import named_parameters
 from titan_train.models.hf.conversions import unread
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
-from titan_train.nearest import did_you_mean
 from titan_train.parallel.tied import parameter_names, tied_to_first
+from titan_train.values import did_you_mean
 
 
 class InitChoice(Protocol):

@@ -20,7 +20,7 @@ from importlib.machinery import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn

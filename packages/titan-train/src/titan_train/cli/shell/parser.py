@@ -145,7 +145,7 @@ def _must_be(word: str, what: str, least: float, most: float) -> str:
 
 def _in_our_words(message: str, options: Sequence[str]) -> str:
     """Argparse's message as one sentence, with the nearest option or choice."""
-    from titan_train.nearest import did_you_mean
+    from titan_train.values import did_you_mean
 
     if match := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
         word = match[1].split()[0] if match[1].split() else match[1]

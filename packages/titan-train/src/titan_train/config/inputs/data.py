@@ -4,10 +4,10 @@ Only values live here: reading, tokenizing and packing are in `titan_train.token
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from titan_train.config.inputs.source import SourceConfig
-from titan_train.config.values import check_at_least, check_choice
+from titan_train.values import Count, Range, check_values
 
 OnError = Literal["raise", "skip", "quarantine"]
 Verify = Literal["header", "sample", "full"]
@@ -23,7 +23,7 @@ class DataConfig:
     validation_sources: tuple[SourceConfig, ...] = ()
     """Held-out corpora of their own, in addition to `validation_fraction` of each training source."""
 
-    validation_fraction: float = 0.01
+    validation_fraction: Annotated[float, Range(0, below=1, note="0 holds out nothing, 0.1 is much")] = 0.01
     """Share of each text source's documents held out, by a hash of the text: a copy never lands on both sides."""
 
     cache_dir: str = ""
@@ -32,10 +32,10 @@ class DataConfig:
     on_error: OnError = "raise"
     """What a malformed line does: raise (stop, naming it), skip (count it), quarantine (count it and keep a copy)."""
 
-    max_bad_fraction: float = 1e-3
+    max_bad_fraction: Annotated[float, Range(0, 1)] = 1e-3
     """With skip or quarantine: largest share of a source's documents that may be malformed."""
 
-    max_bad: int = 0
+    max_bad: Annotated[int, Range(0, note="0 limits the share only")] = 0
     """With skip or quarantine: largest number of malformed documents per source; 0 limits the share only."""
 
     add_bos: bool = False
@@ -47,19 +47,20 @@ class DataConfig:
     mask_document_boundary_labels: bool = True
     """Do not train the last token of a document to predict the first of the unrelated one after it."""
 
-    shard_tokens: int = 2**28
+    shard_tokens: Count = 2**28
     """Tokens of one cache file; an interrupted preparation repeats at most this much."""
 
-    num_threads: int = 0
+    num_threads: Annotated[int, Range(0, note="0 uses every core")] = 0
     """Threads that tokenize; 0 uses every core."""
 
-    prefetch: int = 3
+    prefetch: Annotated[int, Range(0, note="0 prepares each batch on demand")] = 3
     """Micro-batches that a background thread prepares ahead; 0 prepares each on demand."""
 
     verify: Verify = "sample"
     """Check of the cache when it is opened: header only, sample (8 random blocks a file), or full (1.6 GB/s)."""
 
     def __post_init__(self) -> None:
+        check_values("data", self)
         if not self.sources:
             raise ValueError(
                 'data.sources is empty: there is nothing to train on. The smallest is {name="a", kind="stdlib"}.'
@@ -76,20 +77,3 @@ class DataConfig:
                     f"data.validation_sources[{source.name!r}].stream=true: a validation loss needs a fixed text. "
                     "Remove stream, and give it the files to validate on."
                 )
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise ValueError(
-                f"data.validation_fraction={self.validation_fraction} is not in [0, 1): "
-                f"it is the share of documents held out. The nearest useful value is "
-                f"{0.0 if self.validation_fraction < 0 else 0.1}."
-            )
-        check_choice("data.on_error", self.on_error, get_args(OnError))
-        check_choice("data.verify", self.verify, get_args(Verify))
-        if not 0.0 <= self.max_bad_fraction <= 1.0:
-            raise ValueError(
-                f"data.max_bad_fraction={self.max_bad_fraction} is not in [0, 1]. "
-                f"The nearest valid value is {min(max(self.max_bad_fraction, 0.0), 1.0)}."
-            )
-        check_at_least("data.max_bad", self.max_bad, 0)
-        check_at_least("data.shard_tokens", self.shard_tokens, 1)
-        check_at_least("data.num_threads", self.num_threads, 0)
-        check_at_least("data.prefetch", self.prefetch, 0)

@@ -1,14 +1,12 @@
 """One corpus of a run. Only values live here: reading it is in `titan_train.data.sources`."""
 
-import math
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from titan_train.config.values import check_at_least, check_choice
+from titan_train.values import Count, Range, check_values
 
 SourceKind = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens", "megatron"]
-Packing = Literal["auto", "cut", "whole"]
 
 TEXT_KINDS = ("stdlib", "text", "jsonl", "parquet", "arrow")
 """Kinds of source that hold text."""
@@ -33,7 +31,7 @@ class SourceConfig:
     paths: tuple[str, ...] = ()
     """Files, folders or globs, read in sorted order; `.gz` and `.zst` are decompressed. Empty for stdlib: all of it."""
 
-    weight: float = 1.0
+    weight: Annotated[float, Range(above=0, note="remove a source to leave it out")] = 1.0
     """Share of the samples (so of the tokens), relative to the other sources' weights."""
 
     text_key: str = "text"
@@ -43,23 +41,23 @@ class SourceConfig:
     """Key or column that holds a list of chat messages, such as "messages"; given, every record is a conversation, written
     by the chat template, and only what the assistant wrote is learned."""
 
-    packing: Packing = "auto"
+    packing: Literal["auto", "cut", "whole"] = "auto"
     """cut (documents run on from sample to sample), whole (no document is cut that fits into a sample; the rest of the
     sample is padding without labels) or auto: whole for chats, cut for text."""
 
     stream: bool = False
     """Tokenize while training instead of before it: for text that is too much to prepare. Nothing of it is held out."""
 
-    stream_window: int = 1024
+    stream_window: Count = 1024
     """stream only: samples that are tokenized together, kept on disk and shuffled among themselves."""
 
     exclude: tuple[str, ...] = ()
     """Globs of files to leave out, matched against the path below its folder and against the file name."""
 
-    max_document_bytes: int = 64 * 2**20
+    max_document_bytes: Count = 64 * 2**20
     """Largest document in bytes, decompressed; a longer one counts as malformed. This bounds memory per line."""
 
-    max_epochs: int = 0
+    max_epochs: Annotated[int, Range(0, note="0 repeats without limit")] = 0
     """Largest number of passes over the source; 0 repeats it without limit."""
 
     def __post_init__(self) -> None:
@@ -69,7 +67,7 @@ class SourceConfig:
                 f"for example {_as_name(self.name)!r}."
             )
         where = f"data.sources[{self.name!r}]"
-        check_choice(f"{where}.kind", self.kind, get_args(SourceKind))
+        check_values(where, self)
         if not self.paths and self.kind != "stdlib":
             raise ValueError(
                 f"{where}.paths is empty: kind={self.kind!r} has nothing to read. "
@@ -77,27 +75,14 @@ class SourceConfig:
             )
         if any(not path for path in self.paths):
             raise ValueError(f"{where}.paths={self.paths!r} holds an empty path. Name a file, a folder or a glob.")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(
-                f"{where}.weight={self.weight} is not a positive number. Use 1.0, or remove the source to leave it out."
-            )
         if self.messages_key and self.kind not in RECORD_KINDS:
             raise ValueError(
                 f"{where}.messages_key={self.messages_key!r} with kind={self.kind!r}, which has no records. "
                 f"Use one of {', '.join(RECORD_KINDS)}, or remove messages_key."
             )
-        check_choice(f"{where}.packing", self.packing, get_args(Packing))
-        self._check_stream(where)
         if not self.text_key:
             raise ValueError(f'{where}.text_key="" names no key. The usual one is "text".')
-        check_at_least(f"{where}.max_document_bytes", self.max_document_bytes, 1)
-        check_at_least(f"{where}.max_epochs", self.max_epochs, 0)
-
-    def _check_stream(self, where: str) -> None:
-        check_at_least(f"{where}.stream_window", self.stream_window, 1)
-        if not self.stream:
-            return
-        if self.kind in ("tokens", "megatron"):
+        if self.stream and self.kind in ("tokens", "megatron"):
             raise ValueError(
                 f"{where}.stream=true with kind={self.kind!r}: its tokens are prepared already. Remove stream."
             )

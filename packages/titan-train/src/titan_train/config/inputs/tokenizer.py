@@ -1,9 +1,9 @@
 """How text becomes tokens. Only values live here: the tokenizers are in `titan_train.tokenizers`."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from titan_train.config.values import check_at_least, check_choice
+from titan_train.values import Count, Range, check_choice, check_values
 
 TokenizerKind = Literal["sentencepiece", "tiktoken", "hf", "bytes"]
 
@@ -26,13 +26,13 @@ class TokenizerConfig:
     """Where path is empty, train a SentencePiece model on the training text first (kept in the cache and reused);
     false makes an empty path an error."""
 
-    vocab_size: int = 8192
+    vocab_size: Count = 8192
     """Size of a vocabulary trained here; a loaded tokenizer has its own."""
 
     model_type: Literal["bpe", "unigram"] = "bpe"
     """SentencePiece algorithm. unigram encodes 5x faster, trains 10x slower and compresses slightly less."""
 
-    train_max_bytes: int = 32 * 2**20
+    train_max_bytes: Annotated[int, Range(1024)] = 32 * 2**20
     """Most text to train a new vocabulary on, in bytes, spread evenly over the documents."""
 
     pattern: str = "llama3"
@@ -56,8 +56,7 @@ class TokenizerConfig:
         return self.kind == "sentencepiece" and not self.path and self.train
 
     def __post_init__(self) -> None:
-        check_choice("tokenizer.kind", self.kind, get_args(TokenizerKind))
-        check_choice("tokenizer.model_type", self.model_type, ("bpe", "unigram"))
+        check_values("tokenizer", self)
         if self.kind == "bytes" and self.path:
             raise ValueError(
                 f'tokenizer.path={self.path!r} with kind="bytes": bytes load nothing. Remove path, or use the kind of '
@@ -82,7 +81,5 @@ class TokenizerConfig:
                 f"tokenizer.vocab_size={self.vocab_size} leaves no room for learned pieces: bytes, control tokens and "
                 "newline take 261. Use 300 or more; 8192 suits small models."
             )
-        check_at_least("tokenizer.vocab_size", self.vocab_size, 1)
-        check_at_least("tokenizer.train_max_bytes", self.train_max_bytes, 1024)
         if self.pattern not in PATTERN_NAMES and not set(self.pattern) & set("\\[(|+*?."):
             check_choice("tokenizer.pattern", self.pattern, PATTERN_NAMES)

@@ -1,9 +1,9 @@
 """Vision-language: where images and texts come from, and how large an image may be."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from titan_train.config.values import check_at_least
+from titan_train.values import Count, CountOrOff, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,33 +17,34 @@ class VisionConfig:
     """JSONL files of source jsonl; the last part may be a pattern. A line has "prompt", "answer" and "image": a file relative
     to the JSONL file, a member of a tar shard ("shard.tar/cat.jpg"), a list of them, or none."""
 
-    min_image_tokens: int = 4
+    min_image_tokens: Count = 4
     """Smaller images are enlarged to as many tokens."""
 
     max_image_tokens: int = 1024
     """Larger images are reduced to as many tokens."""
 
-    max_pixels: int = 50_000_000
+    max_pixels: Count = 50_000_000
     """Image files with more pixels are quarantined, before they are decoded."""
 
-    threads: int = 4
+    threads: Count = 4
     """Threads of each rank that decode images."""
 
-    items: int = 20_000
+    items: Count = 20_000
     """Images of source shapes in an epoch."""
 
-    held_out: int = 512
+    held_out: Annotated[int, Range(0, note="0 holds out nothing")] = 512
     """Items held out for validation; 0 for none."""
 
-    sample_answers: int = 0
+    sample_answers: CountOrOff = 0
     """Held-out questions whose answers each validation scores, with their images and with shuffled ones; 0 disables."""
 
     def __post_init__(self) -> None:
-        for name in ("min_image_tokens", "max_pixels", "threads", "items"):
-            check_at_least(f"vision.{name}", getattr(self, name), 1)
-        check_at_least("vision.held_out", self.held_out, 0)
-        check_at_least("vision.sample_answers", self.sample_answers, 0)
-        check_at_least("vision.max_image_tokens", self.max_image_tokens, self.min_image_tokens)
+        check_values("vision", self)
+        if self.max_image_tokens < self.min_image_tokens:
+            raise ValueError(
+                f"vision.max_image_tokens={self.max_image_tokens} is below vision.min_image_tokens={self.min_image_tokens}. The "
+                f"nearest valid choice is {self.min_image_tokens}."
+            )
         if self.sample_answers > self.held_out:
             raise ValueError(
                 f"vision.sample_answers={self.sample_answers} is more than vision.held_out={self.held_out}, from which they are "

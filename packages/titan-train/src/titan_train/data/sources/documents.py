@@ -19,7 +19,7 @@ from titan_train.data.sources.files import DamagedFileError, FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document, oversize
 from titan_train.data.sources.tables import read_rows, saved_dataset_files
-from titan_train.nearest import nearest_name
+from titan_train.values import nearest_name
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}

@@ -13,8 +13,8 @@ from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.hf.conversions import separate_experts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
 from titan_train.models.hf.plans import HFPlan, hf_plans
-from titan_train.nearest import did_you_mean
 from titan_train.trust import refuse_foreign_code
+from titan_train.values import did_you_mean
 
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_train.files import read_text, refuse_link_out
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 PREFIX = "hf:"
 _NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")

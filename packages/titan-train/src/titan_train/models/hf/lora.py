@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 _NAME = "default"
 BASE = ".base_layer."

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_train.nearest import did_you_mean
 from titan_train.observe.records import Tracker
+from titan_train.values import did_you_mean
 
 GROUP = "titan_train.trackers"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.registry import family_of
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 
 def table_for(model: nn.Module) -> StyleTable:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.files import read_toml
-from titan_train.nearest import did_you_mean
+from titan_train.values import did_you_mean
 
 _ALIASES = {
     "h100-80gb-sxm": "h100",

@@ -6,7 +6,6 @@ parameter count agrees with the published one, its inner widths may not.
 
 from functools import cache
 
-from titan_train.nearest import did_you_mean
 from titan_train.planner.model.shape import (
     AttentionWidths,
     Block,
@@ -15,6 +14,7 @@ from titan_train.planner.model.shape import (
     ModelShape,
     StateSpaceShape,
 )
+from titan_train.values import did_you_mean
 
 _LLAMA3_VOCAB = 128_256
 
