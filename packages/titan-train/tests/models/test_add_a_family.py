@@ -45,12 +45,14 @@ def in_site(site: Path, name: str, *arguments: Any) -> Any:
     return getattr(composition, name)(*arguments)
 
 
-def test_listing_the_new_family_does_not_import_torch(site: Path) -> None:
+def test_listing_and_planning_the_new_family_do_not_import_torch(site: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
         "from titan_train.models.registry import families, list_models\n"
         "assert families()['cohere'].configs.keys() == {'cohere_debug', 'command_r'}\n"
         "assert 'cohere_debug' in list_models() and 'llama3_8b' in list_models()\n"
+        "from titan_train.planner import find_shape\n"
+        "assert find_shape('command_r').num_layers == 40\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -102,6 +104,7 @@ def export(site: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
         torch.nn.init.normal_(parameter, std=0.2)
     family = family_of(model)
     assert family is not None
+    assert family.shape(model.args).parameters() == sum(parameter.numel() for parameter in model.parameters())
     hf = family.load_hf()
     with Checkpointer(folder / "ckpt", async_=False) as checkpointer:
         checkpointer.save(1, TrainState(model=model))

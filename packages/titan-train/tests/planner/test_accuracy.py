@@ -17,8 +17,8 @@ from titan_train.planner.cost.constants import prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import load_machine
 from titan_train.planner.memory.peak import memory_peak
-from titan_train.planner.model.families import find_shape
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import find_shape
 
 _RECIPE = ("graphs", "ep_overlap", "mtp", "bf16_blocks", "recipe", "activation_checkpointing", "dispatcher", "offload")
 SIMUMAX_FIT = (98, 100, 101, 102, 105, 108)

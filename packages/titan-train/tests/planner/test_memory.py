@@ -12,7 +12,8 @@ from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.memory.ranks import estimate_ranks
 from titan_train.planner.setup import Setup
-from titan_train.planner.translate import setup_of_config, shape_of_config
+from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.translate import setup_of_config
 
 CASES = {
     "llama, one device": ("llama3_1b", 1, {}),

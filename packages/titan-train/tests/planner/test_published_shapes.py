@@ -7,9 +7,8 @@ import pytest
 from titan_train.cli import main
 from titan_train.config import parse_config
 from titan_train.models.hf.plans import HF_PLANS
-from titan_train.planner.model.families import find_shape
-from titan_train.planner.model.published import shape_of_published
-from titan_train.planner.translate import shape_of_config
+from titan_train.models.hf.shape import shape_of_published
+from titan_train.planner.shapes import find_shape, shape_of_config
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -10,7 +10,8 @@ from titan_train.config import parse_config
 from titan_train.planner import estimate, load_machine
 from titan_train.planner.calibrate.runs import calibrate, load_constants, read_run, save_constants
 from titan_train.planner.cost.constants import prior
-from titan_train.planner.translate import setup_of_config, shape_of_config
+from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.translate import setup_of_config
 
 TRUTH = dataclasses.replace(prior("eager"), matmul=0.31, kernel_s=40e-6, local=0.3, step_s=0.05)
 LAYOUTS = [

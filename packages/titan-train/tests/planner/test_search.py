@@ -18,7 +18,8 @@ from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import search
 from titan_train.planner.search.space import PlanRequest
-from titan_train.planner.translate import config_toml, setup_of_config, shape_of_config
+from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.translate import config_toml, setup_of_config
 
 
 def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> PlanRequest:

@@ -10,7 +10,8 @@ from titan_train.planner import estimate, load_machine
 from titan_train.planner.calibrate.runs import save_constants
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.hardware.machine import machine_of_device
-from titan_train.planner.translate import setup_of_config, shape_of_config
+from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.translate import setup_of_config
 from titan_train.report import build_report
 from titan_train.report.folder import read_folder
 from titan_train.report.foresight import predicted_beside_measured

@@ -25,7 +25,8 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.plan.run import plan_run
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.memory.ranks import estimate_ranks
-    from titan_train.planner.translate import setup_of_config, shape_of_config
+    from titan_train.planner.shapes import shape_of_config
+    from titan_train.planner.translate import setup_of_config
     from titan_train.run_folder import run_folder
     from titan_train.task import load_task
     from titan_train.trust import admit_own_code

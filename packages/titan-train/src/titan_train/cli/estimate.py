@@ -24,7 +24,8 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.planner.estimate import estimate
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.refuse import refuse_setup
-    from titan_train.planner.translate import setup_of_config, shape_of_config
+    from titan_train.planner.shapes import shape_of_config
+    from titan_train.planner.translate import setup_of_config
     from titan_train.planner.view.svg import estimate_svg
     from titan_train.planner.view.tables import estimate_text
 

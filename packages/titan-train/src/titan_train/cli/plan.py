@@ -102,7 +102,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.translate import is_diffusion, shape_named, shape_of_config, unplanned_degrees
+    from titan_train.planner.shapes import find_shape, is_diffusion, shape_of_config, unplanned_degrees
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -126,7 +126,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
     return PlanRequest(
-        shape=shape_of_config(config) if base and config is not None else shape_named(arguments.model),
+        shape=shape_of_config(config) if base and config is not None else find_shape(arguments.model),
         machine=machine,
         gpus=arguments.gpus,
         seq_len=arguments.seq_len or (config.model.seq_len if config is not None else 8192),

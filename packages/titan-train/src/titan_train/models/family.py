@@ -1,11 +1,12 @@
 """What a model family is: one value that names its arguments, its module and how others read it."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +23,8 @@ class Family:
     name: str
     """Its name, such as llama."""
     args: type[Any]
-    """The arguments of its models: a dataclass (for text, with ``vocab_size``). Its ``max_seq_len`` limits ``model.seq_len``."""
+    """The arguments of its models: a dataclass (for text, with ``vocab_size``). Its ``max_seq_len`` limits ``model.seq_len``,
+    and its method ``shape(name)`` is what `Family.shape` returns."""
     configs: Mapping[str, Any]
     """The shipped configurations: ``model.name`` to arguments."""
     model: str
@@ -59,6 +61,20 @@ class Family:
                 "that a model's family can be told from its class."
             )
         return kind(args)
+
+    def shape(self, args: Any, name: str = "") -> ModelShape:
+        """What the planner, `check` and tables know of the model that ``args`` describe; ``name`` is the shape's.
+
+        Raises:
+            ValueError: The arguments have no method ``shape(name)``.
+        """
+        state: Callable[[str], ModelShape] | None = getattr(args, "shape", None)
+        if state is None:
+            raise ValueError(
+                f"family {self.name!r}: {self.args.__name__} has no method shape(name), which the planner reads. Add one that "
+                "returns a titan_train.models.shape.ModelShape, or estimate a shipped model of similar shape."
+            )
+        return state(name or self.name)
 
     def load_hf(self) -> Any:
         """The family's Hugging Face format.

@@ -1,7 +1,7 @@
 """Foresight: estimate, plan and explain a run before any device is rented. Pure Python and numpy; no torch, no ranks.
 
 - `hardware/` machines as TOML files, and their reader
-- `model/` shapes, parameter counts, FLOPs
+- `shapes.py` the shapes of models by name; `titan_train.models.shape` is their vocabulary
 - `setup.py` one way to run: degrees, schedule, batch, recomputation, precision, software stack
 - `cost/` seconds of compute by operator, and the step by term
 - `comm/` seconds of collectives; counts and bytes by axis
@@ -13,11 +13,11 @@
 - `data/` the published measurements that the constants were fitted and scored on
 """
 
+from titan_train.models.shape import ModelShape
 from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine, list_machines, load_machine
-from titan_train.planner.model.families import find_shape
-from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import find_shape
 
 __all__ = [
     "Machine",

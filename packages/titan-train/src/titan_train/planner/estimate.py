@@ -3,12 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from titan_train.models.shape import ModelShape
 from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.cost.step import StepTime, step_time
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
-from titan_train.planner.model.flops import flops_per_token
-from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.setup import Setup
 
 
@@ -36,7 +35,7 @@ class StepEstimate:
 
     def mfu(self, *, causal: bool) -> float:
         """Model FLOP/s over the bf16 peak; attention counted causally or in full."""
-        return self.tokens_per_s * flops_per_token(self.shape, self.setup.seq_len, causal=causal) / self.machine.peak
+        return self.tokens_per_s * self.shape.flops_per_token(self.setup.seq_len, causal=causal) / self.machine.peak
 
 
 def estimate(shape: ModelShape, machine: Machine, setup: Setup, constants: Constants | None = None) -> StepEstimate:

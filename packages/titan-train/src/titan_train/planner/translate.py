@@ -1,124 +1,12 @@
-"""Between configurations and the planner's own words: a `Config` becomes a shape and a setup, a setup becomes a TOML file.
-
-Model arguments are read by the names that the shipped families share (``dim``, ``num_layers``, ``num_heads``, …), so that
-a registered family with the same names is understood. No torch is imported.
-"""
+"""Between configurations and the planner's own words: a `Config` becomes a setup, a setup becomes a TOML file. No torch."""
 
 import json
 import math
-from typing import Any
 
 from titan_train.config import Config
-from titan_train.models.arguments import model_args
-from titan_train.models.hf.folder import PREFIX, read_published, with_changes
-from titan_train.models.hf.plans import hf_plans
-from titan_train.models.registry import find_model, list_models
 from titan_train.planner.cost.schedules import stages_of
-from titan_train.planner.model.families import find_shape, flux_shape
-from titan_train.planner.model.published import shape_of_published
-from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
-
-
-def shape_named(name: str) -> ModelShape:
-    """The shape of a shipped or registered configuration, of a folder ("hf:DIR"), or one the planner knows of itself."""
-    if name.startswith(PREFIX):
-        return shape_of_published(name, read_published(name, key="MODEL"))
-    if name in list_models():
-        _check_task(name)
-        return shape_of_args(name, find_model(name)[1])
-    return find_shape(name)
-
-
-def shape_of_config(config: Config) -> ModelShape:
-    """The shape of a configuration's model.
-
-    Raises:
-        ValueError: The model is a dotted path, whose inside cannot be seen without building it.
-    """
-    name = config.model.name
-    if name.startswith(PREFIX):
-        published = read_published(name)
-        known = published | {key.partition(".")[0]: published.get(key.partition(".")[0]) for key in config.model.args}
-        return shape_of_published(name, with_changes(published, config.model.args, known=known))
-    if ":" in name:
-        raise ValueError(
-            f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family with arguments like "
-            "the shipped ones (dim, num_layers, num_heads, ffn_dim), or estimate a shipped model of similar shape."
-        )
-    _check_task(name)
-    return shape_of_args(name, model_args(config.model, vocab_size=None))
-
-
-def unplanned_degrees(name: str) -> dict[str, int]:
-    """Degrees that a folder's family cannot have: all but those of data parallelism, where it has no plan."""
-    kind = read_published(name, key="MODEL").get("model_type")
-    return {} if kind in hf_plans() else {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
-
-
-def _check_task(name: str) -> None:
-    task = find_model(name)[0].task
-    if task not in ("text", "diffusion"):
-        raise ValueError(
-            f"model.name={name!r} is trained on {task!r}, and the planner knows decoders of text and FLUX only. `titan-train "
-            "check` measures this model's memory under a layout."
-        )
-
-
-def is_diffusion(name: str) -> bool:
-    """Whether a shipped or registered configuration is a diffusion transformer."""
-    return name in list_models() and find_model(name)[0].task == "diffusion"
-
-
-def shape_of_args(name: str, args: Any) -> ModelShape:
-    """The shape that a family's arguments describe."""
-    if hasattr(args, "num_single_layers"):
-        return flux_shape(
-            name, dim=args.dim, heads=args.num_heads, double=args.num_layers, single=args.num_single_layers
-        )
-    get = lambda field, default=0: getattr(args, field, default)  # noqa: E731
-    dim, layers = args.dim, args.num_layers
-    if get("kv_lora_rank"):
-        attention = AttentionWidths(
-            args.num_heads, args.num_heads, args.qk_nope_head_dim + args.qk_rope_head_dim, value_dim=args.v_head_dim,
-            q_lora=args.q_lora_rank, kv_lora=args.kv_lora_rank, rope_dim=args.qk_rope_head_dim,
-        )  # fmt: skip
-    else:
-        gpt = not hasattr(args, "num_kv_heads")
-        attention = AttentionWidths(
-            args.num_heads,
-            get("num_kv_heads", args.num_heads),
-            get("head_dim") or dim // args.num_heads,
-            qk_norm="qwen3" in type(args).__name__.lower(),
-            bias=gpt,
-        )
-    gpt = not hasattr(args, "num_kv_heads") and not attention.latent
-    norm = 2 if gpt else 1
-    dense = FeedForwardShape(get("ffn_dim") or 4 * dim, gated=not gpt, bias=gpt)
-    blocks = (Block(layers, attention, dense, norms=2 * norm),)
-    experts = get("num_experts")
-    if experts:
-        shared = get("num_shared_experts") * args.expert_ffn_dim
-        routed = ExpertsShape(
-            experts,
-            args.experts_per_token,
-            args.expert_ffn_dim,
-            shared,
-            max_groups=get("top_groups") if get("num_groups") > 1 else 0,
-            normalized=bool(get("normalize_weights", True)),
-        )
-        first = get("num_dense_layers")
-        blocks = tuple(b for b in (Block(first, attention, dense), Block(layers - first, attention, routed)) if b.count)
-    return ModelShape(
-        name,
-        dim,
-        blocks,
-        args.vocab_size,
-        tied=bool(get("tied_embeddings", gpt)),
-        positions=get("max_seq_len") if gpt else 0,
-        final_norm=norm,
-        moe=bool(experts),
-    )
+from titan_train.planner.shapes import is_diffusion
 
 
 def setup_of_config(config: Config, gpus: int) -> Setup:

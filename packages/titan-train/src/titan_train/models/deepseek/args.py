@@ -7,6 +7,7 @@ extra layer that predicts a second token is not part of the model here. Paramete
 from dataclasses import dataclass
 
 from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +137,17 @@ class DeepSeekArgs:
             balance_loss=self.balance_loss,
             z_loss=self.z_loss,
         )
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns."""
+        attention = AttentionWidths(
+            self.num_heads, self.num_heads, self.qk_head_dim, value_dim=self.v_head_dim,
+            q_lora=self.q_lora_rank, kv_lora=self.kv_lora_rank, rope_dim=self.qk_rope_head_dim,
+        )  # fmt: skip
+        dense = Block(self.num_dense_layers, attention, FeedForwardShape(self.ffn_dim))
+        routed = Block(self.num_layers - self.num_dense_layers, attention, self.moe().shape())
+        blocks = tuple(block for block in (dense, routed) if block.count)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
 
 
 DEEPSEEK_CONFIGS: dict[str, DeepSeekArgs] = {

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FluxArgs:
@@ -47,6 +49,20 @@ class FluxArgs:
     def head_dim(self) -> int:
         """Channels of one head."""
         return self.dim // self.num_heads
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns: without the embedders and the final layer, 0.5 % of FLUX.1's parameters.
+
+        A double block has weights for text and for image tokens: a token meets one half of them. In a single block
+        attention and feed-forward stand beside each other.
+        """
+        attention = AttentionWidths(self.num_heads, self.num_heads, self.head_dim, qk_norm=True, causal=False)
+        inner = FeedForwardShape(4 * self.dim, gated=False)
+        blocks = (
+            Block(self.num_layers, attention, inner, norms=0, modulation=24 * self.dim**2),
+            Block(self.num_single_layers, attention, inner, norms=0, modulation=3 * self.dim**2),
+        )
+        return ModelShape(name, self.dim, tuple(block for block in blocks if block.count), 0)
 
 
 FLUX_CONFIGS = {

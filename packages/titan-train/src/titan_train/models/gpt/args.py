@@ -6,6 +6,8 @@ context of 2048 tokens, the vocabulary of GPT-2. The parameter count is exact an
 
 from dataclasses import dataclass
 
+from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTArgs:
@@ -40,6 +42,16 @@ class GPTArgs:
                 f"model.args.dim={self.dim} is not a multiple of num_heads={self.num_heads}. The nearest valid choice "
                 f"is dim={max(1, round(self.dim / self.num_heads)) * self.num_heads}."
             )
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns."""
+        attention = AttentionWidths(self.num_heads, self.num_heads, self.dim // self.num_heads, bias=True)
+        inner = FeedForwardShape(self.ffn_dim or 4 * self.dim, gated=False, bias=True)
+        # LayerNorm has a bias, so a norm counts twice
+        blocks = (Block(self.num_layers, attention, inner, norms=4),)
+        return ModelShape(
+            name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings, positions=self.max_seq_len, final_norm=2
+        )
 
 
 GPT_CONFIGS: dict[str, GPTArgs] = {

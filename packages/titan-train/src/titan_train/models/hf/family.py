@@ -11,6 +11,8 @@ from titan_train.models.common.hf import HuggingFace, rope_fields
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.family import Family, class_path
 from titan_train.models.hf.folder import with_floats
+from titan_train.models.hf.shape import shape_of_published
+from titan_train.models.shape import ModelShape
 
 _NOT_COMPARED = frozenset(
     {
@@ -39,6 +41,10 @@ class HFModelArgs:
 
         asked = self.kind.from_dict(dict(self.published)).tie_word_embeddings
         return bool(asked and getattr(MODEL_FOR_CAUSAL_LM_MAPPING[self.kind], "_tied_weights_keys", None))
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns."""
+        return shape_of_published(name, self.published)
 
     @classmethod
     def of(cls, published: Mapping[str, Any], kind: type[Any]) -> "HFModelArgs":

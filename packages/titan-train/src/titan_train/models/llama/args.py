@@ -6,6 +6,8 @@ Parameter counts are exact and held by a test.
 
 from dataclasses import dataclass
 
+from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaArgs:
@@ -77,6 +79,12 @@ class LlamaArgs:
     def head_width(self) -> int:
         """Channels of one head."""
         return self.head_dim or self.dim // self.num_heads
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns."""
+        attention = AttentionWidths(self.num_heads, self.num_kv_heads, self.head_width)
+        blocks = (Block(self.num_layers, attention, FeedForwardShape(self.ffn_dim)),)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
 
 
 LLAMA_CONFIGS: dict[str, LlamaArgs] = {

@@ -7,6 +7,7 @@ whatever the model's width. Parameter counts are exact and held by a test.
 from dataclasses import dataclass
 
 from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,13 @@ class Qwen3Args:
             balance_loss=self.balance_loss,
             z_loss=self.z_loss,
         )
+
+    def shape(self, name: str) -> ModelShape:
+        """What `Family.shape` returns."""
+        attention = AttentionWidths(self.num_heads, self.num_kv_heads, self.head_dim, qk_norm=True)
+        inner = self.moe().shape() if self.num_experts else FeedForwardShape(self.ffn_dim)
+        blocks = (Block(self.num_layers, attention, inner),)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
 
 
 QWEN3_CONFIGS: dict[str, Qwen3Args] = {

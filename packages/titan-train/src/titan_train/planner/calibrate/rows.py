@@ -7,12 +7,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from titan_train.models.shape import ModelShape
 from titan_train.planner.hardware.machine import Machine, load_machine
 from titan_train.planner.memory.peak import memory_peak
-from titan_train.planner.model.families import find_shape
-from titan_train.planner.model.flops import flops_per_token
-from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.setup import Dispatcher, Setup, Stack
+from titan_train.planner.shapes import find_shape
 
 _ROUTED_GRAPHS = "26.04"
 """First Megatron-Bridge container whose routed blocks run inside CUDA graphs; before it their launches bound small batches."""
@@ -115,7 +114,7 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
         causal = not (
             convention.startswith(("MaxText", "non-causal")) or (collection == "nemo" and convention == "unknown")
         )
-        measured = float(r["model_tflops_per_gpu"]) * 1e12 / flops_per_token(shape, setup.seq_len, causal=causal)
+        measured = float(r["model_tflops_per_gpu"]) * 1e12 / shape.flops_per_token(setup.seq_len, causal=causal)
     return MeasuredRow(
         number,
         source,

@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from titan_train.files import read_toml
+from titan_train.models.shape import ModelShape
 from titan_train.observe import read_run_info
 from titan_train.observe.jsonl import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
@@ -21,9 +22,9 @@ from titan_train.planner.calibrate.rows import MeasuredRow
 from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.setup import Setup
-from titan_train.planner.translate import setup_of_config, shape_of_config
+from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.translate import setup_of_config
 from titan_train.run_folder import read_config
 
 RUN_CONSTANTS = ("matmul", "kernel_s", "local", "step_s")

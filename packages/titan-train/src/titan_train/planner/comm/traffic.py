@@ -7,7 +7,7 @@ sends. Left out is the step's bookkeeping (losses, norms, flags). A test holds c
 from collections import Counter
 from dataclasses import dataclass
 
-from titan_train.planner.model.shape import Block, ExpertsShape, ModelShape
+from titan_train.models.shape import Block, ExpertsShape, ModelShape
 from titan_train.planner.setup import Setup
 
 

@@ -9,8 +9,8 @@ everything is cut over tp.
 
 from dataclasses import replace
 
+from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form
-from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 _FLOAT8_INPUTS = 0.5

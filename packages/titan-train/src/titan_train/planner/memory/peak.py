@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from titan_pipeline import balanced_cut
 
+from titan_train.models.shape import Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.cost.schedules import schedule_cost
 from titan_train.planner.memory.kept import kept_token_bytes, recomputed_token_bytes
 from titan_train.planner.memory.states import (
@@ -21,8 +22,6 @@ from titan_train.planner.memory.states import (
     gathered_head_bytes,
     state_bytes,
 )
-from titan_train.planner.model.flops import flops_per_token
-from titan_train.planner.model.shape import Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
@@ -73,8 +72,7 @@ def shares_on_a_v(shape: ModelShape, pp: int, seq_len: int) -> tuple[float, floa
     """Parts of the blocks on the rank with embedding and head, and on the fullest other, as the trainer cuts by FLOPs."""
     key = ("on a V", pp, seq_len)
     if key not in shape.memo:
-        body = replace(shape, vocab=0)
-        block = flops_per_token(body, seq_len, causal=False) / shape.num_layers
+        block = replace(shape, vocab=0).flops_per_token(seq_len, causal=False) / shape.num_layers
         cut = _cut(shape.num_layers, round(6.0 * shape.head_parameters / block, 2), 2 * pp)
         ranks = [cut[r] + cut[-1 - r] for r in range(pp)]
         shape.memo[key] = ranks[0] / shape.num_layers

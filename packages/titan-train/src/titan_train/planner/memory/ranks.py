@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models import count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
-from titan_train.models.registry import is_shipped
+from titan_train.models.registry import find_model, is_shipped
+from titan_train.models.shape import Block, ModelShape
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.param_shard import slice_parameter
@@ -36,9 +37,8 @@ from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing
 from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
-from titan_train.planner.model.shape import Block
 from titan_train.planner.setup import Setup
-from titan_train.planner.translate import setup_of_config, shape_of_args
+from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
 
@@ -195,8 +195,7 @@ class _Rank:
             or (task_name(config) != "text" and not config.compile.enabled)
         ):
             return None
-        args: Any = self.whole.args
-        shape = shape_of_args(config.model.name, args)
+        shape = self._shape()
         layers = range(shape.num_layers) if layers is None else layers
         setup = self._setup()
         again = recomputed_layers(config.activations, len(layers))
@@ -226,6 +225,10 @@ class _Rank:
         task = task_name(self.config)
         return is_shipped(self.whole) and (task == "text" or (task == "diffusion" and self.layout.spec.tp == 1))
 
+    def _shape(self) -> ModelShape:
+        name = self.config.model.name
+        return find_model(name)[0].shape(self.whole.args, name)
+
     def _setup(self) -> Setup:
         spec = self.layout.spec
         return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
@@ -235,8 +238,7 @@ class _Rank:
         if not self._is_known():
             return 0
         setup = self._setup()
-        args: Any = self.whole.args
-        shape = shape_of_args(self.config.model.name, args)
+        shape = self._shape()
         return int(working_set(shape, setup) * setup.tokens / setup.tp)
 
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:

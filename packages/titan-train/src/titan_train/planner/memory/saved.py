@@ -14,7 +14,7 @@ element.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 
 _WIDE = 4  # bytes of float32
 _INDEX = 8  # bytes of int64

@@ -1,7 +1,7 @@
 """Bytes of parameters, gradients and optimizer state on one rank."""
 
+from titan_train.models.shape import ExpertsShape, ModelShape
 from titan_train.planner.cost.step import rank_parameters
-from titan_train.planner.model.shape import ExpertsShape, ModelShape
 from titan_train.planner.setup import Setup
 
 

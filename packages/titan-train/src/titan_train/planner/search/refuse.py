@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titan_train.models.shape import ModelShape
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
-from titan_train.planner.model.shape import ModelShape
 from titan_train.planner.search.search import Searcher
 from titan_train.planner.search.space import PlanRequest
 from titan_train.planner.setup import Setup

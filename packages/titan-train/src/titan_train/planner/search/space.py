@@ -9,10 +9,10 @@ a multiple of pp.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from titan_train.models.shape import AttentionWidths, ExpertsShape, ModelShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.model.shape import AttentionWidths, ExpertsShape, ModelShape
 from titan_train.planner.setup import Precision, Setup, Stack
 
 _LEAST_TOKENS = 1024

@@ -9,15 +9,14 @@ import json
 from importlib import resources
 from typing import Any
 
+from titan_train.models.shape import ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.hardware.machine import Machine, list_machines, load_machine
 from titan_train.planner.memory.kept import kept_token_bytes
 from titan_train.planner.memory.peak import working_set
-from titan_train.planner.model.families import find_shape
-from titan_train.planner.model.flops import flops_per_token
-from titan_train.planner.model.shape import ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.setup import ON_A_V, Setup
+from titan_train.planner.shapes import find_shape
 from titan_train.trust.pages import content_policy
 
 MODELS = (
@@ -74,7 +73,7 @@ def shape_data(shape: ModelShape) -> dict[str, Any]:
         for b in shape.blocks
         if b.attention is not None
     ]
-    flops = flops_per_token(dataclasses.replace(shape, vocab=0), 1, causal=False) - sum(each for each, _ in scores)
+    flops = dataclasses.replace(shape, vocab=0).flops_per_token(1, causal=False) - sum(each for each, _ in scores)
     setups = {
         name + (" ep" if ep > 1 else ""): dataclasses.replace(base, recompute=name, ep=ep)  # type: ignore[arg-type]
         for name in ("none", "selective", "full")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from titan_train.models.shape import ExpertsShape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEArgs:
@@ -60,6 +62,17 @@ class MoEArgs:
                 f"model.args.route_scale={self.route_scale} must be positive; 1 leaves weights as they are."
             )
         self._check_groups()
+
+    def shape(self) -> ExpertsShape:
+        """The layer's shape."""
+        return ExpertsShape(
+            self.num_experts,
+            self.experts_per_token,
+            self.expert_ffn_dim,
+            self.num_shared_experts * self.expert_ffn_dim,
+            max_groups=self.top_groups if self.num_groups > 1 else 0,
+            normalized=self.normalize_weights,
+        )
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:

@@ -8,7 +8,7 @@ may be missed by one a layer.
 from collections.abc import Mapping
 from typing import Any, cast
 
-from titan_train.planner.model.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 
 _TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 """Families whose head is the embedding's matrix where the file does not say."""
@@ -53,7 +53,6 @@ def shape_of_published(name: str, published: Mapping[str, Any]) -> ModelShape:
         tied=bool(fields.get("tie_word_embeddings", kind in _TIED)),
         positions=read.size("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt") else 0,
         final_norm=norm,
-        moe=routed is not None,
     )
 
 

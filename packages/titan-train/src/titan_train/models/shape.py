@@ -1,11 +1,11 @@
-"""The shape of a transformer as the planner sees it: groups of equal blocks between an embedding and a head.
+"""The shape of a model: groups of equal blocks between an embedding and a head. No torch.
 
-A block is a mixer (grouped-query attention, latent attention or a state-space layer) and a feed-forward (dense or
-routed); either may be absent, so that hybrid models are described too. Parameter counts are exact for the models of
-`titan_train.models`; a test holds the two together.
+A family's arguments state it (`titan_train.models.family.Family.shape`), and the planner reads it. A block is a mixer
+(grouped-query attention, latent attention or a state-space layer) and a feed-forward (dense or routed); either may be
+absent, so that hybrid models are described too. Parameter counts are exact for the shipped decoders; a test compares them.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -172,9 +172,13 @@ class ModelShape:
     positions: int = 0
     """Learned positions."""
     final_norm: int = 1
-    moe: bool = field(default=False)
     mtp: int = 0
     """Layers that predict a further token, each with its own pass through the head."""
+
+    @property
+    def moe(self) -> bool:
+        """Whether any block has routed experts."""
+        return any(isinstance(b.ffn, ExpertsShape) for b in self.blocks)
 
     @property
     def num_layers(self) -> int:
@@ -222,6 +226,25 @@ class ModelShape:
             if isinstance(b.ffn, ExpertsShape):
                 idle += b.count * b.expert_parameters(self.dim) * (1 - b.ffn.per_token / b.ffn.num_experts)
         return round(self.parameters() - idle)
+
+    def flops_per_token(self, seq_len: int, *, causal: bool) -> float:
+        """FLOPs of forward and backward for one token; recomputation never counts.
+
+        6 N for the parameters that are multiplied (no input embedding) and, per layer, 6 * seq * (key width + value width) *
+        heads for attention; half of that where ``causal`` and the attention is causal.
+        """
+        idle = 0 if self.tied else self.head_parameters
+        matrices = self.active_parameters() - idle - self.positions * self.dim
+        attention = 0.0
+        for b in self.blocks:
+            if b.attention is not None:
+                a = b.attention
+                matrices -= b.count * (b.norms * self.dim)
+                seen = min(seq_len, 2 * a.window) if a.window else seq_len
+                half = 0.5 if causal and a.causal else 1.0
+                attention += b.count * 6.0 * half * seen * a.heads * (a.head_dim + a.v_dim)
+                matrices -= b.count * b.modulation * (1 - 1 / max(1, seq_len))
+        return 6.0 * matrices + attention
 
     def cut(self, num_layers: int, dense_layers: int = 1) -> "ModelShape":
         """The same model with fewer blocks; of a model with leading dense blocks ``dense_layers`` are kept."""
