@@ -32,7 +32,7 @@ from titan_train.config import parse_config
 from titan_train.data import TensorBatch
 from titan_train.models import Llama, LlamaArgs, flops_per_token, init_for
 from titan_train.parallel.apply import build_parallel_model
-from titan_train.plan.layout import build_layout, resolve_mode
+from titan_train.parallel.layout.degrees import build_layout, resolve_mode
 
 
 class Titan:

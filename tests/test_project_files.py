@@ -51,7 +51,7 @@ def _commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("command", [text for _, text in _commands()], ids=[name for name, _ in _commands()])
 def test_the_recipes_settings_are_valid(command: str) -> None:
     from titan_train.config import load_config
-    from titan_train.plan.run import plan_run
+    from titan_train.parallel.layout.run import plan_run
 
     words = shlex.split(command)
     assert words[:2] == ["titan-train", "run"]

@@ -73,7 +73,7 @@ def checked(config: Any, ranks: int = 1) -> Any:
     """The model, after what `titan_train.launch.validate.validate` refuses."""
     from titan_train.models import build_model
     from titan_train.parallel.check import check_model
-    from titan_train.plan.run import plan_run
+    from titan_train.parallel.layout.run import plan_run
     from titan_train.train.warm_start import check_init
 
     plan = plan_run(config, ranks)

@@ -19,7 +19,7 @@ from titan_train.config import parse_config
 from titan_train.models import build_model
 from titan_train.optim import plan_groups
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 
 STEPS = 3
 FAMILIES = ("llama", "llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "deepseek", "hf", "unplanned", "dropping")

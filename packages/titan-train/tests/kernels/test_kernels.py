@@ -23,7 +23,7 @@ from titan_train.models import build_model
 from titan_train.models.llama import LlamaArgs
 from titan_train.models.llama.model import Llama
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 from torch import nn
 
 CPU = torch.device("cpu")

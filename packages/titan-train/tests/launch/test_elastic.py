@@ -1,7 +1,7 @@
 import pytest
 from titan_train.config import Config, LaunchConfig, ParallelConfig, TrainConfig
 from titan_train.launch.supervise.elastic import fit_layout
-from titan_train.plan.layout import build_layout
+from titan_train.parallel.layout.degrees import build_layout
 
 
 def config(global_batch=12, microbatch=0, min_ranks=1, **parallel):

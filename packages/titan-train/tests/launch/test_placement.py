@@ -1,6 +1,6 @@
 import pytest
 from titan_mesh import Layout, MeshSpec
-from titan_train.plan.placement import check_placement
+from titan_train.parallel.layout.degrees import check_placement
 
 
 def layout(**degrees):

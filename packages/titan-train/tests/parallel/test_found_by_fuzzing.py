@@ -7,7 +7,7 @@ from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 
 
 def check(ranks: int, **sections: dict) -> None:

@@ -11,8 +11,8 @@ from titan_train.config import parse_config
 from titan_train.models import build_model, call_model
 from titan_train.models.common.loss import cross_entropy_sum
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss, linear_cross_entropy_sum
+from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.tensor.plan import own_units
-from titan_train.plan.run import plan_run
 from titan_train.planner.memory.ranks import estimate_ranks
 from torch import nn
 

@@ -40,7 +40,7 @@ def test_a_family_whose_masks_know_no_documents_is_given_masks(kind: str, tmp_pa
     import titan_fsdp as fsdp
     from titan_train.models import build_model, init_for
     from titan_train.parallel.check import check_model
-    from titan_train.plan.run import plan_run
+    from titan_train.parallel.layout.run import plan_run
 
     config = configured(tmp_path, kind)
     plan = plan_run(config, 1)

@@ -8,7 +8,7 @@ from titan_pipeline.runtime import DeviceTransport, GlooTransport
 from titan_testing import run_ranks
 from titan_train.parallel import apply as build
 from titan_train.parallel import pipeline
-from titan_train.plan.schedule import plan_schedule
+from titan_train.parallel.layout.run import plan_schedule
 
 PP_FSDP = MODELS["dense"] | {"parallel": {"pp": 2, "dp_shard": 2}}
 STEPS = 2

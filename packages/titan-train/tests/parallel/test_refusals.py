@@ -1,5 +1,5 @@
 import pytest
-from titan_train.refusals import REFUSALS, reason
+from refusals import REFUSALS, reason
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)

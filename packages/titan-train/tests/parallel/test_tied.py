@@ -16,7 +16,7 @@ from titan_train.config.optimizer import OptimizerConfig
 from titan_train.models import build_model
 from titan_train.optim import plan_groups
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer
 from torch import nn
 

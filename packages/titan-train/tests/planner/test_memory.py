@@ -6,8 +6,8 @@ import pytest
 import torch
 from titan_train.config import load_config
 from titan_train.models import build_model
+from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
-from titan_train.plan.run import plan_run
 from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.memory.ranks import estimate_ranks

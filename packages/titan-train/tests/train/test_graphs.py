@@ -14,7 +14,7 @@ from titan_train.data.loader.batch import _boundaries
 from titan_train.data.loader.source import TensorBatch
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer, graphs, step
 from titan_train.train.graphs import MOST_SHAPES, StepGraphs, capture_cuda_graph
 from torch import nn

@@ -10,7 +10,7 @@ from titan_train.inputs import prepare_inputs
 from titan_train.models import named_parameters
 from titan_train.observe.timing import StepTimer
 from titan_train.parallel.apply import build_parallel_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.step import OptimizerStep

@@ -3,8 +3,8 @@ import re
 
 import pytest
 from titan_train.config import Config, ParallelConfig, TrainConfig
-from titan_train.plan.batch import plan_batch
-from titan_train.plan.layout import build_layout, explain_mode, resolve_mode
+from titan_train.parallel.layout.batch import plan_batch
+from titan_train.parallel.layout.degrees import build_layout, explain_mode, resolve_mode
 
 
 def config(batch=32, micro=0, **parallel):

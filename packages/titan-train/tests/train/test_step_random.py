@@ -12,7 +12,7 @@ from titan_testing import run_ranks
 from titan_train.inputs import prepare_inputs
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer
 from titan_train.train.step_random import place_of_rank, step_seed
 

@@ -1,7 +1,7 @@
 import pytest
 from titan_train.config import parse_config
 from titan_train.optim.schedule import check_schedule
-from titan_train.plan.trial import fit_warmup
+from titan_train.parallel.layout.run import fit_warmup
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from titan_train.cli.shell.parser import CommandParser
 from titan_train.cli.start import check_start
 from titan_train.config import Config, list_configs
 from titan_train.launch.rank.info import count_gpus
-from titan_train.plan.batch import BatchPlan, tokens_at_once
-from titan_train.plan.trial import fit_warmup
+from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
+from titan_train.parallel.layout.run import fit_warmup
 from titan_train.run_folder import run_folder
 from titan_train.trust import admit_own_code
 
@@ -77,9 +77,9 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.data_parallel import fsdp_policy
+    from titan_train.parallel.layout.degrees import wrapped_over
     from titan_train.parallel.structure import freeze
     from titan_train.parallel.tied import meaning_all_copies
-    from titan_train.plan.layout import wrapped_over
     from titan_train.planner.memory.ranks import estimate_ranks
     from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task

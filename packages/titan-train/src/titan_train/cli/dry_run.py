@@ -21,8 +21,8 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
     from titan_train.models import build_model
     from titan_train.parallel.check import check_model
+    from titan_train.parallel.layout.run import plan_run
     from titan_train.parallel.structure import freeze
-    from titan_train.plan.run import plan_run
     from titan_train.planner.comm.traffic import step_traffic
     from titan_train.planner.memory.ranks import estimate_ranks
     from titan_train.planner.shapes import shape_of_config

@@ -29,8 +29,8 @@ from titan_train.launch.rank.environment import check_meeting_place
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, read_run_info
-from titan_train.plan.placement import check_placement
-from titan_train.plan.trial import fit_warmup
+from titan_train.parallel.layout.degrees import check_placement
+from titan_train.parallel.layout.run import fit_warmup
 from titan_train.run_folder import (
     TAKEN_OVER,
     Lease,

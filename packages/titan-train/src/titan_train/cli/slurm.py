@@ -10,7 +10,7 @@ from pathlib import Path
 from titan_train.cli.run import written_out
 from titan_train.cli.shell.parser import CommandParser, integer
 from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from titan_train.config import Config
 from titan_train.launch.rank.environment import check_environment
 from titan_train.launch.rank.info import count_gpus
 from titan_train.observe import check_trackers
-from titan_train.plan.run import RunPlan, plan_run
+from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import check_run_folder, run_folder
 
 

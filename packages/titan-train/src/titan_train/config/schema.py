@@ -1,7 +1,7 @@
 """The configuration of a run, as frozen dataclasses.
 
 The docstring of a field is its help on the command line. Each class validates its own fields; what depends on the
-number of ranks is validated by `titan_train.plan` before any rank starts.
+number of ranks is validated by `titan_train.parallel.layout` before any rank starts.
 """
 
 from dataclasses import dataclass, field

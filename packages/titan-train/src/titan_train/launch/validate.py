@@ -20,8 +20,8 @@ def validate(config: Config, world_size: int) -> None:
     from titan_train.models import build_model
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
+    from titan_train.parallel.layout.run import plan_run
     from titan_train.parallel.structure import freeze
-    from titan_train.plan.run import plan_run
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
     from titan_train.task import load_task
     from titan_train.train.published_tokenizer import check_tokenizer

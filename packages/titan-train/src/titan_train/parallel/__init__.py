@@ -1,5 +1,6 @@
 """Parallelism and memory: each kind transforms a plain model in place, on the meta device, before its weights exist.
 
+- ``layout/``: which ranks there are and what each computes, before any rank starts. No torch.
 - `apply`: all of it, in the one order that works. Start reading here.
 - `check`: what a model cannot do under a layout.
 - ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.

@@ -33,6 +33,8 @@ from titan_train.parallel.expert import apply_expert_parallel
 from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion, share_scales
 from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
+from titan_train.parallel.layout.batch import plan_batch, tokens_at_once
+from titan_train.parallel.layout.degrees import Mode
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.pipeline import Pipeline, make_transport
 from titan_train.parallel.stages import stage_layers, take_stage
@@ -57,8 +59,6 @@ from titan_train.parallel.tied import (
     tied_copies,
     tied_to_first,
 )
-from titan_train.plan.batch import plan_batch, tokens_at_once
-from titan_train.plan.layout import Mode
 from titan_train.task import ContextCut, Task, TaskBatch, load_task
 
 
@@ -122,7 +122,7 @@ def build_parallel_model(
     Args:
         config: The run's configuration.
         layout: The degrees.
-        mode: The data-parallel wrapping, from `titan_train.plan.layout.resolve_mode`.
+        mode: The data-parallel wrapping, from `titan_train.parallel.layout.degrees.resolve_mode`.
         mesh: The ranks; None without a process group.
         schedule: The pipeline's; None without one.
         vocab_size: The tokenizer's, which sizes the embedding and the head; None for a model without one.

@@ -21,13 +21,13 @@ from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.expert import check_expert_parallel
 from titan_train.parallel.float8 import check_skip
+from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.layout.degrees import resolve_mode, wrapped_over
+from titan_train.parallel.layout.run import plan_pipeline
 from titan_train.parallel.stages import layers_of, stage_layers
 from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
 from titan_train.parallel.tied import meaning_all_copies
-from titan_train.plan.batch import BatchPlan
-from titan_train.plan.layout import resolve_mode, wrapped_over
-from titan_train.plan.schedule import plan_pipeline
 from titan_train.task import Task, load_task
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models.common.moe.routed import expert_stacks
-from titan_train.plan.layout import Mode
+from titan_train.parallel.layout.degrees import Mode
 
 
 def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = ()) -> fsdp.Policy:

@@ -16,8 +16,8 @@ from titan_pipeline import (
 from titan_pipeline import draw_svg as draw_schedule
 
 from titan_train.files import parse_json, read_text
-from titan_train.plan.layout import build_layout
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.degrees import build_layout
+from titan_train.parallel.layout.run import plan_run
 from titan_train.report.folder import RunFolder
 from titan_train.run_folder import pipeline_file, read_config
 

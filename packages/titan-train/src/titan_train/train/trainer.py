@@ -38,9 +38,9 @@ from titan_train.observe import (
 from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim import build_optimizer, build_scheduler, check_restored
 from titan_train.parallel.apply import build_parallel_model, describe_layout, describe_options
+from titan_train.parallel.layout.degrees import explain_mode
+from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.parallel.tied import tied_to_first
-from titan_train.plan.layout import explain_mode
-from titan_train.plan.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, sync_run_folder, with_kept_model
 from titan_train.task import Task, TaskBatch, TaskInputs, load_task
 from titan_train.train.inspect_step import recorded_activations

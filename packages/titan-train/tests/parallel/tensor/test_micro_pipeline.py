@@ -16,6 +16,7 @@ from titan_train.config import ActivationsConfig, CompileConfig, ParallelConfig,
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel import apply as build
 from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules
 from titan_train.parallel.tensor.micro_pipeline import (
     FusedProducts,
@@ -25,7 +26,6 @@ from titan_train.parallel.tensor.micro_pipeline import (
     overlaps_by_compiler,
 )
 from titan_train.parallel.tensor.styles import table_for
-from titan_train.plan.run import plan_run
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode

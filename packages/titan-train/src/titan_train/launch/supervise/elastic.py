@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from titan_train.config import Config
-from titan_train.plan.run import plan_run
+from titan_train.parallel.layout.run import plan_run
 
 
 def fit_layout(config: Config, available: int, *, full: int, unit: int = 1) -> tuple[Config, int]:

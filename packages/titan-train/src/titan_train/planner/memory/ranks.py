@@ -26,13 +26,13 @@ from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import Block, ModelShape
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
+from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
 from titan_train.parallel.tensor.styles import table_for
-from titan_train.plan.batch import BatchPlan
-from titan_train.plan.layout import Mode, wrapped_over
 from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing

@@ -1,5 +1,7 @@
-"""Which pipeline schedule a configuration means."""
+"""Everything about a run that its configuration and the number of ranks decide, the pipeline's schedule among it."""
 
+import dataclasses
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -8,8 +10,37 @@ from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, veri
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.files import read_text
-from titan_train.plan.batch import BatchPlan
+from titan_train.parallel.layout.batch import BatchPlan, plan_batch
+from titan_train.parallel.layout.degrees import Mode, build_layout, resolve_mode
 from titan_train.values import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Everything about a run that its configuration and the number of ranks decide."""
+
+    layout: Layout
+    mode: Mode
+    batch: BatchPlan
+    schedule: Schedule | None
+    """The pipeline's; None without one."""
+
+
+def plan_run(config: Config, world_size: int, *, device: str = "") -> RunPlan:
+    """Decide all of it, and with that check it, before any rank starts.
+
+    Args:
+        config: The run's configuration.
+        world_size: Ranks.
+        device: As for `build_layout`.
+
+    Raises:
+        ValueError: As `build_layout`, `resolve_mode`, `plan_batch` and `plan_pipeline`.
+    """
+    layout = build_layout(config, world_size, device=device)
+    mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
+    batch = plan_batch(config, layout)
+    return RunPlan(layout, mode, batch, plan_pipeline(config, layout, batch))
 
 
 def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:
@@ -64,3 +95,20 @@ def _of_family(name: str, pp: int, microbatches: int, chunks: int | None) -> Sch
     schedule = build_schedule(name, pp, microbatches, num_chunks=chunks)
     verify(schedule)
     return schedule
+
+
+def fit_warmup(config: Config) -> tuple[Config, str]:
+    """Shorten a warm-up that is longer than the run, as happens when only ``train.steps`` is lowered for a trial.
+
+    Returns:
+        The configuration, and one line that says what was changed; empty if nothing was.
+    """
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.warmup_steps <= steps:
+        return config, ""
+    warmup = max(1, steps // 5)
+    shorter = dataclasses.replace(
+        schedule, warmup_steps=warmup, decay_steps=-1 if schedule.decay_steps > 0 else schedule.decay_steps
+    )
+    note = f"schedule.warmup_steps={schedule.warmup_steps} is more than train.steps={steps}: shortened to {warmup} for this run"
+    return dataclasses.replace(config, schedule=shorter), note

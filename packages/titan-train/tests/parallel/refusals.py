@@ -1,4 +1,4 @@
-"""Combinations that cannot work, each with the reason that a user is given before any rank starts.
+"""Combinations that cannot work, each with the reason that the user is given before any rank starts.
 
 The documentation prints this list, and a test holds that every entry is refused: by the configuration itself, by the
 layout, or by the model under that layout.
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_train.config import parse_config
-from titan_train.plan.run import plan_run
+from titan_train.models import build_model
+from titan_train.parallel.check import check_model
+from titan_train.parallel.layout.run import plan_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,6 @@ def check(refusal: Refusal) -> None:
     Raises:
         ValueError: It is refused, as it should be.
     """
-    from titan_train.models import build_model
-    from titan_train.parallel.check import check_model
-
     tree: dict[str, dict[str, Any]] = {"train": {"global_batch": 8}}
     for sections in (refusal.base or _LLAMA, refusal.settings):
         for section, values in sections.items():
