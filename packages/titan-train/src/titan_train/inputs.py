@@ -23,6 +23,7 @@ from titan_train.data import (
     prepare,
     show_progress,
 )
+from titan_train.data.prepared import one_process
 from titan_train.files import read_text, write_atomic
 from titan_train.run_folder.place import check_writable
 from titan_train.task import task_name
@@ -84,7 +85,7 @@ def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
     Raises:
         ValueError: A source or the tokenizer cannot work; malformed input names file, line and byte.
     """
-    with _only_one(cache_folder(config.data)), _progress(quiet) as progress:
+    with one_process(cache_folder(config.data), ".prepare.lock"), _progress(quiet) as progress:
         tokenizer = build_tokenizer(config.tokenizer, config.data, progress=progress)
         prepare(config.data, tokenizer, progress=progress, template=build_chat_template(config.tokenizer, tokenizer))
 
@@ -143,16 +144,6 @@ def vocab_size_without_training(config: Config) -> int | None:
     if config.tokenizer.path and not Path(config.tokenizer.path).exists():
         return None
     return build_tokenizer(config.tokenizer, config.data).vocab_size
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Generator[None]:
-    import fcntl  # not on Windows
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".prepare.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

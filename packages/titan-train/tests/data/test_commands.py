@@ -47,7 +47,7 @@ def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
 
 def test_preparation_of_one_large_file_reports_as_it_goes(tmp_path, write_jsonl, tokenizer, monkeypatch):
     monkeypatch.setattr("titan_train.data.sources.encoding._BATCH_ITEMS", 10)
-    monkeypatch.setattr("titan_train.data.shards.prepare._REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("titan_train.data.progress._REPORT_EVERY_S", 0.0)
     write_jsonl(tmp_path / "a.jsonl", 3000)
     source = SourceConfig(name="web", kind="jsonl", paths=(str(tmp_path / "a.jsonl"),))
     seen = []

@@ -9,7 +9,7 @@ import pytest
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, build_datasets, build_tokenizer, open_datasets, prepare, stream_windows
 from titan_train.data.shards.manifest import read_manifest
-from titan_train.data.sources.held_out import is_held_out
+from titan_train.data.sources.document import is_held_out
 from titan_train.tokenizers import ByteTokenizer
 
 # A tokenizer that dies, with no chance to clean up, at its 40th document.

@@ -14,7 +14,7 @@ from titan_train.config import parse_config
 from titan_train.models.flux.model import Flux
 from titan_train.task import load_task
 from titan_train.tasks.diffusion.shards.features import SampleSizes
-from titan_train.tasks.diffusion.shards.write import write_folder_shard, write_tar_shard, write_tensors
+from titan_train.tasks.diffusion.shards.shard import write_folder_shard, write_tar_shard, write_tensors
 from titan_train.train import Trainer
 
 SIZES = SampleSizes(grid=4, channels=48, text_tokens=4, text_dim=64, pooled_dim=32)

@@ -19,7 +19,7 @@ from titan_train.tasks.diffusion.flow import generator
 from titan_train.tasks.diffusion.shards.encoders import Encoders
 from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
-from titan_train.tasks.diffusion.shards.write import write_folder_shard, write_tar_shard, write_tensors
+from titan_train.tasks.diffusion.shards.shard import write_folder_shard, write_tar_shard, write_tensors
 from titan_train.tasks.diffusion.source import decode_latents
 
 SIZES = SampleSizes(grid=2, channels=8, text_tokens=3, text_dim=5, pooled_dim=4)
@@ -167,7 +167,7 @@ DAMAGE = {
     ),
     "integers": (
         lambda p: write_folder_shard(p, [sample(0) | {"text": np.zeros((3, 5), np.int64)}], [""]),
-        "text I64 is no floating-point dtype", "folder",
+        "text I64 is not a floating-point dtype", "folder",
     ),
     "no text": (
         lambda p: write_folder_shard(p, [{k: v for k, v in sample(0).items() if k != "text"}], [""]), "lacks text", "folder",
@@ -391,13 +391,13 @@ def test_a_broken_image_is_named_and_left_out_where_that_is_asked_for(pipeline, 
     jsonl.write_text(jsonl.read_text() + '{"image": "small.png", "text": "a"}\n')
     sections = tree(tmp_path, pipeline)
     config = parse_config(sections)
-    with pytest.raises(ValueError, match=r"images\.jsonl, line 4 .*003\.png.*not an image that can be decoded"):
+    with pytest.raises(ValueError, match=r"images\.jsonl, line 4, .*003\.png: UnidentifiedImageError"):
         load_task(config).prepare(config, quiet=True)
     strict = parse_config(sections | {"data": sections["data"] | {"on_error": "skip"}})
     (tmp_path / "shards" / "prepared.json").unlink(missing_ok=True)
     for path in (tmp_path / "shards").glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"1 of 4 images cannot be used, more than data\.max_bad_fraction=0\.001"):
+    with pytest.raises(ValueError, match=r"1 of 4 documents are malformed .*more than data\.max_bad_fraction=0\.001"):
         load_task(strict).prepare(strict, quiet=True)
     sections["diffusion"]["path"] = str(tmp_path / "kept")
     lenient = parse_config(sections | {"data": sections["data"] | {"on_error": "quarantine", "max_bad_fraction": 0.5}})

@@ -5,8 +5,6 @@ In a run of many ranks, one rank of each machine (or one in all, on a shared dis
 here communicates.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +15,7 @@ from titan_train.config.inputs.data import Verify
 from titan_train.config.inputs.source import TEXT_KINDS
 from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.loader.rows import StreamedRows
+from titan_train.data.prepared import content_key
 from titan_train.data.progress import ProgressCallback
 from titan_train.data.shards.manifest import DataManifest, read_manifest
 from titan_train.data.shards.megatron import MegatronTokens
@@ -28,8 +27,8 @@ from titan_train.data.shards.prepare import (
 )
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
 from titan_train.data.sources.chat import conversations_for
+from titan_train.data.sources.document import held_out_fraction
 from titan_train.data.sources.documents import list_files
-from titan_train.data.sources.held_out import held_out_fraction
 from titan_train.data.sources.texts import training_texts
 from titan_train.data.stream.token_stream import TokenStream
 from titan_train.files import read_bytes, read_text
@@ -272,8 +271,7 @@ def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> P
             for source in sources
         ],
     }
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    return cache / f"tokenizer-{config.model_type}-{config.vocab_size}-{digest}"
+    return cache / f"tokenizer-{config.model_type}-{config.vocab_size}-{content_key(content)[:16]}"
 
 
 def _open_source(
@@ -290,12 +288,11 @@ def _open_source(
 
     def opened(split: str) -> ShardedTokens:
         pairs = [(f, info) for f, m in zip(folders, manifests, strict=True) for info in m.splits.get(split, ())]
-        content = json.dumps([split, [manifest.fingerprint for manifest in manifests]])
         return ShardedTokens(
             [folder for folder, _ in pairs],
             [info for _, info in pairs],
             tokenizer_fingerprint=tokenizer.fingerprint,
-            fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+            fingerprint=content_key([split, [manifest.fingerprint for manifest in manifests]]),
             verify=config.verify,
             vocab_size=tokenizer.vocab_size * (2 if manifests[0].label_mask else 1),
             not_learned_from=tokenizer.vocab_size if manifests[0].label_mask else None,

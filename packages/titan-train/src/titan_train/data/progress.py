@@ -1,10 +1,11 @@
-"""How far a long preparation is, and a bar that shows it."""
+"""The progress of a long preparation, and a bar that shows it."""
 
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -14,14 +15,15 @@ from titan_train.terminal import clean_console
 
 # Without a terminal, one line this often.
 _LINE_EVERY_S = 5.0
+_REPORT_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareProgress:
-    """How far one stage is."""
+    """The progress of one stage."""
 
     stage: str
-    """What is being done, such as "tokenize code"."""
+    """Name of the stage, such as "tokenize code"."""
     files_done: int = 0
     files_total: int = 0
     bytes_done: int = 0
@@ -39,6 +41,46 @@ class PrepareProgress:
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
+
+
+class ProgressReporter:
+    """Reports one stage over files of known sizes, at most every 0.1 s.
+
+    Args:
+        stage: Name of the stage.
+        sizes: Bytes of each file, in the order they are read.
+        callback: Called with the progress; None reports nothing.
+    """
+
+    def __init__(self, stage: str, sizes: Sequence[int], callback: ProgressCallback | None) -> None:
+        self._stage, self._callback = stage, callback
+        self._ends = list(accumulate(sizes, initial=0))
+        self._started = time.monotonic()
+        self._reported = 0.0
+
+    def is_due(self, finished: bool = False) -> bool:
+        """Whether a report would be delivered now."""
+        return self._callback is not None and (finished or time.monotonic() - self._reported >= _REPORT_EVERY_S)
+
+    def __call__(
+        self, files_done: int, *, bytes_done: int | None = None, tokens: int = 0, finished: bool = False
+    ) -> None:
+        """Report ``files_done`` files; ``bytes_done`` defaults to the bytes of these files."""
+        if self._callback is None or not self.is_due(finished):
+            return
+        self._reported = time.monotonic()
+        self._callback(
+            PrepareProgress(
+                stage=self._stage,
+                files_done=files_done,
+                files_total=len(self._ends) - 1,
+                bytes_done=self._ends[files_done] if bytes_done is None else bytes_done,
+                bytes_total=self._ends[-1],
+                tokens=tokens,
+                elapsed_s=self._reported - self._started,
+                finished=finished,
+            )
+        )
 
 
 @contextmanager

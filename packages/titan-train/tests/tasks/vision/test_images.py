@@ -10,8 +10,9 @@ import torch
 from titan_train.config import parse_config
 from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
 from titan_train.models.vision_language.encoder import image_tokens
+from titan_train.tasks.image_files import BrokenImage
 from titan_train.tasks.vision.batches import ImageTextBatches
-from titan_train.tasks.vision.images import BrokenImage, fit_grid, image_size, read_image, to_patches
+from titan_train.tasks.vision.images import fit_grid, image_size, read_image, to_patches
 from titan_train.tasks.vision.jsonl import prepare_index
 from titan_train.tasks.vision.rows import pack_rows, write_document
 from titan_train.tasks.vision.shapes import ShapeQuestions, draw
@@ -190,9 +191,12 @@ def test_files_and_tar_shards_are_read_and_broken_images_are_named_and_left_out(
     write_lines(tmp_path, lines)
     settings = config(tmp_path, max_pixels=10_000)
     VisionTask().prepare(settings)
-    quarantine = (prepare_index(settings, ARGS).parent / "quarantine.txt").read_text().splitlines()
-    assert [line.split(": ")[0].rpartition(":")[2] for line in quarantine] == ["2", "3", "4", "6"]
-    assert "500 x 500 pixels are more than vision.max_pixels=10000" in quarantine[1]
+    quarantine = [
+        json.loads(line)
+        for line in (prepare_index(settings, ARGS).parent / "quarantine.jsonl").read_text().splitlines()
+    ]
+    assert [bad["line"] for bad in quarantine] == [2, 3, 4, 6]
+    assert "500 x 500 pixels are more than vision.max_pixels=10000" in quarantine[1]["reason"]
     inputs = VisionInputs(settings)
     assert len(inputs.validation.items) == 1
     batch = inputs.train.batch_of([[0], [1]])

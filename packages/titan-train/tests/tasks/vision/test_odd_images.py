@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from titan_train.config import parse_config
 from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
-from titan_train.tasks.vision.images import BrokenImage, fit_grid, image_size, read_image
+from titan_train.tasks.image_files import BrokenImage
+from titan_train.tasks.vision.images import fit_grid, image_size, read_image
 from titan_train.tasks.vision.jsonl import prepare_index
 from titan_train.tasks.vision.task import VisionInputs
 
@@ -148,10 +149,10 @@ def test_what_cannot_be_used_is_named_with_its_reason_and_nothing_hangs(tmp_path
     good = {"image": ["good.png", "good.png"], **ask}
     settings = config(tmp_path, [*lines, {"image": "float.tif", **ask}, good])
     index = prepare_index(settings, ARGS)
-    quarantine = (index.parent / "quarantine.txt").read_text().splitlines()
-    assert [line.split(": ")[0].rpartition(":")[2] for line in quarantine] == [str(n) for n in range(1, len(names) + 1)]
-    for line, reason in zip(quarantine, ("pixels", "200 times", "cannot identify", "regular", "regular"), strict=False):
-        assert reason in line
+    quarantine = [json.loads(line) for line in (index.parent / "quarantine.jsonl").read_text().splitlines()]
+    assert [bad["line"] for bad in quarantine] == list(range(1, len(names) + 1))
+    for bad, reason in zip(quarantine, ("pixels", "200 times", "cannot identify", "regular", "regular"), strict=False):
+        assert reason in bad["reason"]
     inputs = VisionInputs(settings)
     assert len(inputs.train.items) == 2
     assert inputs.train.items.grids(1) == inputs.train.items.grids(1)[:1] * 2

@@ -43,10 +43,6 @@ class ShardInfo:
     index_sha256: str
     """sha256 (hex) of the document ends."""
 
-    def as_json(self) -> dict[str, Any]:
-        """A JSON object; `ShardInfo(**object)` reads it back."""
-        return {key: getattr(self, key) for key in self.__slots__}
-
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The stored type of ids below ``vocab_size``."""

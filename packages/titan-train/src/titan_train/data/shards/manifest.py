@@ -3,15 +3,15 @@
 It is written last. A folder without it is unfinished, and is never read.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from titan_train.data.prepared import content_key
 from titan_train.data.shards.format import ShardInfo
 from titan_train.files import read_text, write_atomic
 
@@ -60,7 +60,7 @@ class DataManifest:
         }
         if self.label_mask:
             content["label_mask"] = True
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return content_key(content)
 
     def num_tokens(self, split: str) -> int:
         """Tokens of one split."""
@@ -76,22 +76,8 @@ _ADAPTER = TypeAdapter(DataManifest)
 
 def write_manifest(folder: Path, manifest: DataManifest) -> None:
     """Write it under its final name in one step, after the shards are on disk."""
-    content = {
-        "format": _FORMAT,
-        "fingerprint": manifest.fingerprint,
-        "source": manifest.source,
-        "tokenizer": manifest.tokenizer,
-        "vocab_size": manifest.vocab_size,
-        "bos_id": manifest.bos_id,
-        "eos_id": manifest.eos_id,
-        "splits": {split: [shard.as_json() for shard in shards] for split, shards in manifest.splits.items()},
-        "text_bytes": dict(manifest.text_bytes),
-        "options": dict(manifest.options),
-        "files": [dict(file) for file in manifest.files],
-        "bad": dict(manifest.bad),
-        "label_mask": manifest.label_mask,
-    }
-    write_json(folder / MANIFEST_NAME, content)
+    content = {"format": _FORMAT, "fingerprint": manifest.fingerprint, **asdict(manifest)}
+    write_atomic(folder / MANIFEST_NAME, json.dumps(content, indent=1, ensure_ascii=False), sync=True)
 
 
 def read_manifest(folder: Path) -> DataManifest:
@@ -111,9 +97,7 @@ def read_manifest(folder: Path) -> DataManifest:
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}, but this release reads format {_FORMAT}")
         noted = content["fingerprint"]
-        given = {key: content[key] for key in DataManifest.__slots__ if key != "label_mask"}
-        given["label_mask"] = content.get("label_mask", False)
-        manifest = _ADAPTER.validate_python(given)
+        manifest = _ADAPTER.validate_python(content)
     except (ValueError, KeyError, TypeError, RecursionError) as err:
         problem = _first_problem(err) if isinstance(err, ValidationError) else f"{type(err).__name__}: {err}"
         raise ValueError(
@@ -132,8 +116,3 @@ def read_manifest(folder: Path) -> DataManifest:
 def _first_problem(err: ValidationError) -> str:
     item = err.errors(include_url=False)[0]
     return f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON, atomically and synced."""
-    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False), sync=True)

@@ -1,49 +1,52 @@
 """Tokenize a source once into shards, so that training reads tokens from a memory map.
 
-A prepared source is a folder: `train-00000.tok/.idx`, `validation-00000.tok/.idx`, ..., and `manifest.json`, written
-last. Shards of both parts end together, at a document; `progress.json` then says which document comes next. A killed
-preparation continues there and ends with the same bytes. One process prepares a folder at a time; others wait for it.
+A prepared source is a `PreparedFolder`: `train-00000.tok/.idx`, `validation-00000.tok/.idx`, ..., and `manifest.json`,
+written last. Shards of both parts end together, at a document; `progress.json` then says which document comes next. A
+killed preparation continues there and ends with the same bytes.
 
 A document is held out by a hash of its text: copies of a document never land on both sides, and adding files moves
 none of the others.
 """
 
-import hashlib
-import json
 import logging
-import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import TypeAdapter, ValidationError
-
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.data.progress import PrepareProgress, ProgressCallback
+from titan_train.data.prepared import PreparedFolder, content_key
+from titan_train.data.progress import ProgressCallback, ProgressReporter
 from titan_train.data.shards.format import ShardInfo, ShardWriter
-from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest, write_json, write_manifest
-from titan_train.data.sources.chat import Conversations, conversations_for
-from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest, write_manifest
+from titan_train.data.sources.chat import Conversations, conversations_for, template_key
+from titan_train.data.sources.document import CorpusFile, Document, held_out_fraction, is_held_out
 from titan_train.data.sources.documents import list_files, read_documents
-from titan_train.data.sources.encoding import encode_in_order
+from titan_train.data.sources.encoding import DocumentTokens, encode_in_order
 from titan_train.data.sources.files import FileReader
-from titan_train.data.sources.held_out import held_out_fraction, is_held_out
-from titan_train.data.sources.malformed import BadDocument, BadDocuments
-from titan_train.files import read_bytes
+from titan_train.data.sources.malformed import BadDocument
 from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 _SPLITS = (TRAIN, VALIDATION)
-_PROGRESS_NAME = "progress.json"
-_QUARANTINE_NAME = "quarantine.jsonl"
 _FORMAT = 1
-_REPORT_EVERY_S = 0.1
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The content of `progress.json`."""
+
+    shards: dict[str, list[ShardInfo]]
+    text_bytes: dict[str, int]
+    files: list[dict[str, Any]]
+    next: tuple[int, int]
+    """The next document: its file, and its line there."""
+    seen: int
+    bad: dict[str, int]
+    quarantine_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +59,23 @@ class _FileEnd:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """The next document: its file, and its line there."""
-
-    file: int = 0
-    line: int = 1
-
-
 def source_folder(
     source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
     cache_dir: Path,
     template: ChatTemplate | None = None,
+    files: Sequence[CorpusFile] | None = None,
 ) -> Path:
-    """Where a text source's shards lie: one folder for each set of files, tokenizer and options that decide tokens."""
-    return _folder(source, config, tokenizer, cache_dir, list_files(source), template)
+    """Folder of a text source's shards, named after the files, tokenizer and options that decide the tokens."""
+    content: dict[str, Any] = {
+        "format": _FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "options": _options(source, config),
+        "files": [file.stamp() for file in (list_files(source) if files is None else files)],
+        **template_key(source, template),
+    }
+    return cache_dir / f"{source.name}-{content_key(content)[:16]}"
 
 
 def prepare_source(
@@ -88,9 +91,9 @@ def prepare_source(
     Args:
         source: The source.
         config: Options of all sources.
-        tokenizer: Makes the tokens.
-        cache_dir: The folder is made in it.
-        progress: Told how far it is.
+        tokenizer: Encodes the text.
+        cache_dir: Parent of the folder.
+        progress: Called with the progress.
         template: Writes conversations; needed by a source of chats.
 
     Returns:
@@ -101,62 +104,38 @@ def prepare_source(
     """
     files = list_files(source)
     chats = conversations_for(source, tokenizer, template)
-    folder = _folder(source, config, tokenizer, cache_dir, files, template)
-    if _is_prepared(folder, source, config):
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with _only_process(folder):
-        if not _is_prepared(folder, source, config):  # another process may have done it meanwhile
-            _Preparation(source, config, tokenizer, folder, files, progress, chats).run()
-    return folder
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """The content of `progress.json`."""
-
-    shards: dict[str, list[ShardInfo]]
-    text_bytes: dict[str, int]
-    files: list[dict[str, Any]]
-    next: tuple[int, int]
-    seen: int
-    bad: dict[str, int]
-    quarantine_bytes: int
-
-
-_ADAPTER = TypeAdapter(_Noted)
+    path = source_folder(source, config, tokenizer, cache_dir, template, files)
+    folder = PreparedFolder(path, "progress.json", _Progress)
+    if not _is_prepared(folder, source, config):
+        with folder.one_process():
+            if not _is_prepared(folder, source, config):  # another process may have done it meanwhile
+                _Preparation(source, config, tokenizer, folder, files, progress, chats).run()
+    return path
 
 
 class _Preparation:
-    """One source on its way into shards."""
+    """Writes the shards of one source."""
 
     def __init__(
         self,
         source: SourceConfig,
         config: DataConfig,
         tokenizer: Tokenizer,
-        folder: Path,
+        folder: PreparedFolder[_Progress],
         files: Sequence[CorpusFile],
         progress: ProgressCallback | None,
         chats: Conversations | None,
     ) -> None:
-        self._chats = chats
-        self._source, self._config, self._tokenizer = source, config, tokenizer
-        self._folder, self._files, self._progress = folder, files, progress
+        self._source, self._config, self._tokenizer, self._chats = source, config, tokenizer, chats
+        self._folder, self._files = folder, files
         self._fraction = held_out_fraction(source, config)
-        self._bad = _bad_documents(source, config, folder / _QUARANTINE_NAME)
-        self._shards: dict[str, list[ShardInfo]] = {split: [] for split in _SPLITS}
-        self._text_bytes: dict[str, int] = {TRAIN: 0, VALIDATION: 0}
-        self._done_files: list[dict[str, Any]] = []
-        self._next = _Position()
-        self._bos = _bos(config, tokenizer)
-        self._eos = np.array([tokenizer.eos_id], dtype=np.int32)
-        self._sizes = [file.path.stat().st_size for file in files]
-        self._ends = list(accumulate(self._sizes))
-        self._started = time.monotonic()
-        self._reported = 0.0
-        self._reader: FileReader | None = None
-        self._bytes_before = 0  # of the files before the one being read
+        self._bad = folder.bad_documents(source.name, config)
+        self._done = _Progress({split: [] for split in _SPLITS}, dict.fromkeys(_SPLITS, 0), [], (0, 1), 0, {}, 0)
+        self._tokens = DocumentTokens(config, tokenizer, chats)
+        self._sizes = [file.path.stat().st_size for file in self._files]
+        self._report = ProgressReporter(f"tokenize {source.name}", self._sizes, progress)
+        self._bytes_before = list(accumulate(self._sizes, initial=0))
+        self._reading: tuple[int, FileReader] | None = None  # the file being read, by number
         self._writers: dict[str, ShardWriter] = {}
 
     def run(self) -> None:
@@ -166,93 +145,67 @@ class _Preparation:
             for item, ids in encode_in_order(self._items(), self._tokenizer, self._config.num_threads):
                 self._take(item, ids)
             self._bad.check_share()
-            self._cut(last=True)
+            self._finish_shards()
         except BaseException:
             for writer in self._writers.values():
                 writer.discard()
             raise
-        write_manifest(self._folder, self._manifest())
-        (self._folder / _PROGRESS_NAME).unlink(missing_ok=True)
-        self._report(finished=True)
+        write_manifest(self._folder.path, self._manifest())
+        self._folder.state_path.unlink(missing_ok=True)
+        self._report_progress(finished=True)
 
     def _items(self) -> Iterator[Document | BadDocument | _FileEnd]:
-        start = self._next
-        for number in range(start.file, len(self._files)):
-            file = self._files[number]
-            self._bytes_before = self._ends[number] - self._sizes[number]
-            self._reader = reader = FileReader(file.path)
-            yield from read_documents(
-                file, self._source, reader, start.line if number == start.file else 1, self._chats
-            )
+        first, line = self._done.next
+        for number, file in enumerate(self._files[first:], start=first):
+            reader = FileReader(file.path)
+            self._reading = number, reader
+            yield from read_documents(file, self._source, reader, line, self._chats)
             yield _FileEnd(number, file.name, reader.bytes_read, reader.sha256)
+            line = 1
 
     def _take(self, item: Document | BadDocument | _FileEnd, ids: Any) -> None:
         if isinstance(item, _FileEnd):
-            self._done_files.append({"path": item.name, "size": item.size, "sha256": item.sha256})
-            self._next = _Position(item.number + 1)
-            self._report()
+            self._done.files.append({"path": item.name, "size": item.size, "sha256": item.sha256})
+            self._done.next = (item.number + 1, 1)
+            self._report_progress()
             return
         if isinstance(item, BadDocument):
             self._bad.add(item)
         else:
             self._bad.add_good()
             split = VALIDATION if is_held_out(item.utf8, self._fraction) else TRAIN
-            # a chat template writes what begins and ends a conversation
-            self._writers[split].append([ids] if self._chats else [*self._bos, ids, self._eos])
-            self._text_bytes[split] += len(item.utf8)
-        self._next = _Position(self._next.file, item.line + 1)
-        self._report()
+            self._writers[split].append(self._tokens.of(ids))
+            self._done.text_bytes[split] += len(item.utf8)
+        self._done.next = (self._done.next[0], item.line + 1)
+        self._report_progress()
         if sum(writer.tokens for writer in self._writers.values()) >= self._config.shard_tokens:
-            self._cut()
+            self._finish_shards()
+            self._done.seen, self._done.bad = self._bad.seen, dict(self._bad.counts)
+            self._done.quarantine_bytes = self._bad.quarantine_size()
+            self._folder.write(self._done)
+            self._writers = self._open_writers()
 
-    def _cut(self, last: bool = False) -> None:
-        """Finish the open shards, and note where the next ones begin."""
+    def _finish_shards(self) -> None:
         for split, writer in self._writers.items():
-            if writer.tokens or not self._shards[split]:
-                self._shards[split].append(writer.close())
+            if writer.tokens or not self._done.shards[split]:
+                self._done.shards[split].append(writer.close())
             else:
                 writer.discard()
         self._writers = {}
-        if last:
-            return
-        write_json(
-            self._folder / _PROGRESS_NAME,
-            {
-                "shards": {split: [info.as_json() for info in shards] for split, shards in self._shards.items()},
-                "text_bytes": self._text_bytes,
-                "files": self._done_files,
-                "next": [self._next.file, self._next.line],
-                "seen": self._bad.seen,
-                "bad": dict(self._bad.counts),
-                "quarantine_bytes": self._bad.quarantine_size(),
-            },
-        )
-        self._writers = self._open_writers()
 
     def _resume(self) -> None:
-        path = self._folder / _PROGRESS_NAME
-        if not path.exists():
-            self._bad.resume(0, {}, 0)
-            return
-        try:
-            noted = _ADAPTER.validate_json(read_bytes(path))
-        except ValidationError:  # written by a machine that lost power, perhaps
-            _logger.warning("%s is damaged: preparing %s from the beginning", path, self._source.name)
-            self._bad.resume(0, {}, 0)
-            return
-        self._shards = noted.shards
-        self._text_bytes = noted.text_bytes
-        self._done_files = noted.files
-        self._next = _Position(*noted.next)
-        self._bad.resume(noted.seen, noted.bad, noted.quarantine_bytes)
-        _logger.info("%s: continuing at file %d, line %d", self._folder, self._next.file, self._next.line)
+        found = self._folder.read_or_restart()
+        if found is not None:
+            self._done = found
+            _logger.info("%s: continuing at file %d, line %d", self._folder.path, *found.next)
+        self._bad.resume(self._done.seen, self._done.bad, self._done.quarantine_bytes)
 
     def _open_writers(self) -> dict[str, ShardWriter]:
         return {
             split: ShardWriter(
-                self._folder,
-                f"{split}-{len(self._shards[split]):05d}",
-                vocab_size=self._tokenizer.vocab_size * (2 if self._chats else 1),
+                self._folder.path,
+                f"{split}-{len(self._done.shards[split]):05d}",
+                vocab_size=self._tokens.vocab_size,
                 tokenizer_fingerprint=self._tokenizer.fingerprint,
             )
             for split in _SPLITS
@@ -265,63 +218,34 @@ class _Preparation:
             vocab_size=self._tokenizer.vocab_size,
             bos_id=self._tokenizer.bos_id if self._config.add_bos else None,
             eos_id=self._tokenizer.eos_id,
-            splits={split: tuple(shards) for split, shards in self._shards.items()},
-            text_bytes=self._text_bytes,
+            splits={split: tuple(shards) for split, shards in self._done.shards.items()},
+            text_bytes=self._done.text_bytes,
             label_mask=self._chats is not None,
             options=_options(self._source, self._config),
-            files=tuple(self._done_files),
+            files=tuple(self._done.files),
             bad=dict(self._bad.counts),
         )
 
-    def _report(self, finished: bool = False) -> None:
-        now = time.monotonic()
-        if self._progress is None or (now - self._reported < _REPORT_EVERY_S and not finished):
-            return
-        self._reported = now
-        finished_tokens = sum(info.tokens for shards in self._shards.values() for info in shards)
-        self._progress(
-            PrepareProgress(
-                stage=f"tokenize {self._source.name}",
-                files_done=len(self._done_files),
-                files_total=len(self._files),
-                bytes_done=self._bytes_before + (self._reader.bytes_read if self._reader else 0),
-                bytes_total=self._ends[-1],
-                tokens=finished_tokens + sum(writer.tokens for writer in self._writers.values()),
-                elapsed_s=now - self._started,
+    def _report_progress(self, finished: bool = False) -> None:
+        if self._report.is_due(finished):
+            number, bytes_read = (0, 0) if self._reading is None else (self._reading[0], self._reading[1].bytes_read)
+            shards = (info for shards in self._done.shards.values() for info in shards)
+            self._report(
+                len(self._done.files),
+                bytes_done=self._bytes_before[number] + bytes_read,
+                tokens=sum(part.tokens for part in (*shards, *self._writers.values())),
                 finished=finished,
             )
-        )
 
 
-def _bos(config: DataConfig, tokenizer: Tokenizer) -> list[Any]:
-    if not config.add_bos:
-        return []
-    if tokenizer.bos_id is None:
-        raise ValueError(
-            f"data.add_bos=true, but the {tokenizer.kind} tokenizer has no beginning-of-document token. "
-            "Set add_bos=false, or use a tokenizer that has one."
-        )
-    return [np.array([tokenizer.bos_id], dtype=np.int32)]
-
-
-def _bad_documents(source: SourceConfig, config: DataConfig, quarantine: Path) -> BadDocuments:
-    return BadDocuments(
-        source.name,
-        on_error=config.on_error,
-        max_fraction=config.max_bad_fraction,
-        max_count=config.max_bad,
-        quarantine=quarantine,
-    )
-
-
-def _is_prepared(folder: Path, source: SourceConfig, config: DataConfig) -> bool:
-    if not (folder / MANIFEST_NAME).is_file():
+def _is_prepared(folder: PreparedFolder[_Progress], source: SourceConfig, config: DataConfig) -> bool:
+    if not (folder.path / MANIFEST_NAME).is_file():
         return False
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder.path)
     if manifest.bad:  # prepared under a looser limit, perhaps
-        bad = _bad_documents(source, config, folder / _QUARANTINE_NAME)
-        seen = sum(manifest.num_documents(split) for split in _SPLITS) + sum(manifest.bad.values())
-        bad.seen, bad.counts = seen, bad.counts + type(bad.counts)(manifest.bad)
+        bad = folder.bad_documents(source.name, config)
+        bad.seen = sum(manifest.num_documents(split) for split in _SPLITS) + sum(manifest.bad.values())
+        bad.counts.update(manifest.bad)
         bad.check_share()
     return True
 
@@ -337,38 +261,3 @@ def _options(source: SourceConfig, config: DataConfig) -> dict[str, Any]:
         "shard_tokens": config.shard_tokens,
         "on_error": config.on_error,
     }
-
-
-def _folder(
-    source: SourceConfig,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    cache_dir: Path,
-    files: Sequence[CorpusFile],
-    template: ChatTemplate | None,
-) -> Path:
-    content: dict[str, Any] = {
-        "format": _FORMAT,
-        "tokenizer": tokenizer.fingerprint,
-        "options": _options(source, config),
-        "files": [file.stamp() for file in files],
-    }
-    if source.messages_key and template is not None:
-        content["chat"] = [source.messages_key, template.source, template.special_tokens]
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_dir / f"{source.name}-{key}"
-
-
-@contextmanager
-def _only_process(folder: Path) -> Generator[None]:
-    import fcntl  # not on Windows
-
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _logger.info("waiting for another process that prepares %s", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as err:  # some network file systems have no locks
-            _logger.warning("%s cannot be locked (%s): prepare it from one process only", folder, err)
-        yield  # closing the file releases the lock

@@ -90,6 +90,13 @@ def conversations_for(
     return Conversations.of(tokenizer, template)
 
 
+def template_key(source: SourceConfig, template: ChatTemplate | None) -> dict[str, Any]:
+    """What a chat template contributes to the key of a folder of tokens: nothing for a source of plain text."""
+    if not source.messages_key or template is None:
+        return {}
+    return {"chat": [source.messages_key, template.source, template.special_tokens]}
+
+
 def encode_conversation(document: Document, tokenizer: Tokenizer) -> StoredTokens:
     """Ids of a conversation, int32; an id that is not learned has the tokenizer's `vocab_size` added.
 

@@ -1,7 +1,10 @@
-"""A file of a source, and one document of it."""
+"""A file of a source, one document of it, and whether that document is held out for validation."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from titan_train.config import DataConfig, SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +34,15 @@ class Document:
     """The characters of ``text`` that are learned, if it is a conversation; None learns all of it."""
     byte: int = 0
     """Where its line begins in the decompressed file."""
+
+
+def is_held_out(utf8: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the held-out share, by a hash of its text alone: copies land on the same side."""
+    if fraction <= 0:
+        return False
+    return int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") < fraction * 2**64
+
+
+def held_out_fraction(source: SourceConfig, config: DataConfig) -> float:
+    """Share of a source held out; 0 for a validation source."""
+    return 0.0 if source in config.validation_sources else config.validation_fraction

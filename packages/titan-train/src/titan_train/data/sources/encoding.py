@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from titan_train.data.sources.chat import encode_conversation
+import numpy as np
+
+from titan_train.config import DataConfig
+from titan_train.data.sources.chat import Conversations, encode_conversation
 from titan_train.data.sources.document import Document
 from titan_train.tokenizers import Tokenizer
 from titan_train.tokenizers.protocol import TokenArray
@@ -73,3 +76,28 @@ def _batches(items: Iterable[Item | Document]) -> Iterator[list[Item | Document]
             batch, size = [], 0
     if batch:
         yield batch
+
+
+class DocumentTokens:
+    """The tokens stored for a document: its ids between those that begin and end it; a chat template writes its own.
+
+    Raises:
+        ValueError: If ``config`` asks for a beginning-of-document token that the tokenizer lacks.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, chats: Conversations | None) -> None:
+        if config.add_bos and tokenizer.bos_id is None:
+            raise ValueError(
+                f"data.add_bos=true, but the {tokenizer.kind} tokenizer has no beginning-of-document token. "
+                "Set add_bos=false, or use a tokenizer that has one."
+            )
+        self.vocab_size = tokenizer.vocab_size * (1 if chats is None else 2)
+        """Bound of the stored ids: those of a chat that are not learned have the tokenizer's size added."""
+        self._before, self._after = (
+            [np.array([token], dtype=np.int32)] if chats is None and wanted else []
+            for token, wanted in ((tokenizer.bos_id, config.add_bos), (tokenizer.eos_id, True))
+        )
+
+    def of(self, ids: TokenArray) -> list[TokenArray]:
+        """The parts that make up a document with these ids."""
+        return [*self._before, ids, *self._after]

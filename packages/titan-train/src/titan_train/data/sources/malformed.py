@@ -13,7 +13,9 @@ from typing import Literal
 
 from titan_train.config.inputs.data import OnError
 
-BadKind = Literal["invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize", "bad_chat"]
+BadKind = Literal[
+    "invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize", "bad_chat", "bad_image"
+]
 
 _logger = logging.getLogger(__name__)
 _EXCERPT_BYTES = 80
@@ -82,7 +84,8 @@ class BadDocuments:
         self._max_fraction = max_fraction
         self._max_count = max_count
         self._quarantine = quarantine
-        self._first: list[BadDocument] = []
+        self.first: list[BadDocument] = []
+        """Up to five of them."""
         self._logged: set[tuple[str, BadKind]] = set()
 
     def add_good(self, count: int = 1) -> None:
@@ -101,8 +104,8 @@ class BadDocuments:
             )
         self.seen += 1
         self.counts[bad.kind] += 1
-        if len(self._first) < 5:
-            self._first.append(bad)
+        if len(self.first) < 5:
+            self.first.append(bad)
         if (bad.file, bad.kind) not in self._logged:
             self._logged.add((bad.file, bad.kind))
             _logger.warning("left out (%s, logged once for each file and kind): %s", bad.kind, bad)
@@ -135,12 +138,12 @@ class BadDocuments:
 
     def _too_many(self, limit: str) -> None:
         total = self.counts.total()
-        listing = "".join(f"\n  {bad}" for bad in self._first)
+        listing = "".join(f"\n  {bad}" for bad in self.first)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
         raise MalformedInputError(
             f"source {self._source!r}: {total} of {self.seen} documents are malformed ({kinds}), more than {limit} "
             f"allows. Repair the files, or raise the limit. The first of them since the start:{listing}",
-            tuple(self._first),
+            tuple(self.first),
         )
 
     @staticmethod

@@ -1,15 +1,13 @@
 """The text of sources, without tokens: what a tokenizer is trained on, and judged on."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.config.inputs.source import TEXT_KINDS
-from titan_train.data.progress import PrepareProgress, ProgressCallback
-from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.progress import ProgressCallback, ProgressReporter
+from titan_train.data.sources.document import CorpusFile, Document, held_out_fraction, is_held_out
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.files import FileReader
-from titan_train.data.sources.held_out import held_out_fraction, is_held_out
 
 # What text shrinks to under gzip and zstandard, about; only used to spread a sample over the files.
 _COMPRESSION = 5
@@ -28,7 +26,7 @@ def training_texts(
         sources: Sources to read; those of tokens have no text and are passed over.
         config: Says which documents are held out.
         max_bytes: About how much text to give, spread over the files by their size; None gives all.
-        progress: Told of each file.
+        progress: Called with the progress.
     """
     return _texts(sources, config, held_out=False, max_bytes=max_bytes, progress=progress)
 
@@ -51,7 +49,8 @@ def _texts(
     files = [(source, file) for source in sources if source.kind in TEXT_KINDS for file in list_files(source)]
     total = sum(_text_bytes(file) for _, file in files)
     share = 1.0 if max_bytes is None or not total else min(1.0, max_bytes / total)
-    started, done, credit = time.monotonic(), 0, 0.0
+    report = ProgressReporter("read text for the tokenizer", [file.path.stat().st_size for _, file in files], progress)
+    credit = 0.0
     for number, (source, file) in enumerate(files, start=1):
         # Each file adds its share to the credit and documents draw on it: large files give their beginning, and of
         # many small ones every n-th is taken whole.
@@ -64,18 +63,7 @@ def _texts(
                     yield document.text
                 if share < 1.0 and credit <= 0:
                     break
-        done += file.path.stat().st_size
-        if progress is not None:
-            progress(
-                PrepareProgress(
-                    stage="read text for the tokenizer",
-                    files_done=number,
-                    files_total=len(files),
-                    bytes_done=done,
-                    elapsed_s=time.monotonic() - started,
-                    finished=number == len(files),
-                )
-            )
+        report(number, finished=number == len(files))
 
 
 def _text_bytes(file: CorpusFile) -> int:

@@ -7,28 +7,36 @@ A block whose files have changed since, or whose shard is gone, is made again fr
 place too. If the place of a block is not known, the blocks before it are made until it is.
 """
 
-import json
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titan_train.config import DataConfig, SourceConfig
+from titan_train.data.prepared import PreparedFolder
 from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
-from titan_train.data.sources.malformed import BadDocuments
-from titan_train.data.stream.cursor import StreamCursor, cursor_from_json
+from titan_train.data.stream.cursor import StreamCursor
 from titan_train.data.stream.reader import StreamReader
-from titan_train.files import read_bytes, write_atomic
 from titan_train.tokenizers import Tokenizer
 
-_RECORDS = "blocks.json"
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.
 _KEPT_BLOCKS = 8
 _KEPT_RECORDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One block in `blocks.json`."""
+
+    block: int
+    begins: StreamCursor | None
+    """None begins at the first document."""
+    next: StreamCursor
+    files: list[tuple[str, int, int]]
+    """Stamps of the files it was read from."""
+    shard: ShardInfo
 
 
 class StreamBlocks:
@@ -54,7 +62,7 @@ class StreamBlocks:
         chats: Conversations | None = None,
     ) -> None:
         self._source, self._config, self._tokenizer = source, config, tokenizer
-        self._folder = folder
+        self._folder = PreparedFolder(folder, "blocks.json", list[_Record])
         self._seq_len, self._chats = seq_len, chats
         self._files = list_files(source)
         self._given: dict[int, StreamCursor] = {}  # from a checkpoint
@@ -62,13 +70,7 @@ class StreamBlocks:
         self._reader: StreamReader | None = None
         self._reader_at: StreamCursor | None = None
         self._reader_block = -1  # the block that it makes next
-        self._bad = BadDocuments(
-            source.name,
-            on_error=config.on_error,
-            max_fraction=config.max_bad_fraction,
-            max_count=config.max_bad,
-            quarantine=folder / "quarantine.jsonl",
-        )
+        self._bad = self._folder.bad_documents(source.name, config)
 
     def open(self, number: int) -> ShardedTokens:
         """A block, made if it is not there. Waits while another process makes it.
@@ -76,7 +78,7 @@ class StreamBlocks:
         Raises:
             ValueError: As `StreamReader.take`.
         """
-        with self._lock, _only_process(self._folder):
+        with self._lock, self._folder.one_process():
             found = self._on_disk(number)
             return found if found is not None else self._make(number)
 
@@ -90,7 +92,7 @@ class StreamBlocks:
         return self._reader is not None and self._reader_block == number
 
     def give(self, number: int, cursor: StreamCursor) -> None:
-        """Say where a block begins, as a checkpoint does.
+        """Set where a block begins, as a checkpoint states it.
 
         Raises:
             ValueError: If the files are not those that it was read from.
@@ -121,9 +123,9 @@ class StreamBlocks:
             raise
         self._reader_at, self._reader_block = after, number + 1
         writer = ShardWriter(
-            self._folder,
-            _shard_name(number),
-            vocab_size=self._tokenizer.vocab_size * (1 if self._chats is None else 2),
+            self._folder.path,
+            f"block-{number:08d}",
+            vocab_size=reader.stored.vocab_size,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             sync=False,  # a block is checked in full when it is opened, and made again if it is damaged
         )
@@ -134,14 +136,9 @@ class StreamBlocks:
         except BaseException:
             writer.discard()
             raise
-        self._note(
-            {
-                "block": number,
-                "begins": None if cursor is None else cursor.as_json(),
-                "next": after.as_json(),
-                "files": [list(stamp) for stamp in reader.touched],
-                "shard": shard.as_json(),
-            }
+        others = [other for other in self._records() if other.block != number]
+        self._folder.write(
+            [*others, _Record(number, cursor, after, reader.touched, shard)][-_KEPT_RECORDS:], sync=False
         )
         return shard, after
 
@@ -166,27 +163,24 @@ class StreamBlocks:
         """Where blocks up to ``number`` begin, as far as that is known and its files are still the same."""
         known: dict[int, StreamCursor | None] = {0: None}
         for record in self._records():
-            if record["block"] < number and self._is_current(record):
-                known[record["block"] + 1] = cursor_from_json(record["next"])
+            if record.block < number and self._is_current(record):
+                known[record.block + 1] = record.next
         return known | {block: cursor for block, cursor in self._given.items() if block <= number}
 
     def _on_disk(self, number: int) -> ShardedTokens | None:
-        for record in reversed(self._records()):
-            if record["block"] == number:
-                if not self._is_current(record):
-                    return None
-                begins = None if record["begins"] is None else cursor_from_json(record["begins"])
-                if begins != self._given.get(number, begins):
-                    return None
-                try:
-                    return self._opened(ShardInfo(**record["shard"]))
-                except ValueError:  # removed, or cut by a full disk: it is made again
-                    return None
-        return None
+        record = next((record for record in self._records() if record.block == number), None)
+        if record is None or not self._is_current(record):
+            return None
+        if record.begins != self._given.get(number, record.begins):
+            return None
+        try:
+            return self._opened(record.shard)
+        except ValueError:  # removed, or cut by a full disk: it is made again
+            return None
 
     def _opened(self, shard: ShardInfo) -> ShardedTokens:
         return ShardedTokens(
-            [self._folder],
+            [self._folder.path],
             [shard],
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             fingerprint=shard.tokens_sha256,
@@ -195,40 +189,20 @@ class StreamBlocks:
             not_learned_from=None if self._chats is None else self._tokenizer.vocab_size,
         )
 
-    def _is_current(self, record: dict[str, Any]) -> bool:
-        """Whether the files it was read from are as they were, and those before it too."""
-        stamps = {file.stamp() for file in self._files}
-        if not {tuple(stamp) for stamp in record["files"]} <= stamps:
+    def _is_current(self, record: _Record) -> bool:
+        """Whether the files it was read from, and those before them, are unchanged."""
+        if not set(record.files) <= {file.stamp() for file in self._files}:
             return False
         try:
-            cursor_from_json(record["next"]).file_number(self._files, self._source.name)
+            record.next.file_number(self._files, self._source.name)
         except ValueError:
             return False
         return True
 
-    def _records(self) -> list[dict[str, Any]]:
-        path = self._folder / _RECORDS
-        return json.loads(read_bytes(path)) if path.is_file() else []
-
-    def _note(self, record: dict[str, Any]) -> None:
-        others = [other for other in self._records() if other["block"] != record["block"]]
-        write_atomic(self._folder / _RECORDS, json.dumps([*others, record][-_KEPT_RECORDS:]))
+    def _records(self) -> list[_Record]:
+        return self._folder.read_or_restart() or []
 
     def _remove_before(self, number: int) -> None:
-        for path in self._folder.glob("block-*.*"):
+        for path in self._folder.path.glob("block-*.*"):
             if int(path.stem.split("-")[1]) < number:
                 path.unlink(missing_ok=True)
-
-
-def _shard_name(number: int) -> str:
-    return f"block-{number:08d}"
-
-
-@contextmanager
-def _only_process(folder: Path) -> Generator[None]:
-    import fcntl  # not on every system
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -2,33 +2,33 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_train.data.sources.document import CorpusFile
+
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCursor:
     """A place in a stream."""
 
-    epoch: int
+    epoch: Count
     """How many times all files were read before."""
     file: str
     """Name of the file, as `CorpusFile.name`."""
-    line: int
+    line: Count
     """Line or row of the document, from 1."""
-    byte: int
+    byte: Count
     """Where that line begins, in the decompressed file; 0 in a table."""
-    skip: int
+    skip: Count
     """Tokens of that document that were taken before."""
     before: str
     """Hash (hex) of the names and sizes of the files before this one."""
-
-    def as_json(self) -> dict[str, Any]:
-        """A JSON object; `cursor_from_json` reads it back."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
     def file_number(self, files: Sequence[CorpusFile], source: str) -> int:
         """Which of ``files`` it lies in.
@@ -52,20 +52,19 @@ class StreamCursor:
         )
 
 
-def cursor_from_json(content: Mapping[str, Any]) -> StreamCursor:
-    """Read a cursor back.
+_ADAPTER = TypeAdapter(StreamCursor)
+
+
+def cursor_from_json(content: Any) -> StreamCursor:
+    """Read a cursor from the JSON object of its fields.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not one.
     """
     try:
-        made = StreamCursor(**content)
-    except TypeError as err:
-        raise ValueError(f"{content!r} is not a place in a stream ({err}).") from err
-    numbers = [content[name] for name in ("epoch", "line", "byte", "skip")]
-    if not isinstance(content["file"], str) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{content!r} is not a place in a stream.")
-    return made
+        return _ADAPTER.validate_python(content)
+    except ValidationError as err:
+        raise ValueError(f"{content!r} is not a place in a stream.") from err
 
 
 def files_before(files: Sequence[CorpusFile], number: int) -> str:

@@ -10,7 +10,7 @@ from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.document import Document
 from titan_train.data.sources.documents import list_files, read_documents
-from titan_train.data.sources.encoding import encode_in_order
+from titan_train.data.sources.encoding import DocumentTokens, encode_in_order
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument, BadDocuments
 from titan_train.data.stream.cursor import StreamCursor, files_before
@@ -73,8 +73,7 @@ class StreamReader:
         first = _Place(0, 0) if start is None else _Place(start.epoch, start.file_number(self._files, source.name))
         self._line, self._byte = (1, 0) if start is None else (start.line, start.byte)
         self._skip = 0 if start is None else start.skip
-        self._bos = [] if not config.add_bos else [np.array([tokenizer.bos_id], dtype=np.int32)]
-        self._eos = np.array([tokenizer.eos_id], dtype=np.int32)
+        self.stored = DocumentTokens(config, tokenizer, chats)
         self._place = first
         self._items = encode_in_order(self._in_turn(first), tokenizer, config.num_threads)
         self._held: tuple[int, int, Tokens] | None = None  # the document in progress: its line, byte and tokens
@@ -166,9 +165,7 @@ class StreamReader:
             if isinstance(item, Document):
                 assert ids is not None
                 self._bad.add_good()
-                # a chat template writes what begins and ends a conversation
-                whole = ids if self._chats is not None else np.concatenate([*self._bos, ids, self._eos])
-                self._held = item.line, item.byte, whole
+                self._held = item.line, item.byte, np.concatenate(self.stored.of(ids))
                 self._used, self._skip = self._skip, 0
             elif isinstance(item, BadDocument):
                 self._bad.add(item)

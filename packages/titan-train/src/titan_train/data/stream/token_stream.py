@@ -1,10 +1,9 @@
 """One source of text as samples, tokenized while they are read."""
 
 import contextlib
-import hashlib
-import json
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.loader.rows import CutRows, Row, TokenRows, WholeRows
 from titan_train.data.order.permutation import permute
-from titan_train.data.sources.chat import conversations_for
+from titan_train.data.prepared import content_key
+from titan_train.data.sources.chat import conversations_for, template_key
 from titan_train.data.stream.blocks import StreamBlocks
 from titan_train.data.stream.cursor import cursor_from_json
 from titan_train.tokenizers import ChatTemplate, Tokenizer
@@ -58,7 +58,7 @@ class TokenStream:
         self._name, self._seed = source.name, seed
         self._window, self._seq_len = source.stream_window, seq_len
         self.fingerprint = _fingerprint(source, config, tokenizer, template)
-        key = hashlib.sha256(json.dumps([self.fingerprint, seq_len, list(source.paths)]).encode()).hexdigest()[:16]
+        key = content_key([self.fingerprint, seq_len, list(source.paths)])[:16]
         folder = cache_dir / f"{source.name}-stream-{key}"
         self._blocks = StreamBlocks(source, config, tokenizer, folder, seq_len=seq_len, chats=chats)
         self._open = lru_cache(maxsize=4)(self._rows)
@@ -88,7 +88,7 @@ class TokenStream:
     def state(self, samples: int) -> list[Any] | None:
         """Where the block of the next sample begins, as JSON: its number and cursor; None before the second block."""
         number, cursor = self._blocks.cursor(samples // self._window)
-        return None if cursor is None else [number, cursor.as_json()]
+        return None if cursor is None else [number, asdict(cursor)]
 
     def load_state(self, state: Any) -> None:
         """Continue from what `state` gave.
@@ -142,6 +142,4 @@ def _fingerprint(source: SourceConfig, config: DataConfig, tokenizer: Tokenizer,
     }
     if source.packs_whole:
         content["packing"] = "whole"
-    if source.messages_key and template is not None:
-        content["chat"] = [source.messages_key, template.source, template.special_tokens]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return content_key(content | template_key(source, template))

@@ -15,7 +15,8 @@ from titan_train.data.loader.source import BatchSource, TensorBatch
 from titan_train.data.order.permutation import permute
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import patch_places
-from titan_train.tasks.vision.images import BrokenImage, FloatArray
+from titan_train.tasks.image_files import BrokenImage
+from titan_train.tasks.vision.images import FloatArray
 from titan_train.tasks.vision.rows import (
     Grid,
     ImageTextDocument,

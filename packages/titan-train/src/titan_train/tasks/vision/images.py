@@ -7,7 +7,6 @@ frame.
 
 import io
 import math
-import tarfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,19 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.tasks.image_files import BrokenImage, open_image, read_range, tar_members
 
 FloatArray = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
 
 _MOST_ELONGATED = 200
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
-"""Those that Pillow decodes itself: for others (EPS) it starts programs."""
 _ORIENTATION, _LYING = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values of images that are stored on their side."""
-
-
-class BrokenImage(Exception):
-    """An image that cannot be used; the message names it and says why."""
 
 
 def fit_grid(height: int, width: int, args: EncoderArgs, *, least: int, most: int) -> tuple[int, int]:
@@ -155,22 +149,9 @@ def _as_shown(image: Any) -> Any:
     return image.convert("RGB")
 
 
-@contextmanager
-def _opened(path: str) -> Generator[Any]:
-    """The image, of which no pixels are read yet; whatever fails with it is a `BrokenImage`."""
-    try:
-        from PIL import Image
-    except ImportError as err:
-        raise ValueError("images are decoded by Pillow, which is not installed. Install titan-train[vision].") from err
-    Image.init()
-    known = [name for name in _FORMATS if name in Image.OPEN]
-    try:
-        with _stored(path) as file, Image.open(file, formats=known) as image:
-            yield image
-    except BrokenImage:
-        raise
-    except Exception as err:  # decoders raise what they like on damaged files
-        raise BrokenImage(f"{path}: {type(err).__name__}: {err}") from err
+def _opened(path: str) -> Any:
+    """The image, with its header read but not its pixels."""
+    return open_image(_stored(path), path)
 
 
 @contextmanager
@@ -184,10 +165,7 @@ def _stored(path: str) -> Generator[Any]:
         name = file.relative_to(shard).as_posix()
         if name not in members:
             raise FileNotFoundError("the shard has no such file")
-        offset, size = members[name]
-        with shard.open("rb") as content:
-            content.seek(offset)
-            yield io.BytesIO(content.read(size))
+        yield io.BytesIO(read_range(shard, *members[name]))
         return
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
         raise OSError("not a regular file")
@@ -197,8 +175,5 @@ def _stored(path: str) -> Generator[Any]:
 
 @lru_cache(maxsize=1024)
 def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int]]:
-    """Where the regular files of a tar shard are. Links are left out: they may lead out of it."""
-    with tarfile.open(shard, "r:") as opened:
-        return {
-            member.name.removeprefix("./"): (member.offset_data, member.size) for member in opened if member.isreg()
-        }
+    """First byte and size of the regular files of a tar shard."""
+    return {name.removeprefix("./"): (start, size) for name, start, size in tar_members(shard)}

@@ -1,16 +1,16 @@
 """JSONL files with images beside them, or in tar shards.
 
 Preparing reads the header of every image, in threads. An image that cannot be read or is too large is quarantined: its line is
-left out, and named with the reason in ``quarantine.txt``. What is left becomes an index, with the grid of every image, so
+left out, and named with the reason in ``quarantine.jsonl``. What is left becomes an index, with the grid of every image, so
 that the length of every document is known before training.
 """
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,12 @@ import numpy as np
 
 from titan_train.config import Config
 from titan_train.data import cache_folder
+from titan_train.data.prepared import PreparedFolder, content_key
+from titan_train.data.sources.malformed import BadDocument
 from titan_train.files import write_atomic
 from titan_train.models.vision_language.args import EncoderArgs
-from titan_train.tasks.vision.images import (
-    BrokenImage,
-    FloatArray,
-    Pixels,
-    fit_grid,
-    image_size,
-    read_image,
-    thumbnail,
-    to_patches,
-)
+from titan_train.tasks.image_files import BrokenImage, read_json_lines
+from titan_train.tasks.vision.images import FloatArray, Pixels, fit_grid, image_size, read_image, thumbnail, to_patches
 from titan_train.tasks.vision.rows import Grid
 
 _THUMBNAIL = 96  # pixels
@@ -55,25 +49,35 @@ def prepare_index(config: Config, args: EncoderArgs) -> Path:
         ValueError: A file or a line is not what it should be, or nothing is usable.
     """
     files = list_lines(config.vision.paths)
-    folder = index_folder(config, args, files)
-    index = folder / "index.jsonl"
-    if index.is_file():
-        return index
+    folder = PreparedFolder(index_folder(config, args, files), "index.jsonl", str)
+    if folder.state_path.is_file():
+        return folder.state_path
+    with folder.one_process():
+        if not folder.state_path.is_file():  # another process may have done it meanwhile
+            write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
+    return folder.state_path
+
+
+def _index(config: Config, args: EncoderArgs, files: Sequence[Path], folder: PreparedFolder[str]) -> list[str]:
+    """The lines of the index; the others go into quarantine."""
+    bad = folder.bad_documents(
+        "vision.paths", replace(config.data, on_error="quarantine", max_bad_fraction=1.0, max_bad=0)
+    )
+    bad.resume(0, {}, 0)
     raw = [line for file in files for line in _lines(file)]
     with ThreadPoolExecutor(config.vision.threads) as pool:
         found = list(pool.map(lambda line: _measure(line, config, args), raw))
+    for item in found:
+        if isinstance(item, BadDocument):
+            bad.add(item)
     lines = [line for line in found if isinstance(line, Line)]
-    broken = [text for text in found if isinstance(text, str)]
     if len(lines) <= config.vision.held_out:
         raise ValueError(
-            f"vision.paths={list(config.vision.paths)} have {len(lines)} usable lines and {len(broken)} in quarantine"
-            f"{f' ({broken[0]})' if broken else ''}, of which vision.held_out={config.vision.held_out} are held out: nothing is "
-            "left to train on. Add data, or lower vision.held_out."
+            f"vision.paths={list(config.vision.paths)} have {len(lines)} usable lines and {bad.counts.total()} in quarantine"
+            f"{f' ({bad.first[0]})' if bad.first else ''}, of which vision.held_out={config.vision.held_out} are held out: "
+            "nothing is left to train on. Add data, or lower vision.held_out."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "quarantine.txt", "".join(f"{text}\n" for text in broken))
-    write_atomic(index, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
-    return index
+    return [json.dumps(asdict(line)) + "\n" for line in lines]
 
 
 def index_folder(config: Config, args: EncoderArgs, files: Sequence[Path]) -> Path:
@@ -81,7 +85,7 @@ def index_folder(config: Config, args: EncoderArgs, files: Sequence[Path]) -> Pa
     vision = config.vision
     content = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     bounds = [vision.min_image_tokens, vision.max_image_tokens, vision.max_pixels, args.patch, args.merge]
-    key = hashlib.sha256(json.dumps([content, [str(file) for file in files], bounds]).encode()).hexdigest()
+    key = content_key([content, [str(file) for file in files], bounds])
     return cache_folder(config.data) / f"vision-{key[:16]}"
 
 
@@ -141,26 +145,15 @@ def list_lines(patterns: Sequence[str]) -> list[Path]:
     return files
 
 
-def _lines(file: Path) -> list[tuple[Path, int, dict[str, Any]]]:
-    found: list[tuple[Path, int, dict[str, Any]]] = []
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as err:
-        raise ValueError(f"{file}: cannot be read as UTF-8 text: {err}. Correct vision.paths.") from err
-    for number, text in enumerate(content.split("\n"), start=1):
-        if not text.strip():
-            continue
-        try:
-            value: Any = json.loads(text)
-        except (ValueError, RecursionError) as err:
-            raise ValueError(f"{file}:{number}: not JSON: {err}. Correct the line.") from err
-        problem = _problem(value)
-        if problem:
+def _lines(file: Path) -> Iterator[tuple[Path, int, int, dict[str, Any]]]:
+    """File, number, first byte and value of each line."""
+    for number, byte, value in read_json_lines(file):
+        problem = str(value) if isinstance(value, ValueError) else _problem(value)
+        if problem or not isinstance(value, dict):
             raise ValueError(
-                f'{file}:{number}: {problem}. A line is {{"image": "a.png", "prompt": "…", "answer": "…"}}.'
+                f'{file}:{number}: {problem}. Correct the line: {{"image": "a.png", "prompt": "…", "answer": "…"}}.'
             )
-        found.append((file, number, value))
-    return found
+        yield file, number, byte, value
 
 
 def _problem(value: Any) -> str:
@@ -182,9 +175,9 @@ def _problem(value: Any) -> str:
     )
 
 
-def _measure(line: tuple[Path, int, dict[str, Any]], config: Config, args: EncoderArgs) -> Line | str:
-    """The line with the grids of its images; or why it is quarantined."""
-    file, number, value = line
+def _measure(line: tuple[Path, int, int, dict[str, Any]], config: Config, args: EncoderArgs) -> Line | BadDocument:
+    """The line with the grids of its images, or why it is quarantined."""
+    file, number, byte, value = line
     image = value.get("image", [])
     images = [str(file.parent / name) for name in (image if isinstance(image, list) else [image])]
     vision = config.vision
@@ -195,7 +188,7 @@ def _measure(line: tuple[Path, int, dict[str, Any]], config: Config, args: Encod
             for height, width in sizes
         ]
     except BrokenImage as err:
-        return f"{file}:{number}: {err}"
+        return BadDocument(str(file), number, byte, "bad_image", str(err), b"")
     return Line(f"{file}:{number}", value["prompt"], value["answer"], images, grids)
 
 

@@ -18,7 +18,8 @@ from titan_train.generation import LoadedRun
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.decoder import SeesImages
 from titan_train.models.vision_language.encoder import patch_places
-from titan_train.tasks.vision.images import BrokenImage, FloatArray, fit_grid, image_size, read_image, to_patches
+from titan_train.tasks.image_files import BrokenImage
+from titan_train.tasks.vision.images import FloatArray, fit_grid, image_size, read_image, to_patches
 from titan_train.tasks.vision.rows import Grid, write_document
 
 

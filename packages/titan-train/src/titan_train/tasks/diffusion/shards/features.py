@@ -13,9 +13,7 @@ import numpy.typing as npt
 
 from titan_train.tasks.diffusion.batches import Features
 from titan_train.tasks.diffusion.flow import FloatArray, generator
-from titan_train.tasks.diffusion.shards.fields import ShardFile
-from titan_train.tasks.diffusion.shards.tar import TarShard
-from titan_train.tasks.diffusion.shards.tensors import SafetensorsShard, read_tensors
+from titan_train.tasks.diffusion.shards.shard import SafetensorsShard, ShardFile, TarShard, read_tensors
 
 EMPTY_NAME = "empty.safetensors"
 """The features ``text`` and ``pooled`` of the empty text."""

@@ -2,22 +2,20 @@
 
 - JSONL files: one object per line with ``image``, a path beside the file, and ``text``, its caption.
 - tar files of the webdataset form: ``KEY.jpg`` (png, webp) beside ``KEY.txt``.
-
-An image that cannot be used is named with the reason; what to do about it is the caller's to decide.
 """
 
 import io
-import json
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from titan_train.data.sources.malformed import BadDocument
 from titan_train.tasks.diffusion.flow import FloatArray
+from titan_train.tasks.image_files import BrokenImage, open_image, read_json_lines, read_range, tar_members
 
 _KINDS = ("jpg", "jpeg", "png", "webp")
 _MOST_BYTES = 2**28
@@ -33,12 +31,19 @@ class TooSmallError(ValueError):
 class Captioned:
     """One image file, not decoded yet."""
 
-    place: str
-    """Where it is, for messages."""
+    file: Path
+    """The JSONL or tar file."""
+    number: int
+    """Line of a JSONL file, or sample of a tar file, from 1."""
+    byte: int
+    """First byte of the line; -1 in a tar file."""
+    name: str
     caption: str
     content: bytes
-    problem: str = ""
-    """Why there is no content."""
+
+    def bad(self, reason: str) -> BadDocument:
+        """The same as an image that cannot be used."""
+        return _bad(self.file, self.number, self.byte, reason)
 
 
 def list_images(pattern: str) -> list[Path]:
@@ -60,95 +65,85 @@ def list_images(pattern: str) -> list[Path]:
     return paths
 
 
-def read_images(path: Path) -> Iterator[Captioned]:
-    """The images of a file, in its order."""
+def read_images(path: Path) -> Iterator[Captioned | BadDocument]:
+    """The images of a file, in its order; what cannot be used says why."""
     return _of_tar(path) if path.suffix == ".tar" else _of_lines(path)
 
 
-def decode_image(content: bytes, side: int) -> FloatArray:
+def decode_image(content: bytes, side: int, name: str = "image") -> FloatArray:
     """A square of ``side`` pixels from the middle of an image, its shorter side resized: ``[3, side, side]``, -1 to 1.
 
     Raises:
         TooSmallError: It is smaller than that.
-        ValueError: It is no image, or too large.
+        BrokenImage: It cannot be decoded, or is too large.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
-            width, height = opened.size
-            if width * height > _MOST_PIXELS:
-                raise ValueError(f"it has {width} x {height} pixels, more than {_MOST_PIXELS:,}")
-            if min(width, height) < side:
-                raise TooSmallError(f"it has {width} x {height} pixels, and diffusion.grid needs {side} x {side}")
-            image = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, EOFError, Image.DecompressionBombError) as err:
-        raise ValueError(f"it is not an image that can be decoded ({type(err).__name__}: {err})") from err
+    with open_image(io.BytesIO(content), name) as opened:
+        width, height = opened.size
+        if width * height > _MOST_PIXELS:
+            raise BrokenImage(f"{name}: {width} x {height} pixels are more than {_MOST_PIXELS:,}")
+        large_enough = min(width, height) >= side
+        image = opened.convert("RGB") if large_enough else None
+    if image is None:
+        raise TooSmallError(f"{name} has {width} x {height} pixels, and diffusion.grid needs {side} x {side}")
     scale = side / min(width, height)
     size = (max(side, round(width * scale)), max(side, round(height * scale)))
     left, top = ((length - side) // 2 for length in size)
-    resized = image.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
+    resized = image.resize(size, resample=3).crop((left, top, left + side, top + side))  # bicubic
     pixels = np.asarray(resized, dtype=np.float32) / 127.5 - 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def _of_lines(path: Path) -> Iterator[Captioned]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                entry: Any = json.loads(line)
-                image, text = entry["image"], entry["text"]
-                if not isinstance(image, str) or not isinstance(text, str):
-                    raise TypeError("image and text must be strings")
-            except (ValueError, RecursionError, KeyError, TypeError) as err:
-                yield Captioned(
-                    place, "", b"", f'it is not an object with "image" and "text" ({type(err).__name__}: {err})'
-                )
-                continue
-            found = path.parent / image
-            try:
-                large = found.stat().st_size > _MOST_BYTES
-                problem = f"{found} is larger than {_MOST_BYTES:,} bytes" if large else ""
-                yield Captioned(f"{place} ({found})", text, b"" if large else found.read_bytes(), problem)
-            except OSError as err:
-                yield Captioned(place, text, b"", f"{found} cannot be read ({err.strerror})")
+def _bad(file: Path, number: int, byte: int, reason: str) -> BadDocument:
+    return BadDocument(str(file), number, byte, "bad_image", reason, b"")
 
 
-def _of_tar(path: Path) -> Iterator[Captioned]:
+def _of_lines(path: Path) -> Iterator[Captioned | BadDocument]:
+    for number, byte, entry in read_json_lines(path):
+        image, text = (entry.get("image"), entry.get("text")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(image, str) or not isinstance(text, str):
+            detail = f" ({entry})" if isinstance(entry, ValueError) else ""
+            yield _bad(path, number, byte, f'not an object with the strings "image" and "text"{detail}')
+            continue
+        found = path.parent / image
+        try:
+            if found.stat().st_size > _MOST_BYTES:
+                yield _bad(path, number, byte, f"{found} is larger than {_MOST_BYTES:,} bytes")
+            else:
+                yield Captioned(path, number, byte, str(found), text, found.read_bytes())
+        except (OSError, ValueError) as err:
+            yield _bad(path, number, byte, f"{found} cannot be read ({err})")
+
+
+def _of_tar(path: Path) -> Iterator[Captioned | BadDocument]:
     """A sample's files stand next to each other, as the webdataset form asks."""
-    key, files = "", dict[str, bytes]()
+    number, key = 0, ""
     try:
-        with tarfile.open(path, mode="r:") as members:
-            for member in members:
-                if not member.isreg():
-                    continue
-                folder, _, name = member.name.rpartition("/")
-                stem, _, kind = name.partition(".")
-                if f"{folder}/{stem}" != key:
-                    if files:
-                        yield _joined(path, key, files)
-                    key, files = f"{folder}/{stem}", {}
-                if kind.lower() in (*_KINDS, "txt") and member.size <= _MOST_BYTES:
-                    file = members.extractfile(member)
-                    files[kind.lower()] = b"" if file is None else file.read()
-    except (tarfile.TarError, OSError, EOFError) as err:
-        yield Captioned(f"{path}, after {key!r}", "", b"", f"the file is damaged or not complete ({err})")
-        return
-    if files:
-        yield _joined(path, key, files)
+        for key, members in groupby(tar_members(path), key=lambda member: _split(member[0])[0]):
+            files = {
+                kind: read_range(path, start, size)
+                for name, start, size in members
+                if (kind := _split(name)[1]) in (*_KINDS, "txt") and size <= _MOST_BYTES
+            }
+            if files:
+                number += 1
+                yield _joined(path, number, f"sample {key!r}", files)
+    except ValueError as err:
+        yield _bad(path, number + 1, -1, f"after sample {key!r}: {err}")
 
 
-def _joined(path: Path, key: str, files: dict[str, bytes]) -> Captioned:
-    place = f"{path}, sample {key.removeprefix('/')!r}"
+def _split(name: str) -> tuple[str, str]:
+    """A sample's key, which ends at the first dot of a file's name, and the kind of the file."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, kind = file.partition(".")
+    return folder + slash + stem, kind.lower()
+
+
+def _joined(path: Path, number: int, name: str, files: dict[str, bytes]) -> Captioned | BadDocument:
     image = next((files[kind] for kind in _KINDS if kind in files), None)
     if image is None or "txt" not in files:
-        return Captioned(
-            place, "", b"", "it has no image beside its caption" if image is None else "it has no caption (KEY.txt)"
-        )
+        missing = "image beside its caption" if image is None else "caption (KEY.txt)"
+        return _bad(path, number, -1, f"{name} has no {missing}")
     try:
-        return Captioned(place, files["txt"].decode().strip(), image)
+        return Captioned(path, number, -1, name, files["txt"].decode().strip(), image)
     except UnicodeDecodeError as err:
-        return Captioned(place, "", b"", f"its caption is not UTF-8 (byte {err.start})")
+        return _bad(path, number, -1, f"{name}: its caption is not UTF-8 (byte {err.start})")

@@ -1,0 +1,84 @@
+"""Files that images come in: JSON lines that name them, tar files that hold them, and Pillow, which opens them."""
+
+import json
+import tarfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Those that Pillow decodes itself: for others (EPS) it starts programs.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
+
+
+class BrokenImage(Exception):
+    """An image that cannot be used; the message names it and says why."""
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, int, Any]]:
+    """Number, first byte and value of each line that is not empty; the value is a ValueError if the line is not JSON.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    byte = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        value: Any = json.loads(line.decode())
+                    except (ValueError, RecursionError) as err:
+                        value = ValueError(f"not JSON: {err}")
+                    yield number, byte, value
+                byte += len(line)
+    except OSError as err:
+        raise ValueError(f"{path} cannot be read: {err.strerror}. Correct the path.") from err
+
+
+def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of each regular file of a tar file. Links are left out: they may lead out of it.
+
+    Raises:
+        ValueError: It is compressed, damaged or cut.
+    """
+    try:
+        size = path.stat().st_size
+        with tarfile.open(path, "r:") as members:
+            for member in members:
+                if member.isreg():
+                    if member.offset_data + member.size > size:
+                        raise ValueError(f"{path} ends inside {member.name}: it was not copied whole. Fetch it again.")
+                    yield member.name, member.offset_data, member.size
+    except (tarfile.TarError, OSError, EOFError) as err:
+        raise ValueError(f"{path} is not a complete tar file without compression: {err}. Fetch it again.") from err
+
+
+def read_range(path: Path, start: int, size: int) -> bytes:
+    """Bytes of a file, such as a member of a tar file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
+@contextmanager
+def open_image(file: Any, name: str) -> Generator[Any]:
+    """The image in a binary file, with its header read but not its pixels; any failure inside is a `BrokenImage`.
+
+    Raises:
+        BrokenImage: It cannot be opened or decoded.
+        ValueError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as err:
+        raise ValueError("images are decoded by Pillow, which is not installed. Install titan-train[vision].") from err
+    Image.init()
+    known = [name for name in _FORMATS if name in Image.OPEN]
+    try:
+        with file as opened, Image.open(opened, formats=known) as image:
+            yield image
+    except BrokenImage:
+        raise
+    except Exception as err:  # decoders raise what they like on damaged files
+        raise BrokenImage(f"{name}: {type(err).__name__}: {err}") from err
