@@ -39,6 +39,7 @@ from titan_fp8.statistics import TensorStats, record_stats, stats, tensor_stats
 from titan_fp8.weights.cache import WeightCache
 
 if TYPE_CHECKING:
+    from titan_fp8.kernels.triton.rotation import rotate
     from titan_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "predict_speedup",
     "record_stats",
     "rms_norm",
+    "rotate",
     "scaled_mm",
     "stats",
     "swiglu",
@@ -103,4 +105,8 @@ def __getattr__(name: str) -> Any:
         from titan_fp8.parallel import styles
 
         return getattr(styles, name)
+    if name == "rotate":  # Triton waits for a device
+        from titan_fp8.kernels.triton.rotation import rotate
+
+        return rotate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ from titan_fp8.kernels.triton import (
     grouped_mm,
     layer_norm,
     mx,
+    rotation,
     row,
     tensor,
     transpose,
@@ -128,6 +129,15 @@ KERNELS = {
         elementwise.swiglu_backward_kernel, {"grad": X, "gate": X, "up": X, "dgate": X, "dup": X, "numel": INT},
         {"BLOCK": 4096, "MASKED": False, "HARDWARE": True}, 8,
     ),
+    **{
+        f"rotation-{pairs}": (
+            rotation.rotate_kernel,
+            {"x": X, "cos": SCALE, "sin": SCALE, "out": X, "num_heads": INT, "half": INT, "table_rows": INT,
+             "stride_token": INT, "stride_head": INT},
+            {"HEADS": 16, "WIDTH": 64, "MASKED": False, "INVERSE": False, "NEIGHBOURS": pairs == "neighbours"}, 4,
+        )
+        for pairs in ("halves", "neighbours")
+    },
     "rms_rstd": (
         fused.rms_rstd_kernel, {"x": X, "rstd": SCALE, "K": INT, "stride_x": INT, "eps": "fp32"},
         {"BLOCK": 4096, "BLOCKS": 1, "HARDWARE": True}, 4,

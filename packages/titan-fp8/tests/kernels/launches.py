@@ -18,6 +18,7 @@ from titan_fp8.kernels.triton import (
     grouped_mm,
     layer_norm,
     mx,
+    rotation,
     row,
     tensor,
     transpose,
@@ -81,6 +82,9 @@ def call_everything():
         elementwise.rmsnorm(x, weight, 1e-5)
         elementwise.swiglu(x, u)
         elementwise.swiglu_backward(g, x, u)
+        rotation.rotate(
+            torch.randn(1, *shape, 64).bfloat16(), torch.ones(1, shape[0], 1, 32), torch.ones(1, shape[0], 1, 32)
+        )
         fused.swiglu_cast_block(x, u, E4M3, True)
         fused.swiglu_backward_cast_block(g, x, u, E4M3, True)
         layer_norm.layernorm_cast_block(x, weight[None], weight[None], 1e-5, E4M3, True)

@@ -39,7 +39,7 @@ CASTS = [
 ]
 READS = ["amax", "row_column_amax", "grouped_amax", "rms_rstd", "layer_stats"]
 OCCUPIED = ["cast_weight", "cast_weight-rows", "cast_weights", "cast_mx_dual", "cast_grouped-mx", "transpose_codes"]
-ELEMENTWISE = ["rmsnorm", "rmsnorm_backward", "swiglu", "swiglu_backward"]
+ELEMENTWISE = ["rmsnorm", "rmsnorm_backward", "swiglu", "swiglu_backward", "rotation-halves", "rotation-neighbours"]
 PRODUCTS = ["grouped_mm-block", "grouped_mm-row", "grouped_mm-tensor", "grouped_wgrad"]
 KERNELS = [*CASTS, *READS, *PRODUCTS, *ELEMENTWISE, "transpose_codes"]
 

@@ -60,22 +60,6 @@ def test_rotations_of_every_width_and_both_layouts_have_the_bits_of_the_formula(
     assert interpreted["rotations"] == []
 
 
-@pytest.mark.parametrize("chip", [90, 100])
-@pytest.mark.parametrize("layout", ["halves", "neighbours"])
-def test_the_rotation_compiles_without_spills_and_moves_128_bits_at_a_time(chip, layout):
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiled.py")), str(chip), layout],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kernel = json.loads(done.stdout.splitlines()[-1])
-    assert kernel["local_bytes"] == kernel["stack_bytes"] == 0
-    assert kernel["registers"] <= 64
-    assert kernel["loads"].get("128", 0) > 0
-    assert set(kernel["stores"]) == {"128"}
-
-
 def test_a_model_computes_with_the_kernels_it_is_given():
     tokens = torch.arange(10)[None] % 61
     plain, changed = llama(), llama()

@@ -2,7 +2,6 @@
 
 - `registry`: which kernels there are for an operation, what each needs, and which of them runs.
 - `forms`: the operations in plain torch, and titan-fp8's and liger-kernel's versions of them.
-- `rotation`: rotary positions as a Triton kernel.
 - `apply`: puts a choice into a model.
 - `measure`: what each costs on this machine; `titan-train doctor --bench` writes the fastest.
 

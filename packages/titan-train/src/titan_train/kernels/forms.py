@@ -51,21 +51,17 @@ def swiglu_titan(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope_titan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The Triton kernel of `titan_train.kernels.rotation`; the plain form in float64 and for more than tensors."""
+    """titan-fp8's; the plain form in float64 and for subclasses of tensors."""
     if type(q) is not Tensor or type(k) is not Tensor or q.dtype == torch.float64:
         return rotate_pair(q, k, cos, sin)
-    from titan_train.kernels.rotation import rotate
-
-    return rotate(q, cos, sin), rotate(k, cos, sin)
+    return titan_fp8.rotate(q, cos, sin), titan_fp8.rotate(k, cos, sin)
 
 
 def rope_neighbours_titan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The same where neighbours are a pair."""
     if type(q) is not Tensor or type(k) is not Tensor or q.dtype == torch.float64:
         return rotate_neighbours(q, k, cos, sin)
-    from titan_train.kernels.rotation import rotate
-
-    return rotate(q, cos, sin, neighbours=True), rotate(k, cos, sin, neighbours=True)
+    return titan_fp8.rotate(q, cos, sin, neighbours=True), titan_fp8.rotate(k, cos, sin, neighbours=True)
 
 
 def rms_norm_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,6 +5,7 @@
 - `tensor`, `row`, `block`, `mx`, `weights`: casts by granularity.
 - `transpose`: codes by columns, from codes by rows.
 - `elementwise`: RMSNorm and SwiGLU without a cast.
+- `rotation`: rotary positions.
 - `fused`: RMSNorm and SwiGLU that end in a cast.
 - `grouped_cast`, `grouped_mm`: experts.
 """

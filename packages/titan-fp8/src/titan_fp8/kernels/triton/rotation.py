@@ -1,8 +1,7 @@
 """Rotary positions as one Triton kernel: forward and backward each read ``x`` once and write it once.
 
 A program takes one token and some of its heads. Both layouts of channel pairs: halves (channel ``i`` with ``i + D / 2``) and
-neighbours (``2 i`` with ``2 i + 1``). Backward turns by the opposite angle. Computed in float32 and rounded once, like the plain
-forms `titan_train.models.common.rope.apply_rope` and `titan_train.models.flux.rope.rotate`.
+neighbours (``2 i`` with ``2 i + 1``). Backward turns by the opposite angle. Computed in float32 and rounded once.
 
 Shapes: B batch, S sequence, H heads, D head width, even.
 """
@@ -16,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from titan_fp8.kernels.triton.launch import launch
 
 _PAIRS = 1024  # of a program: 8 values a thread of 4 warps in each half
 
@@ -78,7 +79,9 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> Tensor:
-    """Turn every channel pair of ``x`` by its angle.
+    """Rotary positions (arXiv:2104.09864): turn every channel pair of ``x`` by its angle, in float32, rounded once.
+
+    For CUDA tensors; it needs Triton.
 
     Args:
         x: ``[B, S, H, D]``, float32, bfloat16 or float16.
@@ -116,9 +119,10 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool, *, inverse: b
     half = width // 2
     padded = triton.next_power_of_2(half)
     heads = min(triton.next_power_of_2(num_heads), max(1, _PAIRS // padded))
-    with torch.cuda.device_of(x):
-        rotate_kernel[(batch * seq_len, triton.cdiv(num_heads, heads))](
-            x, cos, sin, out, num_heads, half, cos.numel() // half, x.stride(1), x.stride(2), HEADS=heads, WIDTH=padded,
-            MASKED=padded != half or num_heads % heads != 0, INVERSE=inverse, NEIGHBOURS=neighbours, num_warps=4,
-        )  # fmt: skip
+    launch(
+        rotate_kernel, (batch * seq_len, triton.cdiv(num_heads, heads)),
+        x, cos, sin, out, num_heads, half, cos.numel() // half, x.stride(1), x.stride(2),
+        HEADS=heads, WIDTH=padded, MASKED=padded != half or num_heads % heads != 0, INVERSE=inverse, NEIGHBOURS=neighbours,
+        num_warps=4,
+    )  # fmt: skip
     return out
