@@ -38,9 +38,9 @@ os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled
 
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, RankExit
-from titan_train.launch.launchers.ray.job import RayAgent, RayJob
-from titan_train.launch.launchers.ray.news import Mailbox, NodeNews, pack_beats
-from titan_train.launch.launchers.ray.watch import groups
+from titan_train.launch.place.ray.calls import groups
+from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.mailbox import Mailbox, NodeNews, pack_beats
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.supervise.attempt import WatchedAttempt
 from titan_train.launch.supervise.journal import Journal

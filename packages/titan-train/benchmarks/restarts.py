@@ -45,7 +45,7 @@ from pathlib import Path
 
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
-from titan_train.launch.launchers.local import LocalLauncher
+from titan_train.launch.place.here import LocalLauncher
 from titan_train.launch.supervise.supervisor import Supervisor
 
 STEPS = 8
@@ -194,7 +194,7 @@ class Run:
         """Exit code; None if the run had to be killed. ``strike`` runs beside it in a thread."""
         self.load, started = round(os.getloadavg()[0], 1), time.monotonic()
         if self.config.launch.launcher == "ray":
-            from titan_train.launch.launchers.ray.launcher import RayLauncher
+            from titan_train.launch.place.ray.launcher import RayLauncher
 
             self._launcher = RayLauncher(self.config.launch, 1)
         else:

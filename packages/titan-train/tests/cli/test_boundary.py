@@ -113,7 +113,7 @@ DEEP = "a = " + "[" * 3000 + "]" * 3000
         (["run", "debug", "--launch.elastic", "--launch.min-ranks", "9", "--launch.nproc", "2"], "", 2),
         (["run", "debug", "--run.dir", "bad.toml"], "", 2),
         (["run", "debug", "--run.name", "n" * 300], "", 2),
-        (["slurm", "debug", "--launch.nproc", "1", "--port", "99999", "--launcher", "torchrun", "--launch.nnodes", "2"], "", 2),
+        (["slurm", "debug", "--launch.nproc", "1", "--port", "99999", "--launcher", "machines", "--launch.nnodes", "2"], "", 2),
         (["slurm", "debug", "--launch.nproc", "1", "--out", "."], "", 1),
         (["run", "debug", "--model.args", "num_heads", "3", "dim", "192"], "", 2),
         (["report", "bad.toml"], "", 2),

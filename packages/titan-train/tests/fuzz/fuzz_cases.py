@@ -43,7 +43,7 @@ class Case:
     layouts: list[dict]
     """Sections of each layout."""
     launcher: str = "group"
-    """group: in a process group of the test's; local or torchrun: by the command."""
+    """group: in a process group of the test's; local: by the command; torchrun: the command as its worker."""
     moe: bool = False
     resume: tuple[int, ...] = ()
     """Ranks of each layout, where each continues the run of the one before; empty: all train from the start."""

@@ -253,14 +253,17 @@ def launched(case: Case, folder, common, layout):
     from titan_train import load_run
 
     name = f"launched-{case.seed}"
-    launch = {"launch": {"launcher": case.launcher, "nproc": case.ranks, "device": "cpu"}}
+    launch = {"launch": {"nproc": case.ranks, "device": "cpu"}}
     saved = {"checkpoint": {"every": 0, "async_save": False}, "metrics": {"progress": "off", "report": False}}
     config = configure(folder, name, common, layout, launch, saved)
     file = Path(folder) / f"{name}.toml"
     file.write_text(dump_config(config))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), *rendezvous)
+    starter = torchrun if case.launcher == "torchrun" else ()
     done = subprocess.run(
-        [sys.executable, "-m", "titan_train", "run", str(file)],
+        [sys.executable, *starter, "-m", "titan_train", "run", str(file)],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # what the tests of this folder share
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
-from titan_train.launch.launchers.local import LocalLauncher
+from titan_train.launch.place.here import LocalLauncher
 from titan_train.launch.supervise.supervisor import Supervisor
 
 MARK = f"launch-{os.getpid()}"  # in the environment of every process that a test starts

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titan_train.launch.launchers.ray import launcher as ray_launcher
+from titan_train.launch.place.ray import launcher as ray_launcher
 from titan_train.launch.rank.device import (
     bind_to_numa,
     cores_beside,

@@ -1,15 +1,23 @@
-"""Several machines under launcher `torchrun`: three commands on loopback, as three machines would run them."""
+"""Several machines: commands on loopback, as machines would run them, and stand-ins that agree through one file."""
 
 import contextlib
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from isolated import wait_for
+from titan_train.config import Config, LaunchConfig, load_config
+from titan_train.launch.job import RankExit
+from titan_train.launch.place import machines as module
+from titan_train.launch.place.machines import FILE_NAME, Leader, follow, listen_at
+from titan_train.launch.rank.orders import Order
 
 
 def free_port():
@@ -25,7 +33,7 @@ class Machines:
     def __init__(self, job, name, count, *words):
         self.job, self.name, self.words = job, name, words
         endpoint = f"127.0.0.1:{free_port()}"
-        self.settings = ("--launcher", "torchrun", "--launch.nproc", "1", "--launch.nnodes", str(count))
+        self.settings = ("--launcher", "machines", "--launch.nproc", "1", "--launch.nnodes", str(count))
         self.settings += ("--launch.endpoint", endpoint)
         self.running = {}
         for machine in range(count):
@@ -94,11 +102,205 @@ def test_a_run_shrinks_with_its_machines_and_grows_back(job):
 
 
 @pytest.mark.timeout(1800)
-def test_two_machines_have_the_losses_of_one(job, undisturbed):
-    machines = Machines(job, "two-machines", 2)
-    try:
-        codes = [machines.running[machine].wait(timeout=800) for machine in (0, 1)]
-    finally:
-        machines.end()
+def test_two_machines_have_the_losses_of_one_though_a_rank_is_killed(job, undisturbed, listening_beyond_loopback):
+    with listening_beyond_loopback() as seen:
+        machines = Machines(job, "two-machines", 2, "--faults", "kill rank=1 step=7")
+        try:
+            codes = [machines.running[machine].wait(timeout=800) for machine in (0, 1)]
+        finally:
+            machines.end()
     assert codes == [0, 0], machines.told() + machines.file(1).read_text()
+    assert "rank 1 of 2 was ended by SIGKILL" in machines.told()
+    assert "(machine 1)" in machines.told()
+    assert "restart  from step 4 (restart 1 of 5)" in machines.told()
     assert job.losses("two-machines") == undisturbed
+    assert [attempt["end"] for attempt in job.attempts("two-machines")][-1] == "finished"
+    assert seen == set()
+
+
+class StandIn:
+    """The ranks of a machine."""
+
+    running = True
+
+    def __init__(self, job, log, ended):
+        self.number, self.log, self.ended = job.attempt, log, ended
+        log.append(("start", self.number))
+
+    def exits(self, timeout_s):
+        found, self.ended[:] = list(self.ended), []
+        self.running = not found
+        return found
+
+    def order(self, order):
+        self.log.append((order.name, self.number))
+
+    def end(self):
+        self.log.append(("end", self.number))
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Run the following machine in a thread: its log, and what it returns in the end."""
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)  # only a main thread may
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(module, "_LEAVE_S", 0.05)
+    log, codes = [], []
+
+    def start(elastic=False, ended=()):
+        config = Config(
+            launch=LaunchConfig(launcher="machines", nnodes=2, node_rank=1, endpoint="a:1", elastic=elastic)
+        )
+        ranks = list(ended)
+        thread = threading.Thread(
+            target=lambda: codes.append(follow(config, tmp_path, 2, "cpu", lambda job: StandIn(job, log, ranks)))
+        )
+        thread.start()
+        return thread
+
+    return start, log, codes
+
+
+def soon(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_machine_follows_attempts_and_orders_to_the_end(tmp_path, machine):
+    start, log, codes = machine
+    old = Leader(tmp_path, 2)
+    old.attempt(7, (0, 1))
+    old.finish(0)  # an earlier start of the command, which is over
+    thread = start()
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    soon(lambda: ("start", 0) in log)
+    leader.order(Order.SAVE)
+    soon(lambda: ("SAVE", 0) in log)
+    leader.attempt(1, (0, 1))
+    soon(lambda: ("start", 1) in log)
+    leader.finish(1)
+    thread.join(30)
+    assert codes == [1]
+    assert log == [("start", 0), ("SAVE", 0), ("end", 0), ("start", 1), ("end", 1)]
+
+
+def test_a_machine_that_comes_late_joins_the_attempt_that_runs(tmp_path, machine):
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(3, (0, 1))
+    thread = start()
+    soon(lambda: ("start", 3) in log)
+    leader.finish(0)
+    thread.join(30)
+    assert codes == [0]
+
+
+def test_a_machine_whose_first_machine_falls_silent_gives_up(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(module, "_LEADER_GONE_S", 0.2)
+    start, _, codes = machine
+    start().join(30)
+    assert codes == [1]
+
+
+def test_what_is_announced_is_json_on_disk_at_once(tmp_path):
+    Leader(tmp_path, 2).attempt(2, (0, 1))
+    announced = json.loads((tmp_path / FILE_NAME).read_text())
+    assert (announced["attempt"], announced["orders"], announced["exit_code"]) == (2, "", None)
+
+
+def test_how_a_machines_ranks_ended_is_reported_for_this_attempt_alone(tmp_path, machine):
+    start, _, _ = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    ended = [RankExit(2, -9), RankExit(3, None, "the server was killed")]
+    thread = start(ended=ended)
+    soon(lambda: leader.exits(1))
+    assert leader.exits(1) == ended
+    for damaged in (
+        "",
+        "[1]",
+        '{"run": 1}',
+        (tmp_path / "machine-1.json").read_text().replace('"rank": 2', '"rank": "x"'),
+    ):
+        (tmp_path / "machine-1.json").write_text(damaged)
+        assert leader.exits(1) == []
+    leader.attempt(1, (0, 1))
+    assert leader.exits(1) == []
+    leader.finish(0)
+    thread.join(30)
+
+
+def test_machines_that_answer_a_call_take_part_and_one_that_comes_back_is_seen(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(module, "_TOUCH_S", 0.05)
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    assert leader.call(0.05) == (0,)
+    leader.attempt(0, (0,))
+    assert leader.present() == (0,)
+    thread = start(elastic=True)
+    soon(lambda: leader.present() == (0, 1))  # idle, while the attempt runs without it
+    assert log == []
+    assert leader.call(20.0) == (0, 1)
+    leader.attempt(1, (0, 1))
+    soon(lambda: ("start", 1) in log)
+    assert leader.call(20.0) == (0, 1)  # it ended what it ran before it answered
+    assert log == [("start", 1), ("end", 1)]
+    leader.finish(0)
+    thread.join(30)
+    assert codes == [0]
+    monkeypatch.setattr(module, "_FRESH_S", 0.0)
+    leader.present()
+    assert leader.present() == (0,)  # nothing new from a machine that is gone
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 9999, '{"run": "x"}', '{"run": 1, "attempt": "a"}', "\x00"])
+def test_a_torn_or_strange_announcement_is_passed_over(tmp_path, machine, text):
+    start, log, codes = machine
+    (tmp_path / FILE_NAME).write_text(text)
+    thread = start()
+    time.sleep(0.1)
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    soon(lambda: ("start", 0) in log)
+    (tmp_path / FILE_NAME).write_text(text)
+    time.sleep(0.05)
+    leader.finish(0)
+    thread.join(30)
+    assert codes == [0]
+
+
+def test_several_machines_need_a_place_to_meet():
+    with pytest.raises(ValueError, match="host:port of machine 0"):
+        LaunchConfig(launcher="machines", nnodes=2)
+
+
+def test_a_meeting_place_that_is_taken_is_refused_before_any_rank_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ValueError, match=f"launch.endpoint='{endpoint}' cannot be used on this machine: Address al"
+        ):
+            listen_at(endpoint)
+    with listen_at("localhost:0") as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    with pytest.raises(ValueError, match="cannot be used on this machine"):
+        listen_at("no-such-host.invalid:29500")
+
+
+@pytest.mark.parametrize(("name", "address"), [("here", "127.0.1.1"), ("router", "192.0.2.1")])
+def test_where_others_reach_the_machine_by_another_address_it_listens_on_all(monkeypatch, name, address):
+    """A machine's own name may lead to 127.0.1.1, the endpoint of a service to its router."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: found)
+    with listen_at(f"{name}:0") as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+def test_the_launcher_that_is_gone_names_the_one_to_use():
+    with pytest.raises(
+        ValueError, match=r'launcher = "torchrun": is now .machines. on several machines and .local. on one'
+    ):
+        load_config("debug", ["--launch.launcher", "torchrun"])

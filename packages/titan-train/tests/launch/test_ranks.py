@@ -87,7 +87,7 @@ def test_without_a_gpu_ranks_are_cpu_ranks_and_cuda_is_refused():
 
 
 def test_more_machines_than_this_one_need_a_launcher_that_reaches_them():
-    with pytest.raises(ValueError, match="--launcher ray, or --launcher torchrun"):
+    with pytest.raises(ValueError, match="--launcher ray, or --launcher machines"):
         ranks_per_node(LaunchConfig(nnodes=2))
 
 

@@ -57,7 +57,7 @@ class Cluster:
 
     def lose_a_node(self):
         """SIGKILL to the raylet of a node that holds ranks; everything of Ray there ends with it."""
-        agent = self.namespace.pids("ray::NodeAgent")[-1]
+        agent = self.namespace.pids("ray::NodeActor")[-1]
         environ = Path(f"/proc/{agent}/environ").read_bytes().split(b"\0")
         inside = next(word.partition(b"=")[2] for word in environ if word.startswith(b"RAY_RAYLET_PID="))
         (raylet,) = [pid for pid in self.raylets() if number_inside(pid) == int(inside)]

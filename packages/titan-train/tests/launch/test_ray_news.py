@@ -7,12 +7,12 @@ import time
 
 import pytest
 from titan_train.launch.job import RankExit
-from titan_train.launch.launchers.ray import agent as agent_module
-from titan_train.launch.launchers.ray import watch as module
-from titan_train.launch.launchers.ray.job import RayAgent, RayJob
-from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
-from titan_train.launch.launchers.ray.topology import order, selectors
-from titan_train.launch.launchers.ray.watch import Child, Watch, groups
+from titan_train.launch.place.ray import actor as agent_module
+from titan_train.launch.place.ray import calls as module
+from titan_train.launch.place.ray.calls import Child, Watch, groups
+from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
+from titan_train.launch.place.ray.topology import order, selectors
 from titan_train.launch.rank.heartbeat import Beat, Phase
 
 
@@ -234,12 +234,12 @@ def test_the_driver_of_many_nodes_knows_every_rank_and_sees_a_failure_at_once():
 
 def test_an_agent_obeys_the_newest_supervisor_alone(monkeypatch):
     """Ray starts a supervisor elsewhere when it believes a node lost; the one there may live on and want to grow."""
-    for name in ("ForkServer", "_Running"):
+    for name in ("NodeAgent", "_Running"):
         monkeypatch.setattr(agent_module, name, lambda *_: None)
     monkeypatch.setattr(agent_module, "_own_address", lambda: "127.0.0.1")
     monkeypatch.setattr(agent_module, "_interface_of", lambda _: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the agent takes away
-    agent = agent_module.NodeAgent(".", {}, "", 1, outlives_driver=False)
+    agent = agent_module.NodeActor(".", {}, "", 1, outlives_driver=False)
     ended, orders = [], []
 
     class Running:

@@ -10,7 +10,7 @@ import time
 import pytest
 from titan_train.cli import main
 from titan_train.config import load_config
-from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
+from titan_train.launch.place.slurm import SlurmJob, sbatch_text
 
 pytestmark = pytest.mark.timeout(900)  # shells that may share their cores with twenty others
 
@@ -20,7 +20,7 @@ def written(*words):
     return sbatch_text(config, SlurmJob("debug", words), 4)
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["local", "machines", "ray"])
 def test_the_batch_file_is_valid_shell_and_asks_for_the_machines(launcher, tmp_path):
     nodes = "1" if launcher == "local" else "3"
     text = written("--launch.launcher", launcher, "--launch.nnodes", nodes, "--launch.nproc", "4")
@@ -35,7 +35,7 @@ def test_the_batch_file_is_valid_shell_and_asks_for_the_machines(launcher, tmp_p
 
 
 def test_each_machine_is_told_its_number_by_its_own_shell():
-    text = written("--launch.launcher", "torchrun", "--launch.nnodes", "3", "--launch.nproc", "4")
+    text = written("--launch.launcher", "machines", "--launch.nnodes", "3", "--launch.nproc", "4")
     line = next(line for line in text.splitlines() if line.startswith("srun"))
     echoed = line.replace("srun bash -c", "bash -c").replace("exec titan-train", "exec echo")
     environ = {"HEAD": "n0", "SLURM_NODEID": "2", "PATH": "/usr/bin:/bin"}
@@ -88,7 +88,7 @@ def submitted(text, folder, *signals, **environ):
     return code, log.read_text()
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["local", "machines", "ray"])
 def test_the_warning_saves_and_puts_the_job_back_into_the_queue(launcher, machine):
     nodes = "1" if launcher == "local" else "3"
     text = written("--launch.launcher", launcher, "--launch.nnodes", nodes, "--launch.nproc", "4")
@@ -155,8 +155,8 @@ def slurm(tmp_path_factory):
 @pytest.mark.parametrize(
     ("launcher", "options", "processors"),
     [
-        ("local", {}, 96), ("torchrun", {}, 192), ("ray", {"cpus": 48}, 192), ("torchrun", {"shared": True}, 128),
-        ("torchrun", {"shared": True, "cpus": 24, "memory": "100G", "partition": "short"}, 48),
+        ("local", {}, 96), ("machines", {}, 192), ("ray", {"cpus": 48}, 192), ("machines", {"shared": True}, 128),
+        ("machines", {"shared": True, "cpus": 24, "memory": "100G", "partition": "short"}, 48),
     ],
 )  # fmt: skip
 def test_slurm_itself_accepts_the_batch_file_and_gives_the_cores(slurm, tmp_path, launcher, options, processors):
@@ -189,7 +189,7 @@ def test_what_sbatch_cannot_hold_is_refused(words, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["local", "machines", "ray"])
 @pytest.mark.parametrize("value", [EVIL, "$(touch marker)", "`touch marker`", "';touch marker;'", '"; touch marker; "'])
 def test_whatever_a_setting_holds_stays_one_word(launcher, value, machine):
     nodes = "1" if launcher == "local" else "3"
@@ -215,7 +215,7 @@ def test_whatever_a_setting_holds_stays_one_word(launcher, value, machine):
 
 def test_the_command_writes_a_file_and_needs_the_ranks_of_a_machine(tmp_path, capsys):
     out = tmp_path / "job.sbatch"
-    words = ["slurm", "debug", "--launcher", "torchrun", "--launch.nnodes", "2", "--launch.device", "cpu"]
+    words = ["slurm", "debug", "--launcher", "machines", "--launch.nnodes", "2", "--launch.device", "cpu"]
     assert main([*words, "--launch.nproc", "2", "--out", str(out), "--partition", "short"]) == 0
     assert "#SBATCH --partition=short" in out.read_text()
     assert "gpus" not in out.read_text()

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from titan_train.launch.launchers import local
+from titan_train.launch.place import here as local
 from titan_train.launch.supervise import attempt
 
 pytestmark = pytest.mark.timeout(900)  # runs that may share their cores with twenty others

@@ -104,7 +104,7 @@ def settings() -> Iterator[Case]:
         for value in values:
             yield ["check", "debug", option, value], {}
     yield ["run", "debug", "--launch.elastic", "--launch.min-ranks", "9", "--launch.nproc", "2"], {}
-    yield ["run", "debug", "--launch.launcher", "torchrun", "--launch.nnodes", "2", "--launch.endpoint", "h:99999"], {}
+    yield ["run", "debug", "--launch.launcher", "machines", "--launch.nnodes", "2", "--launch.endpoint", "h:99999"], {}
     yield ["run", "debug", "--launch.nnodes", "2"], {}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_train.config import parse_config
 from titan_train.config.faults import parse_faults
-from titan_train.launch.testing.inject import Injector
+from titan_train.launch.rank.inject import Injector
 from titan_train.train.monitor import StepMonitor
 
 

@@ -308,9 +308,7 @@ def test_ones_own_run_goes_on_without_being_asked_until_its_code_changes(folder,
 def test_processes_that_a_command_starts_import_nothing_from_the_working_directory(folder):
     for name in ("multiprocessing", "selectors", "random", "torch"):
         (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'w').close()\nraise ImportError\n")
-    start = (
-        "from titan_train.launch.launchers.forked import ForkServer as S; from titan_train.config import load_config"
-    )
+    start = "from titan_train.launch.node.agent import NodeAgent as S; from titan_train.config import load_config"
     words = [sys.executable, "-P", "-c", f"{start}; S(1).validate(load_config('debug'), 1); print('valid')"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
     assert done.stdout == "valid\n", done.stderr

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "run": "train: start ranks here, through torchrun or on Ray, and restart them after failures",
+    "run": "train: start ranks here, on several machines or on Ray, and restart them after failures",
     "slurm": "write a batch file that runs a configuration on several machines",
     "check": "validate a configuration; show layout, parameters and memory without training",
     "estimate": "estimate a configuration's speed and memory on a machine, by term",

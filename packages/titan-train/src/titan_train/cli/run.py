@@ -4,7 +4,7 @@ CONFIG is a TOML file or the name of a shipped configuration (`titan-train list`
 the file: `titan-train run quickstart --train.steps 20 --launch.nproc 2`.
 `titan-train run CONFIG --help` lists every setting with its value.
 
---launcher local|torchrun|ray   what starts the ranks; short for --launch.launcher
+--launcher local|machines|ray   where ranks run; short for --launch.launcher
 --ray.address HOST:PORT|auto    a Ray cluster; short for --launch.ray.address
 --faults "kill rank=1 step=20"  faults to inject; short for --launch.faults
 
@@ -47,13 +47,13 @@ from titan_train.trust import CodeRecord, admit_own_code, remember_code
 if TYPE_CHECKING:
     from titan_train.launch.supervise.supervisor import Before
 
-_KEPT = "--kept"  # see `titan_train.launch.launchers.ray.driver`, which writes it before the configuration
+_KEPT = "--kept"  # see `titan_train.launch.place.ray.driver`, which writes it before the configuration
 _SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train run CONFIG [--launcher local|torchrun|ray] [--section.key value ...]"
+    parser.usage = "titan-train run CONFIG [--launcher local|machines|ray] [--section.key value ...]"
     parser.add_config()
     kept = words[1] if words[:1] == [_KEPT] else ""
     if kept:  # until the supervisor listens: a stop is an end, not a crash that the actor starts again
@@ -80,7 +80,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     world_size = per_node * config.launch.nnodes
     layout = check_start(config, world_size).layout
     run_dir = run_folder(config)
-    if config.launch.launcher == "torchrun" and config.launch.node_rank > 0:
+    if config.launch.launcher == "machines" and config.launch.node_rank > 0:
         return _follow(config, run_dir, per_node)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
@@ -92,7 +92,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
         return 0
 
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
-        from titan_train.launch.launchers.ray.driver import run_under_driver
+        from titan_train.launch.place.ray.driver import run_under_driver
 
         return run_under_driver(config, run_dir, source.paths if source is not None else ())
     if config.launch.nnodes > 1:
@@ -191,26 +191,27 @@ def _stage(config: Config, run_dir: Path, device: str, world_size: int, source: 
 
 
 def _follow(config: Config, run_dir: Path, per_node: int) -> int:
-    """Be one of several machines under launcher `torchrun`, not the first."""
-    from titan_train.launch.launchers.follow import follow
-    from titan_train.launch.launchers.torchrun import TorchrunJob
+    """Be one of several machines, not the first."""
+    from titan_train.launch.node.agent import NodeAgent, NodeRanks
+    from titan_train.launch.place.machines import follow
 
-    load_task(config).prepare(config, quiet=True)
     device = device_type(config.launch)
-    return follow(config, run_dir, per_node, lambda attempt, place: TorchrunJob(attempt, per_node, device, place))
+    agent = NodeAgent.sharing_cores(per_node, device)
+    load_task(config).prepare(config, quiet=True)
+    return follow(config, run_dir, per_node, device, lambda job: NodeRanks(agent, job))
 
 
 def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:
     launch = config.launch
-    if launch.launcher == "torchrun":
-        from titan_train.launch.launchers.torchrun import TorchrunLauncher
+    if launch.launcher == "machines" and launch.nnodes > 1:
+        from titan_train.launch.place.machines import MachinesLauncher
 
-        return TorchrunLauncher(launch, per_node, device_type(launch), run_folder(config))
+        return MachinesLauncher(launch, per_node, device_type(launch), run_folder(config))
     if launch.launcher == "ray":
-        from titan_train.launch.launchers.ray.launcher import RayLauncher
+        from titan_train.launch.place.ray.launcher import RayLauncher
 
         return RayLauncher(launch, per_node, outlives)
-    from titan_train.launch.launchers.local import LocalLauncher
+    from titan_train.launch.place.here import LocalLauncher
 
     return LocalLauncher(per_node, device_type(launch))
 

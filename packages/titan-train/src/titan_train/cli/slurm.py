@@ -1,6 +1,6 @@
 """Write an sbatch file that runs a configuration on several machines.
 
-`titan-train slurm my.toml --launcher torchrun --launch.nnodes 4 --launch.nproc 8 --out my.sbatch`, then `sbatch my.sbatch`.
+`titan-train slurm my.toml --launcher machines --launch.nnodes 4 --launch.nproc 8 --out my.sbatch`, then `sbatch my.sbatch`.
 Every other setting is passed on to the run. Submitting the same file again continues the run.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_train.cli.run import written_out
 from titan_train.cli.shell.parser import CommandParser, integer
-from titan_train.launch.launchers.slurm import SlurmJob, sbatch_text
+from titan_train.launch.place.slurm import SlurmJob, sbatch_text
 from titan_train.parallel.layout.run import plan_run
 
 

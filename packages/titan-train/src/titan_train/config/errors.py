@@ -85,8 +85,20 @@ _TYPES = {
 }
 
 
+_FORMER = {
+    (
+        "launch.launcher",
+        "torchrun",
+    ): "is now 'machines' on several machines and 'local' on one. Under a torchrun of your own, "
+    "`torchrun ... -m titan_train run CONFIG`, leave it out."
+}
+"""What to use instead of values that an earlier version had."""
+
+
 def _reason(item: Any) -> str:
     kind, given = item["type"], item["input"]
+    if kind == "literal_error" and (former := _FORMER.get((".".join(map(str, item["loc"])), str(given)))):
+        return former
     if kind == "literal_error":
         choices = [c.strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         nearest = nearest_name(given, choices)

@@ -16,7 +16,7 @@
     lose rank=3 step=20 seconds=60      SIGKILL, and its place stays out of use for so long (see launch.elastic)
 
 Several are separated by ";". Each fires once in a run, whatever the number of restarts; those that are slow go on. The plan is
-text and numbers only: `titan_train.launch.testing.inject` carries it out inside a rank.
+text and numbers only: `titan_train.launch.rank.inject` carries it out inside a rank.
 """
 
 from dataclasses import dataclass

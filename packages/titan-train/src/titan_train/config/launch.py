@@ -51,20 +51,20 @@ class RayConfig:
 class LaunchConfig:
     """How `titan-train run` starts ranks and restarts them."""
 
-    launcher: Literal["local", "torchrun", "ray"] = "local"
-    """What starts the ranks: this process (local), torchrun on every machine, or Ray on the nodes of its cluster."""
+    launcher: Literal["local", "machines", "ray"] = "local"
+    """Where ranks run: on this machine (local), on the machines that this command is started on, or on a Ray cluster."""
 
     nproc: Annotated[int, Range(0, 2**12, note="0 takes all GPUs")] = 0
     """Ranks per machine; 0 takes all GPUs, or two CPU ranks on a machine without GPUs."""
 
     nnodes: Annotated[int, Range(1, 2**18)] = 1
-    """Number of machines. More than one needs launcher 'torchrun' or 'ray'; `check` accepts any number."""
+    """Number of machines. More than one needs launcher 'machines' or 'ray'; `check` accepts any number."""
 
     node_rank: Annotated[int, Range(0)] = 0
-    """Which of launch.nnodes machines this is, for launcher 'torchrun'. Machine 0 supervises the run."""
+    """Which of launch.nnodes machines this is, for launcher 'machines'. Machine 0 supervises the run."""
 
     endpoint: str = ""
-    """Rendezvous address on machine 0 (host:port) for several machines under launcher 'torchrun'."""
+    """Rendezvous address on machine 0 (host:port) for several machines under launcher 'machines'."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA if there is a GPU."""
@@ -124,7 +124,7 @@ class LaunchConfig:
             )
         if self.launcher == "local" and self.nnodes > 1:
             return  # `check` describes any number of machines; `run` says what starts them
-        if self.launcher == "torchrun" and self.nnodes > 1 and not _is_port(self.endpoint.rpartition(":")[2]):
+        if self.launcher == "machines" and self.nnodes > 1 and not _is_port(self.endpoint.rpartition(":")[2]):
             raise ValueError(
                 f"launch.endpoint={self.endpoint!r}: {self.nnodes} machines need a rendezvous address. Give host:port of "
                 "machine 0, the same on every machine, with a port below 65536, such as 'node0:29500'."

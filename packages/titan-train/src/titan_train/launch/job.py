@@ -4,16 +4,14 @@ A launcher says how many ranks could run and starts an attempt; the job it retur
 `titan_train.launch.supervise.supervisor`, which alone decides what happens next.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from titan_train.config import Config
-from titan_train.launch.rank.heartbeat import Beat, read_beat
+from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.info import DeviceType, RankInfo
-from titan_train.launch.rank.orders import Order, OrderSender
+from titan_train.launch.rank.orders import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """All that one rank receives: plain values, so that any launcher can pass it as text."""
+    """All that one rank receives."""
 
     config_toml: str
     run_dir: str
@@ -38,20 +36,6 @@ class RankJob:
     """A folder on the rank's machine where its heartbeat lies and its orders come from."""
     attempt: int
     ranks: RankInfo
-
-    def dumps(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: str) -> "RankJob":
-        """The inverse of `dumps`."""
-        values = json.loads(text)
-        return cls(**values | {"ranks": RankInfo(**values["ranks"])})
-
-    def at(self, ranks: RankInfo) -> "RankJob":
-        """The same job in another rank's place."""
-        return replace(self, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,38 +105,3 @@ class Launcher(Protocol):
     def close(self, exit_code: int = 1) -> None:
         """Give back everything, also what keeps restarts fast."""
         ...
-
-
-class Board:
-    """The folder of one machine's ranks: their heartbeats, and the pipes of their orders."""
-
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
-        """Make the pipes. Before the ranks start, which open them."""
-        self._folder = folder
-        self._senders = {rank: OrderSender(orders_file(folder, rank)) for rank in ranks}
-
-    def beats(self) -> dict[int, Beat]:
-        """The last reading of each rank that has one."""
-        found = {rank: read_beat(heartbeat_file(self._folder, rank)) for rank in self._senders}
-        return {rank: beat for rank, beat in found.items() if beat is not None}
-
-    def order(self, order: Order) -> None:
-        """Send to every rank."""
-        for sender in self._senders.values():
-            sender.send(order)
-
-    def close(self) -> None:
-        """Close the pipes; a rank still there takes it as the launcher's end."""
-        for sender in self._senders.values():
-            sender.close()
-        self._senders = {}
-
-
-def heartbeat_file(board: Path, rank: int) -> Path:
-    """Where a rank writes its heartbeat."""
-    return board / f"rank-{rank}.beat"
-
-
-def orders_file(board: Path, rank: int) -> Path:
-    """The named pipe a rank reads orders from."""
-    return board / f"rank-{rank}.orders"

@@ -27,8 +27,10 @@ def read_config(run_dir: Path) -> Config:
         raise ValueError(
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
-    config = parse_config(read_toml(file), source=str(file))
-    return with_kept_model(config, run_dir)
+    tree = read_toml(file)
+    if isinstance(launch := tree.get("launch"), dict) and launch.get("launcher") == "torchrun":  # of version 0.1
+        launch["launcher"] = "machines"
+    return with_kept_model(parse_config(tree, source=str(file)), run_dir)
 
 
 def with_kept_model(config: Config, run_dir: Path) -> Config:

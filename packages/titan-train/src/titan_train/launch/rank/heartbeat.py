@@ -18,6 +18,11 @@ from pathlib import Path
 _LAYOUT = struct.Struct("<qqqqqdddd")  # count, pid, phase, step, from_step, since, step_s, alone_s, count again
 
 
+def heartbeat_file(board: Path, rank: int) -> Path:
+    """Where a rank writes its heartbeat, in the folder that its node's agent made."""
+    return board / f"rank-{rank}.beat"
+
+
 class Phase(IntEnum):
     """What a rank is at. Only in TRAIN are its steps compared with the median."""
 

@@ -114,7 +114,7 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     if launch.launcher == "local" and launch.nnodes > 1:
         raise ValueError(
             f"launch.nnodes={launch.nnodes}: launcher 'local' starts ranks on this machine only. Use --launcher ray, or "
-            "--launcher torchrun on every machine (`titan-train slurm` writes the batch file)."
+            "--launcher machines on every machine (`titan-train slurm` writes the batch file)."
         )
     if launch.launcher == "ray":
         return _ranks_per_ray_node(launch)

@@ -20,8 +20,8 @@ from torch import nn
 from titan_train.config import LaunchConfig
 from titan_train.config.faults import parse_faults
 from titan_train.launch.rank.heartbeat import Heartbeat, Phase
+from titan_train.launch.rank.inject import Injector
 from titan_train.launch.rank.timeouts import set_collective_timeout
-from titan_train.launch.testing.inject import Injector
 from titan_train.observe.timing.collectives import CollectiveMeter
 from titan_train.train.monitor import StepMonitor
 

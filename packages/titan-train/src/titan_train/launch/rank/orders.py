@@ -1,8 +1,7 @@
 """Orders from the launcher to a training rank: one named pipe per rank, on the machine of the rank.
 
-A pipe needs no port, works the same for ranks that this process forked and for ranks that torchrun started, and closes
-when the launcher is gone, however it went: then a rank saves and stops by itself. A thread of the rank reads it, so a
-rank that is stuck inside a collective still answers.
+A pipe needs no port and closes when the launcher is gone, however it went: then a rank saves and stops by itself. A thread
+of the rank reads it, so a rank that is stuck inside a collective still answers.
 """
 
 import contextlib
@@ -26,6 +25,11 @@ class Order(Enum):
     """Save, then go on."""
     DUMP = b"d"
     """Write down where you are: Python stacks and the flight recorder."""
+
+
+def orders_file(board: Path, rank: int) -> Path:
+    """The named pipe a rank reads orders from, in the folder that its node's agent made."""
+    return board / f"rank-{rank}.orders"
 
 
 class OrderSender:

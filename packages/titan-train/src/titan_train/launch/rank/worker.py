@@ -1,7 +1,6 @@
 """One rank: join the process group, train, leave cleanly; report an error once.
 
-The same code whoever starts it: a fork server (locally and on Ray's nodes), our torchrun launcher
-(`python -m titan_train.launch.rank.worker JOB`), or a torchrun that the user runs, where nobody watches.
+The same code whoever starts it: the fork server of a node's agent, or a torchrun that the user runs, where nobody watches.
 """
 
 import contextlib
@@ -14,19 +13,20 @@ import socket
 import sys
 import threading
 import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
-from titan_train.launch.job import RankJob, heartbeat_file, orders_file
+from titan_train.launch.job import RankJob
 from titan_train.launch.rank.descriptors import allow_open_files, connect_when_needed, open_files_needed
 from titan_train.launch.rank.device import prepare_gpu, set_cuda_defaults
 from titan_train.launch.rank.environment import check_environment
 from titan_train.launch.rank.failure import describe_failure, first_failure, write_failure
 from titan_train.launch.rank.flight_recorder import record_collectives, write_dump
-from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
-from titan_train.launch.rank.orders import obey
+from titan_train.launch.rank.heartbeat import Heartbeat, heartbeat_file
+from titan_train.launch.rank.info import RankInfo
+from titan_train.launch.rank.orders import obey, orders_file
 from titan_train.terminal import clean_output
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def forked_worker(job: RankJob, listener: socket.socket | None, log: str | None) -> None:
-    """A rank forked by `titan_train.launch.launchers.forked`. Ends the process itself.
+    """A rank forked by `titan_train.launch.node.agent`. Ends the process itself.
 
     Args:
         job: What to do.
@@ -59,19 +59,6 @@ def torchrun_worker(config: Config, ranks: RankInfo, run_dir: Path) -> int:
             print(f"\nerror: {describe_failure(mine, ranks.world_size)}", file=sys.stderr)
         return 1
     return 0
-
-
-def main(words: Sequence[str]) -> None:
-    """A rank started by our torchrun launcher, with the file of its job."""
-    job = RankJob.loads(Path(words[0]).read_text(encoding="utf-8"))
-    environ = ranks_from_torchrun(parse_config(tomllib.loads(job.config_toml)).launch)
-    ranks = RankInfo(
-        environ.rank, environ.local_rank, environ.world_size, environ.local_world_size, job.ranks.device_type,
-        job.ranks.store,
-    )  # fmt: skip
-    if ranks.rank > 0:
-        _redirect_output(Path(job.run_dir) / "logs" / f"rank-{ranks.rank}.log")
-    _run_and_exit(job.at(ranks), None)
 
 
 def train_rank(
@@ -104,7 +91,6 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank), ready)
         config = parse_config(tomllib.loads(job.config_toml))
 
-        from titan_train.launch.rank.heartbeat import Heartbeat
         from titan_train.launch.rank.monitor import RankMonitor
 
         monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir, ready)
@@ -187,7 +173,3 @@ def _redirect_output(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

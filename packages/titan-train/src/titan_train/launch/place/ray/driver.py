@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import Config, dump_config
-from titan_train.launch.launchers.ray.cluster import connect, first_line
-from titan_train.launch.launchers.ray.launcher import NAMESPACE, agent_prefix, forwarded
+from titan_train.launch.place.ray.cluster import connect, first_line
+from titan_train.launch.place.ray.launcher import NAMESPACE, agent_prefix, forwarded
 from titan_train.run_folder import TAKEN_OVER
 from titan_train.run_folder.temporary import owned_folder
 

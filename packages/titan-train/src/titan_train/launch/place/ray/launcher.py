@@ -26,11 +26,12 @@ from typing import Any
 
 from titan_train.config import Config, LaunchConfig, parse_config
 from titan_train.launch.job import Attempt
-from titan_train.launch.launchers.ray.agent import NodeAgent, NodeJob
-from titan_train.launch.launchers.ray.cluster import connect, first_line
-from titan_train.launch.launchers.ray.job import RayAgent, RayJob
-from titan_train.launch.launchers.ray.nodes import RayNodes
-from titan_train.launch.launchers.ray.topology import order
+from titan_train.launch.node.agent import NodeJob
+from titan_train.launch.place.ray.actor import NodeActor
+from titan_train.launch.place.ray.cluster import connect, first_line
+from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.nodes import RayNodes
+from titan_train.launch.place.ray.topology import order
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.validate import validate
 
@@ -234,7 +235,7 @@ class RayLauncher:
             unique = uuid.uuid4().hex[:8]  # where placement packs, a node holds several
             options |= {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{self._prefix}{node_id}/{unique}"}
         threads = max(1, int(self._launch.ray.cpus_per_rank))
-        agent = self._ray.remote(NodeAgent).options(**options)
+        agent = self._ray.remote(NodeActor).options(**options)
         code = os.environ.get("PYTHONPATH", "")
         return agent.remote(str(Path.cwd()), self._forwarded(), code, threads, outlives_driver=bool(self._prefix))
 

@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster: an actor without torch that forks ranks and reports what becomes of them."""
+"""The actor around a node's agent on a Ray cluster: without torch, it reports what becomes of that node's ranks."""
 
 import os
 import socket
@@ -6,16 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from titan_train.launch.job import RankExit, RankJob
-from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
-from titan_train.launch.launchers.ray.cluster import versions
-from titan_train.launch.launchers.ray.news import Mailbox, News, NodeNews, alike, pack_beats
-from titan_train.launch.launchers.ray.watch import Child, Watch
+from titan_train.launch.job import RankExit
+from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
+from titan_train.launch.place.ray.calls import Child, Watch
+from titan_train.launch.place.ray.cluster import versions
+from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats
 from titan_train.launch.rank.heartbeat import Beat
-from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order
 
 _LOOK_S = 0.1  # between looks at heartbeats; a rank's end wakes the agent at once
@@ -23,34 +21,7 @@ _PACE_S = 1.0  # between reports of mere progress
 _ORPHAN_S = 180.0  # longer than Ray takes to start the driver on another node
 
 
-@dataclass(frozen=True, slots=True)
-class NodeJob:
-    """One node's part of an attempt."""
-
-    attempt: int
-    config_toml: str
-    run_dir: str
-    node: int
-    """Its number in this attempt."""
-    per_node: int
-    world_size: int
-    device: DeviceType
-    store: str
-    """host:port of the store that rank 0 serves."""
-
-    def rank_jobs(self) -> list[RankJob]:
-        """The jobs of this node's ranks."""
-        first = self.node * self.per_node
-        return [
-            RankJob(
-                self.config_toml, self.run_dir, "", self.attempt,
-                RankInfo(first + local, local, self.world_size, self.per_node, self.device, self.store),
-            )
-            for local in range(self.per_node)
-        ]  # fmt: skip
-
-
-class NodeAgent:
+class NodeActor:
     """The ranks of one node, and the reports of the nodes that it leads. Ray calls its methods from several threads."""
 
     def __init__(
@@ -76,7 +47,7 @@ class NodeAgent:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         self._address = address
-        self._server = ForkServer(threads_per_rank)
+        self._agent = NodeAgent(threads_per_rank)
         self._running: _Running | None = None
         self._listener: socket.socket | None = None
         self._term = ""  # of the supervisor that this agent obeys
@@ -111,7 +82,7 @@ class NodeAgent:
         self._term = term
         self.end(term)
         self._heard = time.monotonic()
-        self._running = _Running(self._server, job, self._listener)
+        self._running = _Running(self._agent, job, self._listener)
         self._listener = None
 
     def adopt(self, term: str) -> NodeJob | None:
@@ -171,11 +142,11 @@ class NodeAgent:
 class _Running:
     """The ranks of this node in one attempt, watched by a thread."""
 
-    def __init__(self, server: ForkServer, job: NodeJob, listener: socket.socket | None) -> None:
+    def __init__(self, agent: NodeAgent, job: NodeJob, listener: socket.socket | None) -> None:
         self.job = job
         self._log = Path(job.run_dir, "logs", "rank-0.log") if job.node == 0 else None
         self._log_start = self._log.stat().st_size if self._log is not None and self._log.exists() else 0
-        self.ranks = ForkedRanks(server, job.rank_jobs(), log_rank_0=True, listener=listener)
+        self.ranks = NodeRanks(agent, job, log_rank_0=True, listener=listener)
         self._mailbox = Mailbox(_PACE_S)
         self._over = threading.Event()
         self._followed = threading.Lock()  # held while the board is read, so that it is not removed meanwhile

@@ -1,4 +1,4 @@
-"""An sbatch file that runs a configuration on several machines, under launcher `torchrun` or `ray`. Text only.
+"""An sbatch file that runs a configuration on several machines, under launcher `machines` or `ray`. Text only.
 
 One task a machine runs the command; each task's `titan-train run` starts that machine's ranks. Before the time limit Slurm
 sends SIGUSR2 to the batch shell alone. The shell sends SIGTERM to the run, which saves and ends, and puts the job back into
@@ -52,7 +52,7 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
     launch = config.launch
     if launch.launcher == "local" and launch.nnodes > 1:
         raise ValueError(
-            f"launch.nnodes={launch.nnodes} needs --launcher torchrun or ray; 'local' starts ranks on one machine."
+            f"launch.nnodes={launch.nnodes} needs --launcher machines or ray; 'local' starts ranks on one machine."
         )
     _refuse_odd(job)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.run.name)  # a directive ends at a space, and `%` is a pattern
@@ -69,7 +69,7 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
         f"#SBATCH --output={name}-%j.log",
     ]
     head += [f"#SBATCH --{name}={value}" for name in ("partition", "account") if (value := getattr(job, name))]
-    body = {"local": _local, "torchrun": _torchrun, "ray": _ray}[launch.launcher](config, job, ranks_per_node)
+    body = {"local": _local, "machines": _machines, "ray": _ray}[launch.launcher](config, job, ranks_per_node)
     return "\n".join([*head, "", "set -euo pipefail", _CPUS, *_TRAPS, *body, *_WAIT, ""])
 
 
@@ -150,7 +150,7 @@ def _local(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
     return [f"srun {_command(config, job, ranks_per_node)} &"]
 
 
-def _torchrun(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
+def _machines(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
     command = _command(config, job, ranks_per_node)
     return [
         'export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from titan_train.config.launch import RayConfig
-from titan_train.launch.launchers.ray.topology import selectors
-from titan_train.launch.launchers.ray.watch import answers, raylets
+from titan_train.launch.place.ray.calls import answers, raylets
+from titan_train.launch.place.ray.topology import selectors
 
 _NODE_ID = "ray.io/node-id"
 _FIRST_LOOK_S = 1.0  # Ray answers in about 40 ms if a node is free

@@ -1,15 +1,15 @@
 """The ranks of one attempt on a Ray cluster, and the driver's view of each node's agent."""
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan_train.config import dump_config
 from titan_train.launch.job import Attempt, RankExit
-from titan_train.launch.launchers.ray.agent import NodeJob
-from titan_train.launch.launchers.ray.cluster import versions
-from titan_train.launch.launchers.ray.news import NodeNews, unpack_beats
-from titan_train.launch.launchers.ray.watch import Child, Watch, groups
+from titan_train.launch.node.agent import NodeJob
+from titan_train.launch.place.ray.calls import Child, Watch, groups
+from titan_train.launch.place.ray.cluster import versions
+from titan_train.launch.place.ray.mailbox import NodeNews, unpack_beats
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
@@ -36,7 +36,7 @@ class RayJob:
             ray: The module, connected.
             agents: One per node, in the order of their ranks.
             per_node: Ranks on each node.
-            term: The supervisor's, as in `NodeAgent.adopt`.
+            term: The supervisor's, as in `NodeActor.adopt`.
             printed: Bytes of rank 0's output that are not to be shown again.
             unreachable_s: As in `titan_train.config.launch.RayConfig`.
         """
@@ -69,17 +69,15 @@ class RayJob:
         Raises:
             ValueError: The port that they would meet at is taken.
         """
-        launch, size = attempt.config.launch, attempt.world_size
+        launch = attempt.config.launch
         store = ray.get(agents[0].handle.listen.remote(launch.port), timeout=start_s)
         if "error" in store:
             raise ValueError(f"launch.port={launch.port} cannot be used on node {agents[0].address}: {store['error']}. "
                              "Free it, or set launch.port to 0.")  # fmt: skip
-        text, run_dir = dump_config(attempt.config), str(attempt.run_dir.resolve())
+        here = dataclasses.replace(attempt, run_dir=attempt.run_dir.resolve())  # nodes may be in other folders
+        job = NodeJob.of(here, 0, per_node, device, store=store["address"])
         starting = [
-            agent.handle.start.remote(
-                NodeJob(attempt.number, text, run_dir, node, per_node, size, device, store["address"]), term
-            )
-            for node, agent in enumerate(agents)
+            agent.handle.start.remote(dataclasses.replace(job, node=node), term) for node, agent in enumerate(agents)
         ]
         ray.wait(starting, num_returns=len(starting), timeout=start_s)  # a failure shows at the first look
         return cls(ray, agents, per_node, term=term, unreachable_s=launch.ray.unreachable_s)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from titan_train.launch.launchers.ray.news import News, NodeNews
+from titan_train.launch.place.ray.mailbox import News, NodeNews
 
 ANSWER_S = 0.5  # an agent answers at least this often
 _DIRECT = 32  # nodes that the driver watches itself

@@ -1,31 +1,26 @@
-"""Launcher `local`: all ranks on this machine, forked from a server that has imported torch.
+"""Launcher `local`: one node agent, in this process. Ranks meet through a file, so no port is opened.
 
-Ranks meet through a file, so no port is opened. A place (a GPU, or a CPU rank's number) whose rank was lost twice in a
-row, or that a `lose` fault took, stays out of use for a while in elastic mode.
+A place (a GPU, or a CPU rank's number) whose rank was lost twice in a row, or that a `lose` fault took, stays out of use for
+a while in elastic mode.
 """
 
 import contextlib
-import os
-import shutil
 import time
 from pathlib import Path
 
-from titan_train.config import Config, dump_config
+from titan_train.config import Config
 from titan_train.config.faults import parse_faults, struck_file
 from titan_train.files import parse_json
-from titan_train.launch.job import Attempt, RankExit, RankJob
-from titan_train.launch.launchers.forked import ForkedRanks, ForkServer
-from titan_train.launch.rank.heartbeat import Beat
-from titan_train.launch.rank.info import DeviceType, RankInfo
-from titan_train.launch.rank.orders import Order
-from titan_train.run_folder.temporary import owned_folder
+from titan_train.launch.job import Attempt, RankExit
+from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
+from titan_train.launch.rank.info import DeviceType
 
 
 class LocalLauncher:
     """Starts ranks on this machine."""
 
     def __init__(self, places: int, device: DeviceType) -> None:
-        """Start the server that imports torch; it warms up in the background.
+        """Start the agent; it warms up in the background.
 
         Args:
             places: Ranks this machine can hold.
@@ -33,8 +28,7 @@ class LocalLauncher:
         """
         self.device: DeviceType = device
         self._places = _Places(places)
-        # Ranks share the cores; more threads than cores make every one of them slower.
-        self._server = ForkServer(max(1, (os.cpu_count() or 1) // places) if device == "cpu" else 1)
+        self._agent = NodeAgent.sharing_cores(places, device)
 
     def capacity(self) -> int:
         """Places in use or free to use."""
@@ -42,11 +36,11 @@ class LocalLauncher:
 
     def validate(self, config: Config, world_size: int) -> None:
         """See `titan_train.launch.job.Launcher`."""
-        self._server.validate(config, world_size)
+        self._agent.validate(config, world_size)
 
     def start(self, attempt: Attempt) -> "LocalJob":
         """Start all ranks of an attempt."""
-        return LocalJob(self._server, attempt, self._places, self.device)
+        return LocalJob(self._agent, attempt, self._places, self.device)
 
     def adopt(self, run_dir: Path) -> None:
         """None: the ranks end with the process that started them."""
@@ -55,46 +49,26 @@ class LocalLauncher:
         """Nothing to give back: the server ends with this process."""
 
 
-class LocalJob:
+class LocalJob(NodeRanks):
     """The ranks of one attempt."""
 
-    def __init__(self, server: ForkServer, attempt: Attempt, places: "_Places", device: DeviceType) -> None:
+    def __init__(self, agent: NodeAgent, attempt: Attempt, places: "_Places", device: DeviceType) -> None:
         self._places = places
         self._attempt = attempt
-        self._used = places.usable()[: attempt.world_size]
-        size, text = attempt.world_size, dump_config(attempt.config)
-        self._rendezvous = owned_folder("titan-train-")
-        store = str(self._rendezvous / "store")
-        jobs = [
-            RankJob(text, str(attempt.run_dir), "", attempt.number, RankInfo(rank, place, size, size, device, store))
-            for rank, place in enumerate(self._used)
-        ]
-        self._ranks = ForkedRanks(server, jobs, log_rank_0=False)
+        self._used = tuple(places.usable()[: attempt.world_size])
+        super().__init__(agent, NodeJob.of(attempt, 0, attempt.world_size, device, places=self._used))
 
     def exits(self, timeout_s: float) -> list[RankExit]:
         """See `titan_train.launch.job.RunningJob`."""
-        found = self._ranks.exits(timeout_s)
+        found = super().exits(timeout_s)
         for exit in found:
             if exit.code is not None and exit.code < 0:
                 self._places.lost(self._used[exit.rank], self._attempt, exit.rank)
         return found
 
-    def beats(self) -> dict[int, Beat]:
-        """See `titan_train.launch.job.RunningJob`."""
-        return self._ranks.beats()
-
-    def order(self, order: Order) -> None:
-        """See `titan_train.launch.job.RunningJob`."""
-        self._ranks.order(order)
-
     def node_of(self, rank: int) -> str:
         """Where on this machine."""
         return f"place {self._used[rank]} of this machine"
-
-    def end(self) -> None:
-        """See `titan_train.launch.job.RunningJob`."""
-        self._ranks.end()
-        shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 class _Places:

@@ -1,1 +1,0 @@
-"""Fault injection: `inject` carries out inside a rank the faults that `titan_train.config.faults` lists."""
