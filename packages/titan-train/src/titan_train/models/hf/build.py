@@ -75,8 +75,9 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
             config, trust_remote_code=False, dtype=torch.float32, **implementation
         )
     except Exception as err:  # whatever a family's own code raises
+        reason = str(err).partition("\n")[0]  # of an unknown class, the rest names all others
         raise ValueError(
-            f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {type(err).__name__}: {err}"
+            f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {type(err).__name__}: {reason}"
         ) from err
     forward_of: type[HFModel] = HFDecoder if plan is not None else UnplannedDecoder
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters

@@ -40,7 +40,7 @@ class HFModelArgs:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         asked = self.kind.from_dict(dict(self.published)).tie_word_embeddings
-        return bool(asked and getattr(MODEL_FOR_CAUSAL_LM_MAPPING[self.kind], "_tied_weights_keys", None))
+        return bool(asked and getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(self.kind, None), "_tied_weights_keys", True))
 
     def shape(self, name: str) -> ModelShape:
         """What `Family.shape` returns."""
