@@ -13,6 +13,7 @@ from titan_train.export.load import load_exported, target_of, using
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
+from titan_train.models.traits import traits_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,9 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
         ValueError: ``max_length`` exceeds the positions that the model has learned.
     """
     tokenizer, model = run.tokenizer, run.model
-    learned = getattr(model, "max_seq_len", None)
+    learned = traits_of(model).max_seq_len
     length = max_length or run.config.model.seq_len
-    if isinstance(learned, int) and length > learned:
+    if learned is not None and length > learned:
         raise ValueError(f"max_length={length}, but the model has learned {learned} positions. Use at most {learned}.")
 
     @torch.no_grad()

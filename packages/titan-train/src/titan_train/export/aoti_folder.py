@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from titan_train.export.onnx_folder import example
 from titan_train.export.step_model import StepModel
 from titan_train.export.stepped import SteppedModel, write_description
+from titan_train.models.traits import traits_of
 
 _FILE = "model.pt2"
 
@@ -37,7 +38,7 @@ def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
         )
     from torch._inductor.package.package import package_aoti
 
-    limit = getattr(model, "max_seq_len", None)
+    limit = traits_of(model).max_seq_len
     stepped = StepModel(model).eval()
     folder.mkdir(parents=True)
     files = {"prefill": _compile(stepped, 3), "decode": _compile(stepped, 1)}

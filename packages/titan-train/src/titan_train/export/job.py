@@ -20,6 +20,7 @@ from titan_train.generation.run import one_rank
 from titan_train.models.family import Family
 from titan_train.models.hf.lora import merge_adapters, merged_step
 from titan_train.models.registry import family_of
+from titan_train.models.traits import traits_of
 from titan_train.run_folder import checkpoint_folders
 
 AnyDtype = Literal["fp32", "bf16", "fp16", "float8", "q8_0"]
@@ -71,7 +72,7 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
     run = load(device="meta")
     step = checkpoint_folders(run_dir)[run.step]
     job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
-    if getattr(run.model, "lora", None) is None:
+    if traits_of(run.model).lora is None:
         yield job(run=run, family=_family(run), step=step)
         return
     scratch.mkdir(parents=True, exist_ok=True)

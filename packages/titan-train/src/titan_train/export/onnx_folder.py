@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from titan_train.export.step_model import StepModel, cache_names
 from titan_train.export.stepped import SteppedModel, write_description
+from titan_train.models.traits import traits_of
 
 _FILE = "model.onnx"
 _LARGEST_FILE = 1_900_000_000
@@ -39,7 +40,7 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int) -> None:
         importlib.import_module("onnxscript")
     except ImportError as err:
         raise ValueError(f"--to onnx needs {err.name}, which is not installed. Install titan-train[onnx].") from err
-    limit = getattr(model, "max_seq_len", None)
+    limit = traits_of(model).max_seq_len
     size = sum(p.numel() * 4 for p in model.parameters())
     stepped = StepModel(model).eval()
     layers = stepped.shape.layers

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs, unwrap
 from titan_train.models.common.attention import attend
+from titan_train.models.traits import traits_of
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class CachedAttention(nn.Module):
 
 def supports_cache(model: nn.Module) -> bool:
     """Whether tokens meet only in `CausalAttention`, as ``supports_kv_cache = True`` says, and positions are taken."""
-    return getattr(unwrap(model), "supports_kv_cache", False) is True and "positions" in accepted_inputs(model)
+    return traits_of(model).supports_kv_cache and "positions" in accepted_inputs(model)
 
 
 @contextmanager

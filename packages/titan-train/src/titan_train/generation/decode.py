@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titan_train.generation.cache import CacheLength, kv_cache, supports_cache
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
+from titan_train.models.traits import traits_of
 
 _GREEDY = Sampling()
 
@@ -205,8 +206,8 @@ def _recomputed_logits(multiple_of: int, model: nn.Module, tokens: Tensor, lengt
 def _head_of_last(model: nn.Module, lengths: Tensor) -> Generator[None]:
     """Inside, a model that names its head computes logits of each row's last token alone, ``[B, 1, V]``."""
     whole = unwrap(model)
-    name = getattr(whole, "loss_head", None)
-    if not isinstance(name, str):
+    name = traits_of(whole).loss_head
+    if name is None:
         yield
         return
 
@@ -251,8 +252,8 @@ def _check(
             "supports_kv_cache = True. Pass use_cache=None to run without."
         )
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    limit = getattr(unwrap(model), "max_seq_len", None)
-    if isinstance(limit, int) and longest > limit:
+    limit = traits_of(model).max_seq_len
+    if limit is not None and longest > limit:
         raise ValueError(
             f"a prompt of {longest - max_new_tokens} tokens and max_new_tokens={max_new_tokens} need {longest} "
             f"positions, but the model has learned {limit}: the most it can add is "

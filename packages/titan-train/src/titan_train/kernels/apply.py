@@ -12,8 +12,10 @@ from titan_train.files import read_toml
 from titan_train.kernels import forms
 from titan_train.kernels.registry import OPERATIONS, find_kernel, kernels_of, measured_choice
 from titan_train.models.common.loss import TokenLoss, whole_vocabulary_loss
+from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import rotate_pair
+from titan_train.models.common.shared_input import GatedInput
 from titan_train.models.flux.rope import rotate_neighbours
 
 Chosen = Mapping[str, Callable[..., Any]]
@@ -100,7 +102,7 @@ def _takers(model: nn.Module, operation: str) -> Iterator[tuple[nn.Module, str]]
     for module in model.modules():
         if operation == "rms_norm" and isinstance(module, RMSNorm):
             yield module, "kernel"
-        elif operation == "swiglu" and hasattr(module, "swiglu_kernel"):
+        elif operation == "swiglu" and isinstance(module, GatedInput | Experts):
             yield module, "swiglu_kernel"
         elif operation in plain and getattr(module, "rotate", None) is plain[operation]:
             yield module, "rotate"

@@ -8,14 +8,12 @@ count. A causal kernel skips half of the attention term, yet by convention it is
 Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
 """
 
-from collections.abc import Callable
-from typing import cast
-
 from titan_fsdp import unwrap
 from torch import nn
 
 from titan_train.models.common.attention import CausalAttention
 from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.traits import traits_of
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -40,9 +38,9 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
         causal: Count only the half of the attention scores that a causal kernel computes.
     """
     model = unwrap(model)
-    own = getattr(model, "flops_per_token", None)
-    if callable(own):  # a model or a block that knows better
-        return float(cast("Callable[[int], float]", own)(seq_len))
+    own = traits_of(model).flops_per_token
+    if own is not None:  # a model or a block that knows better
+        return float(own(seq_len))
     used = {id(p): p.numel() for p in model.parameters()}
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     others = (m for m in model.modules() if not isinstance(m, nn.Embedding))

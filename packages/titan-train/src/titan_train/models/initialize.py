@@ -6,11 +6,12 @@ generator)`` for each parameter, with a generator seeded from the name, and keep
 
 import inspect
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from titan_fsdp import clean_fqn, conventional_init, unwrap
 from torch import Tensor, nn
+
+from titan_train.models.traits import traits_of
 
 InitFn = Callable[[str, Tensor, torch.Generator], None]
 
@@ -33,11 +34,10 @@ def init_for(model: nn.Module) -> InitFn:
             if a ``reset_parameters`` turns out to leave part of it as it is.
     """
     inner = unwrap(model)
-    own = getattr(inner, "init_weights", None)
+    own, first = traits_of(inner).init_weights, traits_of(inner).init_parameter
     # Hugging Face's models have a method of this name that takes nothing and fills the whole model.
-    if callable(own) and len(inspect.signature(own).parameters) == 3:
-        by_name = cast("InitFn", own)
-        return lambda fqn, tensor, generator: by_name(clean_fqn(fqn), tensor, generator)
+    if own is not None and len(inspect.signature(own).parameters) == 3:
+        return lambda fqn, tensor, generator: own(clean_fqn(fqn), tensor, generator)
     try:
         init = conventional_init(inner)
     except ValueError as err:
@@ -45,7 +45,6 @@ def init_for(model: nn.Module) -> InitFn:
             f"{type(inner).__name__} does not say how its weights start: {err} In titan-train, the model may also have "
             "a method init_weights(fqn, tensor, generator) that fills one parameter in place."
         ) from err
-    first = cast("Callable[[str, Tensor, torch.Generator], bool] | None", getattr(inner, "init_parameter", None))
 
     def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         if first is None or not first(clean_fqn(fqn), tensor, generator):

@@ -78,7 +78,9 @@ def find_model(name: str) -> tuple[Family, Any]:
 
 def family_of(model: "nn.Module") -> Family | None:
     """The family whose module class is exactly the model's, or the one that a model of transformers makes; else None."""
-    own: Family | None = getattr(model, "own_family", None)
+    from titan_train.models.traits import traits_of
+
+    own: Family | None = traits_of(model).own_family
     if own is not None:
         return own
     path = class_path(type(model))

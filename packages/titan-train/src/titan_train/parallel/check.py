@@ -15,6 +15,7 @@ from titan_train.kernels import check_kernels
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.dropout import active_dropout
+from titan_train.models.traits import traits_of
 from titan_train.parallel.activations import check_patterns
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
 from titan_train.parallel.context import Heads, plan_rows
@@ -79,7 +80,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         _check_inputs(config, model)
         plan_rows(
             config.context, spec.cp, 0, Heads.of(model, spec.tp), seq_len=config.model.seq_len, dtype=torch.float32,
-            windowed=any(window < config.model.seq_len for window in getattr(model, "windows", ())),
+            windowed=any(window < config.model.seq_len for window in traits_of(model).windows),
         )  # fmt: skip
         mixed_rows = config.data.document_mask and batch.microbatch > 1
         if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
@@ -146,12 +147,13 @@ def _check_wrapping_patterns(config: Config, layout: Layout, model: nn.Module) -
 
 def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
     """Refuse for a model of transformers what its family's plan does not say, and say what a plan would add."""
-    kind = getattr(model, "published", {}).get("model_type")
-    if kind is None:
+    traits = traits_of(model)
+    if traits.published is None:
         return
+    kind = traits.published.get("model_type")
     spec = layout.spec
     asked = [f"parallel.{name}={n}" for name in ("tp", "cp", "pp", "ep") if (n := getattr(spec, name)) > 1]
-    if asked and not hasattr(model, "plan"):
+    if asked and traits.plan is None:
         raise ValueError(
             f"{', '.join(asked)}: the family {kind!r} of transformers has no plan, so it trains under fsdp, hsdp and ddp only. "
             "A plan (titan_train.models.hf.plans; a package of yours adds one by an entry point) would name the styles of its "
@@ -163,7 +165,7 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
 
 def _probe(config: Config, layout: Layout, model: nn.Module, task: Task) -> None:
     """Refuse a model of transformers that does not compute what this run needs, which a tiny one of its kind tells."""
-    if not hasattr(model, "published"):
+    if traits_of(model).published is None:
         return
     from titan_train.models.hf.decoder import HFModel
     from titan_train.models.hf.probe import probe

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.degrees import Mode
 
 
@@ -87,7 +88,7 @@ def apply_data_parallel(
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if config.float8.recipe != "none" and config.float8.all_gather != "off":
         titan_fp8.apply_float8_all_gather(part)
-    named: Sequence[str] = getattr(part, "fsdp_units", ())
+    named = traits_of(part).fsdp_units
     whole = [name for name in named if getattr(part, name, None) is not None]  # a pipeline stage may lack it
     plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts, whole=whole), meshes=meshes)
     wrapped = plan.apply(part)

@@ -24,6 +24,7 @@ from titan_train.config import Float8Config
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
+from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names
 
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -301,7 +302,8 @@ def check_skip(model: nn.Module, config: Float8Config) -> None:
 
 
 def _skipped(model: nn.Module, config: Float8Config) -> Sequence[str]:
-    return config.skip or getattr(model, "float8_skip", titan_fp8.DEFAULT_SKIP)
+    own = traits_of(model).float8_skip
+    return config.skip or (titan_fp8.DEFAULT_SKIP if own is None else own)
 
 
 def describe_conversion(
@@ -340,7 +342,7 @@ def _cast_in_norms(model: nn.Module) -> None:
     """Let norms be computed by the linears that read them, in blocks that name all readers of the norm."""
     for block in model.modules():
         # of the class itself: a subclass may read its norms elsewhere too
-        pairs: Sequence[tuple[str, str]] = vars(type(block)).get("norm_readers", ())
+        pairs = traits_of(block).norm_readers if "norm_readers" in vars(type(block)) else ()
         for name in dict(pairs):
             # None where the block has no such part: it has another, which reads the norm itself
             readers = [_named(block, reader) for norm, reader in pairs if norm == name]

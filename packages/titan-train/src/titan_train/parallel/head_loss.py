@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_train.models.common.loss import IGNORE_INDEX
+from titan_train.models.traits import traits_of
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 """Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
@@ -87,8 +88,8 @@ def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | 
     Raises:
         ValueError: The head is float8, or has fewer rows than the tokenizer has tokens.
     """
-    name = getattr(part, "loss_head", None)
-    if not isinstance(name, str) or "labels" not in inspect.signature(part.forward).parameters:
+    name = traits_of(part).loss_head
+    if name is None or "labels" not in inspect.signature(part.forward).parameters:
         return None
     owner, _, leaf = name.rpartition(".")
     head = getattr(part.get_submodule(owner), leaf, None)

@@ -10,15 +10,14 @@ own, and names what holds its repeated blocks in ``pipeline_layers``, as models 
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 from titan_pipeline import Schedule, balanced_cut
 from torch import nn
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.models import flops_per_token
-
-_FIRST, _LAST = ("tok_embeddings", "pos_embeddings"), ("norm", "lm_head")
+from titan_train.models.traits import traits_of
 
 
 def plan_layers(
@@ -62,11 +61,12 @@ def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[r
     """
     check_can_be_cut(whole)
     costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
-    encoder: Any = getattr(whole, "encoder_flops_per_token", None)
-    before = 0.0 if encoder is None else float(encoder(config.model.seq_len))
+    traits = traits_of(whole)
+    encoder = traits.encoder_flops_per_token
+    before = 0.0 if encoder is None else encoder(config.model.seq_len)
     head = flops_per_token(whole, config.model.seq_len) - sum(costs) - before
     stages = plan_layers(config.pipeline, costs, (before, max(0.0, head)), schedule.num_stages)
-    least = getattr(whole, "first_stage_layers", 1)
+    least = traits.first_stage_layers
     if len(stages[0]) < least and not config.pipeline.cuts and 1 < schedule.num_stages <= len(costs) - least + 1:
         rest = plan_layers(config.pipeline, costs[least:], (0.0, max(0.0, head)), schedule.num_stages - 1)
         stages = [range(least), *(range(part.start + least, part.stop + least) for part in rest)]
@@ -81,7 +81,7 @@ def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[r
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks in order: those in ``layers``, or in what its ``pipeline_layers`` names, one or several."""
-    named: str | Sequence[str] = getattr(model, "pipeline_layers", "layers")
+    named = traits_of(model).pipeline_layers
     containers = (named,) if isinstance(named, str) else named
     return [block for name in containers for block in model.get_submodule(name).children()]
 
@@ -92,7 +92,7 @@ def check_can_be_cut(model: nn.Module) -> None:
     Raises:
         ValueError: It has no ``layers``, keyed by number, and no ``take_stage`` of its own.
     """
-    if hasattr(model, "take_stage"):
+    if traits_of(model).take_stage is not None:
         return
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
@@ -105,10 +105,10 @@ def check_can_be_cut(model: nn.Module) -> None:
 
 def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
-    if hasattr(whole, "take_stage"):
-        return cast("Any", whole).take_stage(layers, first=first, last=last)
-    gone = [*(() if first else getattr(whole, "first_stage_parts", _FIRST))]
-    gone += [*(() if last else getattr(whole, "last_stage_parts", _LAST))]
+    traits = traits_of(whole)
+    if traits.take_stage is not None:
+        return traits.take_stage(layers, first=first, last=last)
+    gone = [*(() if first else traits.first_stage_parts), *(() if last else traits.last_stage_parts)]
     stage = copy.copy(whole)
     kept = nn.ModuleDict({str(number): cast(nn.ModuleDict, whole.layers)[str(number)] for number in layers})
     stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}

@@ -76,6 +76,7 @@ class TextTask(Task):
 
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
         """Rows are cut over the ranks; documents of a row stay apart."""
+        from titan_train.models.traits import traits_of
         from titan_train.parallel.context import ContextParallelism, Heads
 
         heads = Heads.of(model, config.parallel.tp)
@@ -85,7 +86,7 @@ class TextTask(Task):
             heads,
             seq_len=config.model.seq_len,
             dtype=dtype,
-            windows=getattr(model, "windows", ()),
+            windows=traits_of(model).windows,
         )
 
 
@@ -137,12 +138,12 @@ class TextInputs(Inputs):
         from titan_train.generation.cache import supports_cache
         from titan_train.generation.decode import generate
         from titan_train.generation.sampling import Sampling
-        from titan_train.models import unwrap
+        from titan_train.models.traits import traits_of
 
         if not supports_cache(model):
             return None
         sampling = Sampling(temperature=0.8, top_p=0.95)
-        longest = min(self.seq_len, getattr(unwrap(model), "max_seq_len", self.seq_len))
+        longest = min(self.seq_len, traits_of(model).max_seq_len or self.seq_len)
         added = min(self.sample_tokens, longest - 1)
         prompts = [prompt[: longest - added] for prompt in self.prompts]
         # no stop: ranks must make the same number of forwards, whatever each of them draws

@@ -22,6 +22,7 @@ from titan_train.models import named_parameters
 from titan_train.models.hf.conversions import unread
 from titan_train.models.hf.folder import folder_of, read_published
 from titan_train.models.registry import family_of
+from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first
 from titan_train.values import did_you_mean
 
@@ -151,7 +152,7 @@ def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole
         if not native and not key_map.ignores(name):
             unexpected.append(name)
     missing = sorted(wanted - {first_of.get(name, name) for name in found})
-    kind: str | None = getattr(whole, "published", {}).get("model_type")
+    kind: str | None = (traits_of(whole).published or {}).get("model_type")
     if (missing or unexpected) and kind is not None and (steps := unread(kind)):
         raise ValueError(
             f"{folder}: transformers converts the tensors of a {kind} when it reads a folder ({'; '.join(steps[:3])}), which is "

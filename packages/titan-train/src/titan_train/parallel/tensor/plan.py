@@ -12,6 +12,7 @@ from titan_fsdp import clean_fqn, named_parameters
 from torch import nn
 
 from titan_train.models.common.tensor_styles import Style, StyleTable
+from titan_train.models.traits import traits_of
 from titan_train.parallel.tensor.styles import style_of
 
 ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "head")
@@ -161,7 +162,7 @@ def _count_heads(
     holders += [
         (counter, attribute, int(getattr(counter, attribute)))
         for module in (parent, *parent.children())
-        for counter, attribute in getattr(module, "head_counts", ())
+        for counter, attribute in traits_of(module).head_counts
     ]
     wanted = "num_heads" if style in ("heads", "heads_norm") else "num_kv_heads"
     counts = [count for _, attribute, count in holders if attribute == wanted]

@@ -24,6 +24,7 @@ from titan_train.models import count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import Block, ModelShape
+from titan_train.models.traits import traits_of
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan
@@ -279,7 +280,8 @@ class _Rank:
             part.register_forward_pre_hook(lambda _, given, kwargs: (given, {**kwargs, **named}), with_kwargs=True)
             return tuple(tensor.to("meta").requires_grad_(tensor.requires_grad) for tensor in args)
         seq_len = self.config.model.seq_len // spec.cp
-        if getattr(part, "holds_embedding", getattr(part, "tok_embeddings", part)) not in (None, False):
+        takes_tokens = traits_of(part).holds_embedding
+        if getattr(part, "tok_embeddings", part) is not None if takes_tokens is None else takes_tokens:
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
         # a stage in the middle learns the length of its rows from their positions
         part.register_forward_pre_hook(
