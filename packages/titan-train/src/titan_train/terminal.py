@@ -25,6 +25,16 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """``text``, or its beginning and an ellipsis where it is longer than ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def first_line(err: BaseException) -> str:
+    """The first line of an error's message that holds text; the error's type if none does."""
+    return next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)
+
+
 class CleanStream:
     """A text stream that writes `printable` text only; all else is as the stream's own."""
 

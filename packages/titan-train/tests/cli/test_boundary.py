@@ -7,7 +7,7 @@ import time
 
 import pytest
 from titan_train.cli import main
-from titan_train.cli.shell.boundary import exit_code
+from titan_train.cli.boundary import exit_code
 
 
 class PanicException(BaseException):

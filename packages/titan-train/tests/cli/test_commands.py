@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import titan_train
 import torch
 from titan_fp8.dispatch import BackendReport
-from titan_train.cli import COMMANDS, main
+from titan_train.cli import COMMANDS, REMOVED, main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
@@ -139,11 +140,11 @@ def test_check_knows_copies_whose_sequences_are_cut(capsys):
     assert "the configuration is valid" in capsys.readouterr().out
 
 
-def test_tokenizer_train_writes_a_tokenizer_that_loads(tmp_path, capsys):
+def test_data_tokenizer_writes_a_tokenizer_that_loads(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)))
     out = tmp_path / "tokenizer"
-    assert main(["tokenizer", "train", "--out", str(out), "--vocab-size", "310", str(text)]) == 0
+    assert main(["data", "tokenizer", "--out", str(out), "--vocab-size", "310", str(text)]) == 0
 
     from titan_train.tokenizers import load_tokenizer
 
@@ -152,9 +153,9 @@ def test_tokenizer_train_writes_a_tokenizer_that_loads(tmp_path, capsys):
     assert "310 pieces" in capsys.readouterr().out
 
 
-def test_prepare_fills_the_cache(run_dir, tmp_path, capsys):
+def test_data_prepare_fills_the_cache(run_dir, tmp_path, capsys):
     config = run_dir.parent.parent / "tiny.toml"
-    assert main(["prepare", str(config), "--data.cache-dir", str(tmp_path / "cache")]) == 0
+    assert main(["data", "prepare", str(config), "--data.cache-dir", str(tmp_path / "cache")]) == 0
     assert list((tmp_path / "cache").glob("text-*/manifest.json"))
 
 
@@ -229,11 +230,12 @@ def test_bash_completes_commands_options_configurations_and_settings(capsys):
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completed(script, "titan-train", "qu") == []
-    assert completed(script, "titan-train", "dry") == ["dry-run"]
+    assert completed(script, "titan-train", "ev") == ["eval"]
     assert completed(script, "titan-train", "run", "qui") == ["quickstart"]
     assert completed(script, "titan-train", "check", "--train.global") == ["--train.global-batch"]
     assert completed(script, "titan-train", "generate", "--max") == ["--max-new-tokens"]
-    assert "train" in completed(script, "titan-train", "tokenizer", "")
+    assert completed(script, "titan-train", "data", "to") == ["tokenizer"]
+    assert completed(script, "titan-train", "data", "tokenizer", "--mod") == ["--model-type"]
     assert completed(script, "titan-train", "generate", "--train") == []
 
 
@@ -243,14 +245,58 @@ def test_zsh_and_fish_scripts_name_every_command_and_another_shell_is_refused(ca
     assert main(["completion", "zsh"]) == 0
     zsh = capsys.readouterr().out
     for name in COMMANDS:
-        assert f"-a {name} " in fish
-        assert f"      {name})" in zsh
+        assert f"-a {name.split()[0]} " in fish
+        assert re.search(rf"^    '{name} '\*\)", zsh, re.MULTILINE)
     assert main(["completion", "tcsh"]) == 2
 
 
-def test_an_unknown_command_names_the_nearest(capsys):
-    assert main(["generat"]) == 2
-    assert "Did you mean 'generate'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generat"], "unknown command 'generat'. Did you mean 'generate'?"),
+        (["data", "shwo"], "unknown command 'data shwo'. Did you mean 'data show'?"),
+        *[([word, "x"], f"`titan-train {word}` is now `titan-train {new}`.") for word, new in REMOVED.items()],
+        (["plan", "llama3_8b", "--devices", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
+        (["check", "debug", "--devices", "8"], "unknown option '--world'. Did you mean '--devices'?"),
+        (["check", "debug", "--svg", "x.svg"], "--constants and --svg go with --hardware"),
+        (["report", "a", "b", "--trace"], "--trace takes one run, and 2 were given"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_word_is_answered_in_one_line_with_the_right_one(words, message, capsys):
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_removed_words_lead_to_commands_that_exist():
+    for word, new in REMOVED.items():
+        assert word not in COMMANDS
+        assert any(new.startswith(f"{command} ") for command in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_names_the_nearest_option(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["help", *name.split()])
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: titan-train {name}")
+    options = sorted(set(re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE)))
+    for option in options:
+        # without what the command needs: the misspelt option is named first
+        config = ["debug"] if "CONFIG" in page.splitlines()[0] else []
+        assert main([*name.split(), *config, f"{option}x"]) == 2
+        err = capsys.readouterr().err
+        assert f"{option}x" in err
+        assert option in err.replace(f"{option}x", "")
+
+
+def test_the_version_and_the_help_of_a_group_of_commands(capsys):
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == f"titan-train {titan_train.__version__}\n"
+    for words in (["data"], ["data", "--help"], ["help", "data"]):
+        assert main(words) == 0
+        assert "  data show       show samples" in capsys.readouterr().out
 
 
 def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):

@@ -2,8 +2,8 @@ import io
 
 import pytest
 from rich.console import Console
-from titan_train.cli.inputs.prepare import prepare_sources
-from titan_train.cli.inputs.tokenizer import train_tokenizer
+from titan_train.cli.data_prepare import prepare_sources
+from titan_train.cli.data_tokenizer import train_tokenizer
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import PrepareProgress, prepare, show_progress
 from titan_train.tokenizers import load_tokenizer

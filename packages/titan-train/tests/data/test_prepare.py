@@ -180,7 +180,7 @@ def test_prepared_folders_serve_as_sources_of_tokens(tmp_path, write_jsonl, toke
 def test_unprepared_and_unfinished_sources_are_refused_on_opening(tmp_path, write_jsonl, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", 100)
     config = _config(tmp_path / "a.jsonl")
-    with pytest.raises(ValueError, match=r"has no manifest.json.*titan-train prepare"):
+    with pytest.raises(ValueError, match=r"has no manifest.json.*titan-train data prepare"):
         open_datasets(config, tokenizer, seq_len=32, seed=1, cache_dir=tmp_path / "cache")
     (folder,) = prepare(config, tokenizer, cache_dir=tmp_path / "cache")
     manifest = json.loads((folder / "manifest.json").read_text())

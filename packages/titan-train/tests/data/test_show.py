@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 from titan_train.cli import main
-from titan_train.cli.inputs.data import shown
+from titan_train.cli.data_show import shown
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
 
@@ -59,7 +59,7 @@ def test_the_command_prepares_and_shows(tree, tmp_path, capsys):
     assert main(["data", "show", str(tmp_path / "c.toml"), "--samples", "1", "--data.validation_fraction", "0"]) == 0
     assert "Hello é<eos>" in capsys.readouterr().out
     assert main(["data", "list", str(tmp_path / "c.toml")]) == 2
-    assert "show" in capsys.readouterr().err
+    assert "unknown command 'data list'" in capsys.readouterr().err
 
 
 def test_the_command_loads_no_torch(tmp_path, tree):

@@ -1,4 +1,4 @@
-"""Folders of `kind = "tokens"` that are not what `titan-train prepare` wrote are refused when they are prepared again."""
+"""Folders of `kind = "tokens"` that are not what `titan-train data prepare` wrote are refused when they are prepared again."""
 
 import json
 import shutil

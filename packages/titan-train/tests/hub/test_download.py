@@ -41,7 +41,7 @@ def titan(hub, *words, home):
         "HF_HUB_DOWNLOAD_TIMEOUT": "5", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-m", "titan_train", "download", *map(str, words)],
+        [sys.executable, "-m", "titan_train", "data", "download", *map(str, words)],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

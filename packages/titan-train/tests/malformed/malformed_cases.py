@@ -31,12 +31,22 @@ def all_cases() -> dict[str, Case]:
 
 def words() -> Iterator[Case]:
     """Command lines."""
-    for command in ("run", "check", "prepare", "slurm", "estimate", "dry-run", "generate", "export", "report", "plan"):
-        yield [command], {}
-        yield [command, "--nonsense"], {}
-        yield [command, "no_such_thing", "--zzz", "1"], {}
-        yield [command, ""], {}
-        yield [command, "x" * 5000], {}
+    for command in (
+        "run",
+        "check",
+        "data prepare",
+        "slurm",
+        "check --rehearse",
+        "generate",
+        "export",
+        "report",
+        "plan",
+    ):
+        yield command.split(), {}
+        yield [*command.split(), "--nonsense"], {}
+        yield [*command.split(), "no_such_thing", "--zzz", "1"], {}
+        yield [*command.split(), ""], {}
+        yield [*command.split(), "x" * 5000], {}
     yield ["zap"], {}
     yield ["runn"], {}
     for option, values in {
@@ -152,8 +162,8 @@ def model_arguments() -> Iterator[Case]:
     }.items():  # fmt: skip
         for key, value in changes:
             yield ["check", "debug", "--model.name", model, f"--model.args.{key}", value], {}
-    yield ["estimate", "llama3_8b", "--gpus", "8", "--model.args.zzz", "1"], {}
-    yield ["dry-run", "debug", "--world", "2", "--model.args.dim", "x"], {}
+    yield ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--model.args.zzz", "1"], {}
+    yield ["check", "debug", "--rehearse", "--devices", "2", "--model.args.dim", "x"], {}
 
 
 def sources() -> Iterator[Case]:
@@ -176,7 +186,7 @@ def sources() -> Iterator[Case]:
     for kind, paths in given:
         for path in paths:
             source = f'[[data.sources]]\nname = "a"\nkind = "{kind}"\npaths = ["{path}"]\n'
-            yield ["prepare", "c.toml"], {**files, **TEXT, "c.toml": BYTES + DATA + source}
+            yield ["data", "prepare", "c.toml"], {**files, **TEXT, "c.toml": BYTES + DATA + source}
     for extra in (
         "num_threads = -1",
         "shard_tokens = 0",
@@ -184,16 +194,16 @@ def sources() -> Iterator[Case]:
         'verify = "zap"',
         "prefetch = -1",
     ):
-        yield ["prepare", "c.toml"], {**TEXT, "c.toml": f"{BYTES}{DATA}{extra}\n{SOURCE}"}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "c.toml": f"{BYTES}{DATA}{extra}\n{SOURCE}"}
     for cache in ("text.txt", "text.txt/below", "/proc/nothing", "x" * 300):
-        yield ["prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "{cache}"\n{SOURCE}'}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "{cache}"\n{SOURCE}'}
     for source in (
         SOURCE + SOURCE,
         SOURCE + "weight = 0\n",
         SOURCE.replace('"a"', '"a b"'),
         SOURCE + "max_epochs = -1\n",
     ):
-        yield ["prepare", "c.toml"], {**TEXT, "c.toml": BYTES + DATA + source}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "c.toml": BYTES + DATA + source}
 
 
 def tokenizers() -> Iterator[Case]:
@@ -204,30 +214,30 @@ def tokenizers() -> Iterator[Case]:
         RANKS + f"{pair} 99999999999999999999\n", RANKS + "!!! 256\n", RANKS + f"{pair} x\n", "YQ== 0\n", RANKS + "YQ== 256\n",
         b"\xff\xfe" + RANKS.encode("utf-16-le"),
     ):  # fmt: skip
-        for command in ("prepare", "check"):
+        for command in ("data prepare", "check"):
             toml = f'[tokenizer]\nkind = "tiktoken"\npath = "t"\n{DATA}{SOURCE}'
-            yield [command, "c.toml"], {**TEXT, "t": content, "c.toml": toml}
+            yield [*command.split(), "c.toml"], {**TEXT, "t": content, "c.toml": toml}
     for extra in ('pattern = "("', 'pattern = "[[["', 'special_tokens = ["<a>", "<a>"]', 'eos_token = "<zz>"'):
         toml = f'[tokenizer]\nkind = "tiktoken"\npath = "t"\n{extra}\n{DATA}{SOURCE}'
-        yield ["prepare", "c.toml"], {**TEXT, "t": RANKS, "c.toml": toml}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "t": RANKS, "c.toml": toml}
     for content in (b"\x0a\x05hello", b"", "hello", bytes(1000)):
         toml = f'[tokenizer]\nkind = "sentencepiece"\npath = "t.model"\n{DATA}{SOURCE}'
-        yield ["prepare", "c.toml"], {**TEXT, "t.model": content, "c.toml": toml}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "t.model": content, "c.toml": toml}
     for kind in ("sentencepiece", "hf", "tiktoken"):
         for path in ("missing.model", "text.txt", ".", "x" * 5000):
             toml = f'[tokenizer]\nkind = "{kind}"\npath = "{path}"\n{DATA}{SOURCE}'
-            yield ["prepare", "c.toml"], {**TEXT, "c.toml": toml}
+            yield ["data", "prepare", "c.toml"], {**TEXT, "c.toml": toml}
     for content in ("{}", "[]", '{"model": 1}', "garbage", "[" * 99_999, b"\xff"):
         toml = f'[tokenizer]\nkind = "hf"\npath = "t"\n{DATA}{SOURCE}'
-        yield ["prepare", "c.toml"], {**TEXT, "t/tokenizer.json": content, "c.toml": toml}
+        yield ["data", "prepare", "c.toml"], {**TEXT, "t/tokenizer.json": content, "c.toml": toml}
     for extra in (
         ["--out", "o", "missing.txt"], ["--out", "o", "--vocab-size", "10", "text.txt"],
         ["--out", "o", "--max-mb", "nan", "text.txt"],
         ["--out", "o", "--vocab-size", "9999999", "text.txt"], ["--out", "o", "empty.txt"], ["text.txt"],
         ["--out", "o", "--model-type", "zap", "text.txt"], ["--out", "o", "--max-mb", "0", "text.txt"],
     ):  # fmt: skip
-        yield ["tokenizer", "train", *extra], {**TEXT, "empty.txt": ""}
-    yield ["tokenizer", "zap", "--out", "o"], {}
+        yield ["data", "tokenizer", *extra], {**TEXT, "empty.txt": ""}
+    yield ["data", "zap", "--out", "o"], {}
 
 
 def run_folders() -> Iterator[Case]:
@@ -244,27 +254,26 @@ def run_folders() -> Iterator[Case]:
     }.items():
         for bad in content:
             yield ["generate", "RUN", "--prompt", "a"], {f"RUN/checkpoints/*/{file}": bad}
-    yield ["compare", "RUN"], {}
-    yield ["compare", "RUN", "missing", "--out", "c.html"], {}
-    yield ["calibrate", "RUN", "--hardware", "zap"], {}
-    yield ["calibrate", "missing"], {}
+    yield ["report", "RUN", "missing", "--out", "c.html"], {}
+    yield ["plan", "calibrate", "RUN", "--hardware", "zap"], {}
+    yield ["plan", "calibrate", "missing"], {}
 
 
 def planning() -> Iterator[Case]:
     """The planner."""
-    plan = ["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64"]
+    plan = ["plan", "llama3_8b", "--devices", "8", "--global-batch", "64"]
     for extra in (
         ["--hardware", "zap"], ["--precision", "fp3"], ["--fix", "tp"], ["--fix", "zap=2"], ["--fix", "tp=0"], ["--top", "0"],
         ["--explain", "0", "1"], ["--explain", "1", "9999"], ["--stack", "zap"], ["--max-mem", "nan"], ["--seq-len", "0"],
-        ["--gpus", "0"], ["--gpus", "x"], ["--gpus", "9" * 30], ["--global-batch", "-1"], ["--max-mem", "0.001"],
+        ["--devices", "0"], ["--devices", "x"], ["--devices", "9" * 30], ["--global-batch", "-1"], ["--max-mem", "0.001"],
         ["--out", "missing/below/x"], ["--hardware", "h.toml"],
     ):  # fmt: skip
         yield [*plan, *extra], {"h.toml": "x = 1"}
-    yield ["plan", "zap", "--gpus", "8", "--global-batch", "64"], {}
-    yield ["estimate", "llama3_70b", "--gpus", "1"], {}
-    yield ["estimate", "llama3_8b", "--gpus", "7", "--parallel.tp", "2"], {}
-    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "missing.toml"], {}
-    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": "x = 1"}
+    yield ["plan", "zap", "--devices", "8", "--global-batch", "64"], {}
+    yield ["check", "llama3_70b", "--hardware", "h100", "--devices", "1"], {}
+    yield ["check", "llama3_8b", "--hardware", "h100", "--devices", "7", "--parallel.tp", "2"], {}
+    yield ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--constants", "missing.toml"], {}
+    yield ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--constants", "c.toml"], {"c.toml": "x = 1"}
     for content in (
         "",
         "x = 1",
@@ -274,10 +283,10 @@ def planning() -> Iterator[Case]:
         "[" * 3000,
         'title = 3\ncompute = "x"',
     ):
-        yield ["estimate", "llama3_8b", "--gpus", "8", "--hardware", "h.toml"], {"h.toml": content}
-    yield ["dry-run", "debug"], {}
-    yield ["dry-run", "debug", "--world", "0"], {}
-    yield ["dry-run", "debug", "--world", "7", "--parallel.tp", "2"], {}
+        yield ["check", "llama3_8b", "--devices", "8", "--hardware", "h.toml"], {"h.toml": content}
+    yield ["check", "debug", "--rehearse"], {}
+    yield ["check", "debug", "--rehearse", "--devices", "0"], {}
+    yield ["check", "debug", "--rehearse", "--devices", "7", "--parallel.tp", "2"], {}
 
 
 def outputs() -> Iterator[Case]:
@@ -315,7 +324,7 @@ def shown_data() -> Iterator[Case]:
 
 
 def downloads() -> Iterator[Case]:
-    """`download`; the test lets no server answer."""
+    """`data download`; the test lets no server answer."""
     for extra in (
         [], ["org/name"], ["org/name", "--out", "o"], ["hf:", "--out", "o"], ["hf:datasets/", "--out", "o"],
         ["hf:a/b/c/d", "--out", "o"], ["hf:../..", "--out", "o"], ["hf:" + "x" * 5000, "--out", "o"],
@@ -324,9 +333,9 @@ def downloads() -> Iterator[Case]:
         ["hf:org/name", "--out", "o", "--include"], ["hf:org\0/name", "--out", "o"], ["hf:org/name", "--out", "o"],
         ["hf:org/name", "hf:org/other", "--out", "o"], ["hf:org/name", "--out", "x" * 300],
     ):  # fmt: skip
-        yield ["download", *extra], TEXT
+        yield ["data", "download", *extra], TEXT
     for record in ("", "{", "[]", "null", '{"repository": 3}', "[" * 9999, b"\xff", '{"repository": "other/name"}'):
-        yield ["download", "hf:org/name", "--out", "o"], {"o/download.json": record}
+        yield ["data", "download", "hf:org/name", "--out", "o"], {"o/download.json": record}
 
 
 def evaluations() -> Iterator[Case]:
@@ -399,23 +408,23 @@ def exported_folders() -> Iterator[Case]:
 
 
 def comparisons() -> Iterator[Case]:
-    """`compare`."""
+    """`report` of several runs."""
     for extra in (
         [], ["RUN"], ["RUN", "RUN"], ["RUN", "."], ["RUN", "text.txt"], ["RUN", "text.txt/below"], ["RUN", "a\0b"],
         ["RUN"] * 9, ["RUN", "RUN2", "--out", "folder"], ["RUN", "RUN2", "--out", "text.txt/below"], ["RUN", "./RUN"],
         ["RUN", "RUN2", "--out", "x" * 300], ["RUN", "RUN2", "--zzz"], ["RUN", "x" * 5000],
     ):  # fmt: skip
         files = {"RUN2/config.toml": "[train]\nsteps = 2", "RUN2/metrics.jsonl": "", "folder/x": ""}
-        yield ["compare", *extra], {**TEXT, **files}
+        yield ["report", *extra], {**TEXT, **files}
     for config in (b"\xff", "[run\n", "", "[" * 9999):
-        yield ["compare", "RUN", "RUN2"], {"RUN2/config.toml": config, "RUN2/metrics.jsonl": ""}
+        yield ["report", "RUN", "RUN2"], {"RUN2/config.toml": config, "RUN2/metrics.jsonl": ""}
 
 
 def other_commands() -> Iterator[Case]:
     """What is left, and settings of the newer sections."""
-    for command in ("list", "doctor", "calibrate", "compare", "data", "download", "eval", "serve", "tokenizer"):
-        yield [command, "--nonsense"], {}
-        yield [command, "x" * 5000, "--zzz", "1"], {}
+    for command in ("list", "doctor", "plan calibrate", "data", "data download", "eval", "serve", "data tokenizer"):
+        yield [*command.split(), "--nonsense"], {}
+        yield [*command.split(), "x" * 5000, "--zzz", "1"], {}
     yield ["doctor", "--bench", "missing/below/x.toml"], {}
     yield ["doctor", "--bench", "folder"], {"folder/x": ""}
     for backend in ("zap", "", "a b", "os:system", "inductorr"):
@@ -429,25 +438,28 @@ def other_commands() -> Iterator[Case]:
 def found_by_trying() -> Iterator[Case]:
     """What a person tried who had not read the groups above."""
     step = '{"kind":"step","step":"x","loss":[]}\n'
-    yield ["calibrate", "RUN"], {"RUN/metrics.jsonl": step * 9}
-    yield ["calibrate", "RUN"], {"RUN/run.json": '{"attempts": [{"world_size": "x"}]}'}
-    yield ["calibrate", "RUN"], {"RUN/metrics.jsonl": b"\xff\x00" * 99}
-    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": 'matmul = "x"'}
-    yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", "c.toml"], {"c.toml": "matmul = nan"}
+    yield ["plan", "calibrate", "RUN"], {"RUN/metrics.jsonl": step * 9}
+    yield ["plan", "calibrate", "RUN"], {"RUN/run.json": '{"attempts": [{"world_size": "x"}]}'}
+    yield ["plan", "calibrate", "RUN"], {"RUN/metrics.jsonl": b"\xff\x00" * 99}
+    yield (
+        ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--constants", "c.toml"],
+        {"c.toml": 'matmul = "x"'},
+    )
+    yield (
+        ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--constants", "c.toml"],
+        {"c.toml": "matmul = nan"},
+    )
     yield ["generate", "RUN", "--prompt", "a", "--samples", "100000000"], {}
     for words in (["--run.dir", "~nosuchuser/x"], ["--model.init", "hf:~nosuch/x"], ["--model.name", "hf:~nosuch/x"]):
         yield ["check", "debug", *words], {}
-    yield ["prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "~nosuch/x.txt")}
-    yield ["prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "~nosuch/x"\n{SOURCE}'}
-    yield ["prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "/dev/zero")}
+    yield ["data", "prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "~nosuch/x.txt")}
+    yield ["data", "prepare", "c.toml"], {**TEXT, "c.toml": f'{BYTES}[data]\ncache_dir = "~nosuch/x"\n{SOURCE}'}
+    yield ["data", "prepare", "c.toml"], {"c.toml": BYTES + DATA + SOURCE.replace("text.txt", "/dev/zero")}
     for kind in ("parquet", "arrow"):
         source = SOURCE.replace('"text"', f'"{kind}"').replace("text.txt", f"x.{kind}")
-        yield ["prepare", "c.toml"], {f"x.{kind}": b"PAR1ARROW1garbage", "c.toml": BYTES + DATA + source}
-    for command in ("report", "compare"):
-        yield (
-            [command, "RUN", *(["RUN2"] if command == "compare" else []), "--out", ""],
-            {"RUN2/config.toml": "[run]\nname = 'b'"},
-        )
+        yield ["data", "prepare", "c.toml"], {f"x.{kind}": b"PAR1ARROW1garbage", "c.toml": BYTES + DATA + source}
+    for runs in (["RUN"], ["RUN", "RUN2"]):
+        yield ["report", *runs, "--out", ""], {"RUN2/config.toml": "[run]\nname = 'b'"}
     yield ["doctor", "--bench", ""], {}
     yield ["slurm", "debug", "--launch.nproc", "1", "--partition", "-x; rm -rf /"], {}
     yield ["generate", "RUN", "--prompt", "\ud800"], {}
@@ -462,36 +474,36 @@ def special_files() -> Iterator[Case]:
     for name in endless:
         for kind in ("text", "jsonl", "parquet", "megatron", "tokens", "chat"):
             source = f'[[data.sources]]\nname = "a"\nkind = "{kind}"\npaths = ["{name}"]\n'
-            yield ["prepare", "c.toml"], {"p": None, "c.toml": BYTES + DATA + source}
+            yield ["data", "prepare", "c.toml"], {"p": None, "c.toml": BYTES + DATA + source}
         for kind in ("tiktoken", "sentencepiece", "hf"):
             toml = f'[tokenizer]\nkind = "{kind}"\npath = "{name}"\n{DATA}{SOURCE}'
-            yield ["prepare", "c.toml"], {**TEXT, "p": None, "c.toml": toml}
+            yield ["data", "prepare", "c.toml"], {**TEXT, "p": None, "c.toml": toml}
         yield ["check", name], {"p": None}
         yield ["check", "c.toml"], {"p": None, "c.toml": f'extends = "{name}"'}
         yield ["check", "debug", "--pipeline.schedule", name, "--parallel.pp", "2", "--launch.nproc", "2"], {"p": None}
         yield ["check", "debug", "--model.init", f"hf:{name}"], {"p": None}
         yield ["check", "debug", "--model.name", f"hf:{name}"], {"p": None}
-        yield ["estimate", "llama3_8b", "--gpus", "8", "--hardware", f"./{name}" if name == "p" else name], {"p": None}
-        yield ["estimate", "llama3_8b", "--gpus", "8", "--constants", name], {"p": None}
+        yield ["check", "llama3_8b", "--devices", "8", "--hardware", f"./{name}" if name == "p" else name], {"p": None}
+        yield ["check", "llama3_8b", "--hardware", "h100", "--devices", "8", "--constants", name], {"p": None}
         yield ["eval", "RUN", "--text", name], {"p": None}
-        yield ["tokenizer", "train", "--out", "o", name], {"p": None}
+        yield ["data", "tokenizer", "--out", "o", name], {"p": None}
         yield ["report", name], {"p": None}
         yield ["generate", name, "--prompt", "a"], {"p": None}
     for command in (["generate", "--prompt", "a"], ["export", "--out", "out"], ["eval", "--text", "text.txt"]):
         yield [command[0], "RUN", *command[1:]], {**TEXT, "RUN/config.toml": None}
     yield ["generate", "RUN", "--prompt", "a"], {"RUN/checkpoints/*/MANIFEST.json": None}
-    yield ["download", "hf:org/name", "--out", "o"], {"o/download.json": None}
+    yield ["data", "download", "hf:org/name", "--out", "o"], {"o/download.json": None}
     for file in ("tokenizer.json", "config.json"):
         toml = f'[tokenizer]\nkind = "hf"\npath = "t"\n{DATA}{SOURCE}'
-        yield ["prepare", "c.toml"], {**TEXT, f"t/{file}": None, "c.toml": toml}
+        yield ["data", "prepare", "c.toml"], {**TEXT, f"t/{file}": None, "c.toml": toml}
         yield ["check", "debug", "--model.init", "hf:t"], {f"t/{file}": None}
     for file in ("model.onnx", "model.gguf", "config.json", "export.json"):
         yield ["generate", "E", "--prompt", "a", "--temperature", "0"], {f"E/{file}": None}
     shards = {"m.idx": None, "m.bin": b""}
     source = '[[data.sources]]\nname = "a"\nkind = "megatron"\npaths = ["m"]\n'
-    yield ["prepare", "c.toml"], {**shards, "c.toml": BYTES + DATA + source}
+    yield ["data", "prepare", "c.toml"], {**shards, "c.toml": BYTES + DATA + source}
     source = '[[data.sources]]\nname = "a"\nkind = "tokens"\npaths = ["d"]\n'
-    yield ["prepare", "c.toml"], {"d/manifest.json": None, "c.toml": BYTES + DATA + source}
+    yield ["data", "prepare", "c.toml"], {"d/manifest.json": None, "c.toml": BYTES + DATA + source}
 
 
 def odd_names() -> Iterator[Case]:
@@ -512,7 +524,7 @@ def odd_names() -> Iterator[Case]:
         "1_000_",
     ):
         yield ["check", "debug", "--train.steps", value], {}
-        yield ["plan", "llama3_8b", "--gpus", value, "--global-batch", "64"], {}
+        yield ["plan", "llama3_8b", "--devices", value, "--global-batch", "64"], {}
         yield ["generate", "RUN", "--prompt", "a", "--max-new-tokens", value], {}
     for words in (
         ["--train.steps="],

@@ -31,7 +31,7 @@ def names_of_code() -> Iterator[Case]:
         yield ["check", "debug", "--model.name", "numpy:load", "--code", code], {}
     for args in ("encoder_trust_remote_code = true", 'config = "x"', '"__class__" = "x"'):
         name = "transformers:EncoderDecoderModel.from_encoder_decoder_pretrained"
-        for command in (["check", "c.toml"], ["dry-run", "c.toml", "--world", "2"], ["plan", "c.toml", "--gpus", "2"]):
+        for command in (["check", "c.toml"], ["check", "c.toml", "--rehearse"], ["plan", "c.toml", "--devices", "2"]):
             yield command, {"c.toml": f'[model]\nname = "{name}"\n[model.args]\n{args}\n'}
 
 
@@ -98,7 +98,7 @@ def sizes() -> Iterator[Case]:
     for name, content in bombs.items():
         kind = "text" if ".txt" in name else "jsonl"
         source = f'[[data.sources]]\nname = "a"\nkind = "{kind}"\npaths = ["{name}"]\n'
-        yield ["prepare", "c.toml"], {name: content, "c.toml": _DATA + source}
+        yield ["data", "prepare", "c.toml"], {name: content, "c.toml": _DATA + source}
 
 
 def records() -> Iterator[Case]:
@@ -114,13 +114,13 @@ def records() -> Iterator[Case]:
         {"kind": ["step"], "step": 1},
     )  # fmt: skip
     for line in lines:
-        yield ["trace", "RUN"], {"RUN/metrics.jsonl": json.dumps(line) + "\n"}
-        yield ["calibrate", "RUN"], {"RUN/metrics.jsonl": json.dumps(line) + "\n"}
+        yield ["report", "RUN", "--trace"], {"RUN/metrics.jsonl": json.dumps(line) + "\n"}
+        yield ["plan", "calibrate", "RUN"], {"RUN/metrics.jsonl": json.dumps(line) + "\n"}
     traces = ("", "[]", "{}", " " * 2**27, '{"titan": {"row": []}}', "[" * 99_999,
               '{"titan": {"row": [], "rank": "x"}, "traceEvents": 3}')  # fmt: skip
     for trace in (b"", b"x", *(gzip.compress(text.encode()) for text in traces)):
-        yield ["trace", "RUN"], {"RUN/traces/rank-0.json.gz": trace}
-    yield ["trace", "RUN"], {"RUN/traces/rank-x.json.gz": gzip.compress(b"{}")}
+        yield ["report", "RUN", "--trace"], {"RUN/traces/rank-0.json.gz": trace}
+    yield ["report", "RUN", "--trace"], {"RUN/traces/rank-x.json.gz": gzip.compress(b"{}")}
 
 
 def readable() -> Iterator[Case]:

@@ -144,7 +144,7 @@ def test_ctrl_c_while_preparing_is_one_word_and_the_next_time_goes_on(tmp_path):
         'kind = "jsonl"\npaths = ["a.jsonl"]\n'
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "titan_train", "prepare", "c.toml"], cwd=tmp_path, text=True,
+        [sys.executable, "-m", "titan_train", "data", "prepare", "c.toml"], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"COLUMNS": "100"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it otherwise
     )  # fmt: skip

@@ -12,7 +12,7 @@ from titan_train.planner.hardware.measure import MeasuredRates, hardware_table
 
 def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "e.svg"
-    assert main(["estimate", "llama3_70b", "--hardware", "h100", "--gpus", "512", "--svg", str(picture)]) == 0
+    assert main(["check", "llama3_70b", "--hardware", "h100", "--devices", "512", "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "tokens/s/device (80 % interval" in text
     assert "attention" in text
@@ -21,13 +21,13 @@ def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pyte
 
 
 def test_estimate_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "llama3_70b", "--hardware", "h100", "--gpus", "8", "--train.global_batch", "64"]) == 2
+    assert main(["check", "llama3_70b", "--hardware", "h100", "--devices", "8", "--train.global_batch", "64"]) == 2
     assert "does not fit: " in capsys.readouterr().out
 
 
 def test_plan_writes_configuration_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stem = tmp_path / "plan"
-    assert main(["plan", "qwen3_0.6b", "--gpus", "8", "--global-batch", "64", "--out", str(stem)]) == 0
+    assert main(["plan", "qwen3_0.6b", "--devices", "8", "--global-batch", "64", "--out", str(stem)]) == 0
     assert "GPU-hours are for 1 B tokens" in capsys.readouterr().out
     config = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert config["model"]["name"] == "qwen3_0.6b"
@@ -40,7 +40,7 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
     hardware, constants, stem = tmp_path / "z900.toml", tmp_path / "constants.toml", tmp_path / "plan"
     hardware.write_text(tomli_w.dumps(hardware_table(rates, [])))
     constants.write_text("matmul = 0.35\nmatmul8 = 0.3\n")
-    words = ["plan", "quickstart", "--gpus", "2", "--global-batch", "8", "--hardware", str(hardware)]
+    words = ["plan", "quickstart", "--devices", "2", "--global-batch", "8", "--hardware", str(hardware)]
     assert main([*words, "--out", str(stem)]) == 0
     assert "8 sequences of 256 tokens" in capsys.readouterr().out
     assert '"machine": "nvidia_z900"' in (tmp_path / "plan.html").read_text()
@@ -48,14 +48,15 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
     assert written["extends"] == "quickstart"
     assert "name" not in written["model"]
     assert main(["check", f"{stem}.toml"]) == 0
-    again = ["plan", f"{stem}.toml", "--gpus", "2", "--global-batch", "8", "--out", str(tmp_path / "again")]
+    again = ["plan", f"{stem}.toml", "--devices", "2", "--global-batch", "8", "--out", str(tmp_path / "again")]
     assert main(again) == 0
     assert main(["check", str(tmp_path / "again.toml")]) == 0
 
     def best(*more: str) -> float:
         capsys.readouterr()
         assert (
-            main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--hardware", str(hardware), *more]) == 0
+            main(["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--hardware", str(hardware), *more])
+            == 0
         )
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1 "))
         return float(row.split()[1].replace(",", ""))
@@ -64,24 +65,24 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
 
 
 def test_plan_of_a_diffusion_model_has_its_own_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "flux_schnell", "--gpus", "8", "--global-batch", "64"]) == 0
+    assert main(["plan", "flux_schnell", "--devices", "8", "--global-batch", "64"]) == 0
     assert "64 sequences of 4,352 tokens" in capsys.readouterr().out
 
 
 def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--explain", "1", "2"]
+    words = ["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--explain", "1", "2"]
     assert main([*words, "--out", str(tmp_path / "plan")]) == 0
     assert "B - A" in capsys.readouterr().out
     assert (tmp_path / "plan.toml").exists()
 
 
 def test_plan_refuses_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3_405b", "--gpus", "8", "--global-batch", "64"]) == 2
+    assert main(["plan", "llama3_405b", "--devices", "8", "--global-batch", "64"]) == 2
     assert "Smallest number of devices that fits" in capsys.readouterr().out
 
 
 def test_an_unknown_machine_is_an_error_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--hardware", "h101"]) == 2
+    assert main(["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--hardware", "h101"]) == 2
     assert "Did you mean 'h100'" in capsys.readouterr().err
 
 
@@ -99,22 +100,23 @@ def test_doctor_measures_a_machine_that_the_planner_reads(tmp_path: Path, capsys
     assert axes == {"dp_replicate", "dp_shard", "tp", "cp", "ep", "pp"}
 
 
-def test_dry_run_shows_the_memory_of_each_pipeline_rank_and_the_transfers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["dry-run", "debug", "--world", "16", "--parallel.pp", "2", "--train.global_batch", "64"]
+def test_a_rehearsal_shows_the_memory_of_each_pipeline_rank_and_the_transfers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["check", "debug", "--rehearse", "--devices", "16", "--parallel.pp", "2", "--train.global_batch", "64"]
     assert main([*words, "--train.microbatch", "1"]) == 0
     text = capsys.readouterr().out
-    table = text.split("peak GiB")[1].splitlines()
-    assert [line.split()[0] for line in table[1:3]] == ["0", "1"]
+    assert "memory per rank, GiB:      pp 0      pp 1\n" in text
     assert "reduce_scatter" in text
 
 
-def test_dry_run_of_a_model_that_the_planner_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dry-run", "vlm_shapes", "--world", "2"]) == 0
+def test_a_rehearsal_of_a_model_that_the_planner_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "vlm_shapes", "--rehearse", "--devices", "2"]) == 0
     assert "transfers of a step: not computed" in capsys.readouterr().out
-    assert main(["dry-run", "vlm_shapes", "--world", "2", "--parallel.tp", "2"]) == 2
+    assert main(["check", "vlm_shapes", "--rehearse", "--devices", "2", "--parallel.tp", "2"]) == 2
     assert "the patches of images are not split" in capsys.readouterr().err
 
 
 def test_plan_names_the_precisions_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama3_8b", "--gpus", "8", "--global-batch", "64", "--precision", "fp9"]) == 2
+    assert main(["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--precision", "fp9"]) == 2
     assert "Use one of fp32, bf16" in capsys.readouterr().err

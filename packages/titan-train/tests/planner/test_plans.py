@@ -19,7 +19,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_passes_check_as_it_was_written(name: str, tmp_path, capsys) -> None:
     model, gpus, machine, seq_len, batch = PLANS[name]
-    words = ["plan", model, "--gpus", gpus, "--hardware", machine, "--seq-len", seq_len, "--global-batch", batch]
+    words = ["plan", model, "--devices", gpus, "--hardware", machine, "--seq-len", seq_len, "--global-batch", batch]
     assert main([*map(str, words), "--out", str(tmp_path / "plan")]) == 0
     printed = capsys.readouterr().out
     assert "takes" in printed or "as fast" in printed  # why the second loses

@@ -442,7 +442,7 @@ def test_prepare_and_run_train_on_shards_and_sample_through_the_autoencoder_with
     import tomli_w
 
     toml.write_text(tomli_w.dumps(sections))
-    assert cli.main(["prepare", str(toml)]) == 0
+    assert cli.main(["data", "prepare", str(toml)]) == 0
     with Trainer(parse_config(sections)) as trainer:
         trainer.fit()
         losses = trainer.losses

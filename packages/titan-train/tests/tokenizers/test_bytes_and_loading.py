@@ -18,7 +18,7 @@ def test_saved_bytes_load(tmp_path):
 
 
 def test_a_folder_without_tokenizer_is_refused_with_the_way_to_get_one(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no tokenizer: expected .*titan-train tokenizer train"):
+    with pytest.raises(ValueError, match=r"holds no tokenizer: expected .*titan-train data tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Traces of a few steps: their names, one clock for all ranks, and what `titan-train trace` says of them."""
+"""Traces of a few steps: their names, one clock for all ranks, and what `titan-train report --trace` says of them."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def test_a_trace_names_what_ran_in_the_words_of_the_field(run_dir):
 
 
 def test_the_command_puts_the_ranks_on_one_clock_and_tells_communication_per_axis(run_dir, tmp_path, capsys):
-    assert main(["trace", str(run_dir), "--out", str(tmp_path / "all.json.gz")]) == 0
+    assert main(["report", str(run_dir), "--trace", "--out", str(tmp_path / "all.json.gz")]) == 0
     text = capsys.readouterr().out
     assert "steps 6 to 8, 2 ranks" in text
     (row,) = (line.split() for line in text.splitlines() if line.startswith("pp "))

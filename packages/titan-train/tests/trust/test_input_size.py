@@ -68,7 +68,7 @@ def test_a_small_file_with_a_window_of_two_gib_is_refused(tmp_path):
     (tmp_path / "c.toml").write_text(
         f'[tokenizer]\nkind = "bytes"\n[[data.sources]]\nname = "a"\nkind = "jsonl"\npaths = ["{path}"]\n'
     )
-    assert main(["prepare", str(tmp_path / "c.toml"), "--data.cache-dir", str(tmp_path / "cache")]) == 2
+    assert main(["data", "prepare", str(tmp_path / "c.toml"), "--data.cache-dir", str(tmp_path / "cache")]) == 2
 
 
 def test_a_row_that_a_table_stores_once_for_many_is_not_held_many_times(tmp_path):

@@ -70,9 +70,7 @@ CLAIMS = {
         f"{HERE}::test_entry_points_of_trackers_and_key_maps_are_imported_only_if_a_name_asks_for_them"
     ],
     "none opens a port": [f"{HERE}::test_no_tracker_opens_a_port"],
-    "`check`, `plan`, `estimate`, `dry-run`, `list`, `doctor`": [
-        f"{HERE}::test_commands_that_only_look_write_nothing_and_ask_no_network"
-    ],
+    "`check`, `plan`, `list`, `doctor`": [f"{HERE}::test_commands_that_only_look_write_nothing_and_ask_no_network"],
     "(`confirm_run_unsafe_code` is off)": [f"{HERE}::test_the_harness_s_own_code_for_a_task_never_runs_unasked"],
     "complete or not at all; it never replaces one": [
         "titan-train/tests/export/test_targets.py::test_of_two_exports_at_once_the_first_one_stays"
@@ -168,11 +166,12 @@ def test_nothing_is_unpickled():
     assert {file: calls for file, calls in found.items() if file not in ALLOWED} == {}
 
 
-LOOK = [["check", "debug"], ["estimate", "llama3_8b", "--gpus", "8"], ["list"], ["doctor"], ["dry-run", "debug", "--world", "2"],
-        ["plan", "llama3_1b", "--gpus", "2", "--global-batch", "8"]]  # fmt: skip
+LOOK = [["check", "debug"], ["check", "llama3_8b", "--hardware", "h100", "--devices", "8"], ["list"], ["doctor"],
+        ["check", "debug", "--rehearse", "--devices", "2"],
+        ["plan", "llama3_1b", "--devices", "2", "--global-batch", "8"]]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", LOOK, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", LOOK, ids=" ".join)
 def test_commands_that_only_look_write_nothing_and_ask_no_network(words, tmp_path, monkeypatch, capsys):
     def refuse(self, address, *rest):
         if self.family != socket.AF_UNIX:

@@ -69,8 +69,8 @@ def run_dir(tmp_path):
 COMMANDS = (
     ["watch", "run", "--once"],
     ["report", "run"],
-    ["compare", "run", "run"],
-    ["trace", "run"],
+    ["report", "run", "run"],
+    ["report", "run", "--trace"],
     ["generate", "run"],
 )
 

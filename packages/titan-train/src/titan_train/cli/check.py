@@ -1,32 +1,34 @@
 """Validate a configuration without training: layout, parameters, memory and communication.
 
-Nothing is allocated and no rank is started (the model is built on the meta device), so a 405B configuration is
-checked on a laptop in seconds: `titan-train check llama3_405b --parallel "pp8 dp8 tp8"`. The number of nodes follows
-from the degrees and `launch.nproc`.
+`titan-train check llama3_405b --parallel "pp8 dp8 tp8"` takes seconds on a laptop: nothing is allocated and no rank is started.
+The number of devices follows from the degrees and `launch.nproc`, or is `--devices N`.
+
+`--rehearse` runs a micro-batch of each pipeline rank on fake tensors and counts its memory instead of computing it, and shows
+the transfers of a step by axis: `titan-train check llama3_8b --rehearse --devices 512 --train.global-batch 512`.
+
+`--hardware NAME` predicts the speed and memory on a machine, by term: `titan-train check llama3_70b --hardware h100 --devices 512
+--train.global-batch 1024 --svg speed.svg`. Exit code 2 if the run does not fit.
 """
 
+import argparse
 import copy
 import dataclasses
 import gc
 import math
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_pipeline import Schedule, simulate
-
-from titan_train.cli.shell.parser import CommandParser
-from titan_train.cli.start import check_start
+from titan_train.cli.parser import CommandParser, integer
 from titan_train.config import Config, list_configs
 from titan_train.launch.rank.info import count_gpus
-from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
-from titan_train.parallel.layout.run import fit_warmup
-from titan_train.run_folder import run_folder
-from titan_train.trust import admit_own_code
 
 if TYPE_CHECKING:
+    from titan_pipeline import Schedule
     from torch import nn
 
+    from titan_train.parallel.layout.batch import BatchPlan
     from titan_train.planner.memory.ranks import RankEstimate
 
 _MEMORY = {
@@ -42,27 +44,89 @@ _MEMORY = {
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
+    parser.usage = "titan-train check CONFIG [--devices N] [--rehearse | --hardware NAME] [--section.key value ...]"
+    parser.add_config()
+    parser.add_code()
+    parser.add_argument(
+        "--devices", type=integer(1, 10**7), metavar="N", help="ranks of the run (default: as many as the degrees need)"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="count memory on fake tensors, and show the transfers of a step"
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="predict speed and memory on a shipped machine, or one of doctor --bench"
+    )
+    parser.add_argument("--constants", metavar="FILE", help="with --hardware: constants of titan-train plan calibrate")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="with --hardware: write the picture here")
+    arguments, settings = parser.parse_with_settings(words)
+    config = parser.read_config(arguments.config, settings)
+    config, devices = _on_devices(config, arguments.devices)
+    if arguments.hardware is not None:
+        return _predict(arguments, config, devices)
+    if arguments.constants is not None or arguments.svg is not None:
+        raise ValueError(
+            "--constants and --svg go with --hardware, such as --hardware h100. Add it, or leave them out."
+        )
     # Importing torch makes a million objects that stay, and this command is over before garbage could matter.
     gc.disable()
     try:
-        return _check(parser, words)
+        return _check(arguments, config, devices)
     finally:
         gc.enable()
 
 
-def _check(parser: CommandParser, words: Sequence[str]) -> int:
-    parser.usage = "titan-train check CONFIG [--section.key value ...]"
-    parser.add_config()
-    arguments, settings = parser.parse_with_settings(words)
-    config, note = fit_warmup(parser.read_config(arguments.config, settings))
-    admit_own_code(run_folder(config), config.model.name, arguments.code)
+def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
+    """The configuration with as many machines as the devices fill, and the number of devices."""
     per_node = config.launch.nproc or count_gpus() or 8
-    nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
-    world_size = (
-        nodes * per_node if nodes > 1 or config.launch.nproc else max(count_gpus() or 1, config.parallel.num_ranks)
+    if devices is not None:
+        nodes = max(1, devices // per_node)
+    else:
+        nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
+        one_node = config.launch.nproc or max(count_gpus() or 1, config.parallel.num_ranks)
+        devices = nodes * per_node if nodes > 1 else one_node
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes)), devices
+
+
+def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int:
+    """Time by term, memory by use, tokens per second with an interval. No torch: under a second."""
+    from titan_train.planner.calibrate.defaults import constants_for
+    from titan_train.planner.calibrate.runs import load_constants
+    from titan_train.planner.estimate import estimate
+    from titan_train.planner.hardware.machine import load_machine
+    from titan_train.planner.search.refuse import refuse_setup
+    from titan_train.planner.shapes import shape_of_config
+    from titan_train.planner.translate import setup_of_config
+    from titan_train.planner.view.svg import estimate_svg
+    from titan_train.planner.view.tables import estimate_text
+
+    machine = load_machine(arguments.hardware)
+    shape, setup = shape_of_config(config), setup_of_config(config, devices)
+    constants = (
+        load_constants(arguments.constants)
+        if arguments.constants
+        else constants_for(machine, setup, routed=shape.moe, model=shape.name)
     )
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes))
-    plan = check_start(config, world_size)
+    found = estimate(shape, machine, setup, constants)
+    print(estimate_text(found))
+    if arguments.svg:
+        arguments.svg.write_text(estimate_svg(found))
+        print(f"\npicture: {arguments.svg}")
+    if found.memory.allocated > machine.memory_bytes:
+        print(f"\n{setup.describe()} {refuse_setup(shape, setup, found.memory, 0.98 * machine.memory_bytes)}")
+        return 2
+    return 0
+
+
+def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
+    from titan_train.cli.run import check_start
+    from titan_train.parallel.layout.batch import tokens_at_once
+    from titan_train.parallel.layout.run import fit_warmup
+    from titan_train.run_folder import run_folder, with_kept_model
+    from titan_train.trust import admit_own_code
+
+    config, note = fit_warmup(config)
+    admit_own_code(run_folder(config), config.model.name, arguments.code)
+    plan = check_start(config, devices)
     layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
     print(layout.explain())
     print()
@@ -81,14 +145,14 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
     from titan_train.parallel.structure import freeze
     from titan_train.parallel.tied import meaning_all_copies
     from titan_train.planner.memory.ranks import estimate_ranks
-    from titan_train.run_folder import with_kept_model
     from titan_train.task import load_task
 
     config = with_kept_model(config, run_folder(config))
     task = load_task(config)
     if arguments.config not in list_configs():  # a shipped one names data that its reader has yet to bring
         task.check_inputs(config)
-    model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
+    vocabulary = task.vocab_size(config)
+    model = build_model(config.model, vocab_size=vocabulary, device="meta")
     check_schedule(config.schedule, config.train.steps)
     freeze(model, config.train.freeze)
     plan_groups(model, config.optimizer)
@@ -106,12 +170,35 @@ def _check(parser: CommandParser, words: Sequence[str]) -> int:
         print(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
     if schedule is not None:
         print(_pipeline_lines(config, model, schedule))
-    ranks = estimate_ranks(config, model, layout=layout, mode=mode, batch=batch, schedule=schedule)
+    ranks = estimate_ranks(
+        config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=not arguments.rehearse
+    )
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     print(_memory_table(ranks))
+    if arguments.rehearse:
+        print(f"\n{_transfers(config, devices, vocabulary)}")
     print("\nthe configuration is valid")
     return 0
+
+
+def _transfers(config: Config, devices: int, vocabulary: int | None) -> str:
+    """What the first rank sends in a step, by axis; a test compares it with counted transfers."""
+    from titan_train.planner.comm.traffic import step_traffic
+    from titan_train.planner.shapes import shape_of_config
+    from titan_train.planner.translate import setup_of_config
+
+    try:
+        setup, shape = setup_of_config(config, devices), shape_of_config(config)
+    except ValueError as why:
+        return f"transfers of a step: not computed. {why}"
+    if vocabulary:
+        shape = dataclasses.replace(shape, vocab=vocabulary)
+    traffic = step_traffic(shape, setup, element_bytes=4 if config.train.dtype == "fp32" else 2)
+    lines = [f"{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}"]
+    for (axis, kind), count in sorted(traffic.counts.items()):
+        lines.append(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
+    return "\n".join(lines)
 
 
 def _check_published(config: Config, model: "nn.Module") -> None:
@@ -133,8 +220,10 @@ def _float8_lines(config: Config, model: "nn.Module", tokens: int) -> str:
     return f"float8   {line}\n{textwrap.indent(conversion_table(report), ' ' * 7)}"
 
 
-def _pipeline_lines(config: Config, model: "nn.Module", schedule: Schedule) -> str:
+def _pipeline_lines(config: Config, model: "nn.Module", schedule: "Schedule") -> str:
     """The schedule, what its ranks hold, and how much of a step they wait."""
+    from titan_pipeline import simulate
+
     from titan_train.parallel.stages import stage_layers
 
     layers = stage_layers(config, model, schedule)
@@ -166,7 +255,7 @@ def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
     return "\n".join(lines)
 
 
-def _batch_line(config: Config, batch: BatchPlan) -> str:
+def _batch_line(config: Config, batch: "BatchPlan") -> str:
     tokens = batch.global_batch * config.model.seq_len
     return (
         f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens per step: "

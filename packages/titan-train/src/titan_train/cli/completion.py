@@ -6,31 +6,24 @@ fish: `titan-train completion fish > ~/.config/fish/completions/titan-train.fish
 """
 
 import contextlib
-import dataclasses
 import importlib
 import shlex
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from titan_train.cli.shell.parser import CommandParser
+from titan_train.cli.parser import CommandParser
 
 _BASH = """\
 # titan-train: completion of commands, options, configurations and settings
 _titan_train() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} words
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    words={commands}
-  else
-    case ${{COMP_WORDS[1]}} in
+  case "${{COMP_WORDS[*]:1:COMP_CWORD-1}} " in
 {cases}
-      *) words= ;;
-    esac
-    case $word in
-      --*) ;;
-      *) compopt -o default 2>/dev/null ;;
-    esac
-  fi
+  esac
+  case $word in
+    --*) ;;
+    *) [ "$COMP_CWORD" -eq 1 ] || compopt -o default 2>/dev/null ;;
+  esac
   COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -F _titan_train titan-train
@@ -40,8 +33,7 @@ complete -F _titan_train titan-train
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
-    arguments = parser.parse_args(words)
-    print(script(arguments.shell), end="")
+    print(script(parser.parse_args(words).shell), end="")
     return 0
 
 
@@ -49,22 +41,35 @@ def script(shell: str) -> str:
     """The completion script for a shell: bash, zsh or fish."""
     from titan_train.cli import COMMANDS
 
-    choices = {name: _choices(name) for name in COMMANDS}
+    after: dict[str, list[str]] = {"": []}  # what may follow each beginning of a command
+    for name in COMMANDS:
+        first, _, second = name.partition(" ")
+        if first not in after:
+            after[""].append(first)
+            after[first] = [] if second else _choices(first)
+        if second:
+            after[first].append(second)
+            after[name] = _choices(name)
     if shell == "fish":
-        return _fish(COMMANDS, choices)
-    cases = "\n".join(f"      {name}) words={shlex.quote(' '.join(words))} ;;" for name, words in choices.items())
-    bash = _BASH.format(commands=shlex.quote(" ".join(COMMANDS)), cases=cases)
+        return _fish(COMMANDS, after)
+    longest_first = sorted(after, key=lambda name: -len(name))
+    cases = "\n".join(
+        f"    {shlex.quote(f'{name} ' if name else ' ')}{'*' if name else ''}) words={shlex.quote(' '.join(after[name]))} ;;"
+        for name in longest_first
+    )
+    bash = _BASH.format(cases=cases)
     return f"autoload -U +X compinit bashcompinit && compinit && bashcompinit\n{bash}" if shell == "zsh" else bash
 
 
-def _fish(commands: Mapping[str, str], choices: Mapping[str, Sequence[str]]) -> str:
+def _fish(commands: Mapping[str, str], after: Mapping[str, Sequence[str]]) -> str:
     lines = ["# titan-train: completion of commands, options, configurations and settings"]
-    for name, text in commands.items():
-        lines.append(f"complete -c titan-train -n __fish_use_subcommand -f -a {name} -d {shlex.quote(text)}")
-    for name, words in choices.items():
-        if words:
-            there = f"-n '__fish_seen_subcommand_from {name}'"
-            lines.append(f"complete -c titan-train {there} -a {shlex.quote(' '.join(words))}")
+    for name in after[""]:
+        line = commands.get(name) or next(text for command, text in commands.items() if command.startswith(f"{name} "))
+        lines.append(f"complete -c titan-train -n __fish_use_subcommand -f -a {name} -d {shlex.quote(line)}")
+    for name, words in after.items():
+        if name and words:
+            there = " && ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+            lines.append(f"complete -c titan-train -n '{there}' -a {shlex.quote(' '.join(words))}")
     return "\n".join(lines) + "\n"
 
 
@@ -72,6 +77,7 @@ def _choices(command: str) -> list[str]:
     """What may follow a command: its options; and configurations and settings where it takes a configuration."""
     from titan_train.cli import module_of
     from titan_train.config import Config, list_configs
+    from titan_train.config.words import option_names
 
     module = importlib.import_module(module_of(command))
     asked = _Asked(f"titan-train {command}", module.__doc__)
@@ -81,17 +87,7 @@ def _choices(command: str) -> list[str]:
     for action in asked._actions:  # argparse has no public list of them
         if not action.option_strings and action.choices:
             found += [str(choice) for choice in action.choices]
-    if asked.takes_config:
-        found += [*list_configs(), *sorted(_settings("", Config))]
-    return found
-
-
-def _settings(prefix: str, kind: type) -> Iterator[str]:
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _settings(f"{prefix}{name}.", typing.cast("type", hint))
-        else:
-            yield f"--{prefix}{name.replace('_', '-')}"
+    return [*found, *list_configs(), *sorted(option_names(Config))] if asked.takes_config else found
 
 
 class _Asked(CommandParser):
@@ -111,10 +107,4 @@ class _Asked(CommandParser):
         """Stop."""
         raise self.Answer
 
-    def parse_intermixed_args(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        """Stop."""
-        raise self.Answer
-
-    def parse_with_settings(self, *_: Any, **__: Any) -> NoReturn:
-        """Stop."""
-        raise self.Answer
+    parse_with_settings = parse_intermixed_args = parse_args  # type: ignore[assignment]

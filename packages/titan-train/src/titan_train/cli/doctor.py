@@ -64,7 +64,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             times = ", ".join(f"{name} {micros:,.0f} us" for name, micros in found["microseconds"].items())
             print(f"kernels.{operation}: {found['chosen']} ({times})")
         print(
-            f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   mesh axes; as a run has it: titan-train trace RUN"
+            f"{'between ranks here':<20}{'latency':>12}{'GB/s':>10}   mesh axes; as a run has it: titan-train report RUN --trace"
         )
         for speed in links:
             print(f"{speed.operation:<20}{speed.latency_us:>9.0f} us{speed.gb_s:>10.3g}   {speed.axes}")

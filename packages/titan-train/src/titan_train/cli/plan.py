@@ -1,6 +1,6 @@
 """Plan a run: search all layouts of a model on a number of devices, show the ten best and why the others lose.
 
-`titan-train plan llama3_70b --gpus 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
+`titan-train plan llama3_70b --devices 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
 setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html).
 `--explain 1 3` compares two of the list term by term. No torch, no ranks.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from titan_train.cli.shell.parser import integer, number
+from titan_train.cli.parser import integer, number
 
 if TYPE_CHECKING:
     from titan_train.planner.search.space import PlanRequest
@@ -24,7 +24,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         help="a model (titan-train list), a configuration or its file, hf:DIR, or one that only the "
         "planner knows (kimi_k2, ...)",
     )
-    parser.add_argument("--gpus", type=integer(1, 10**7), required=True, help="devices")
+    parser.add_argument("--devices", type=integer(1, 10**7), required=True, metavar="N", help="ranks of the run")
     parser.add_argument("--hardware", default="h100", help="shipped machine, or a file of doctor --bench")
     parser.add_argument("--seq-len", type=integer(1), help="tokens in a sequence; default the configuration's, or 8192")
     parser.add_argument("--global-batch", type=integer(1), required=True, help="sequences in one optimizer step")
@@ -34,7 +34,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--stack", default="compile", choices=("compile", "eager", "te", "te_graphs", "te_full"), help="software"
     )
-    parser.add_argument("--constants", help="file of titan-train calibrate, instead of the shipped constants")
+    parser.add_argument("--constants", help="file of titan-train plan calibrate, instead of the shipped constants")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="such as tp=8; may be repeated")
     parser.add_argument(
         "--max-mem", type=number(0), default=0.0, help="GiB that may be allocated; default 92 %% of the device"
@@ -128,7 +128,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     return PlanRequest(
         shape=shape_of_config(config) if base and config is not None else find_shape(arguments.model),
         machine=machine,
-        gpus=arguments.gpus,
+        gpus=arguments.devices,
         seq_len=arguments.seq_len or (config.model.seq_len if config is not None else 8192),
         global_batch=arguments.global_batch,
         stack=arguments.stack,

@@ -16,32 +16,32 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_train.cli.shell.parser import CommandParser
-from titan_train.cli.start import check_start
+from titan_train.cli.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.device import set_cuda_defaults
-from titan_train.launch.rank.environment import check_meeting_place
+from titan_train.launch.rank.environment import check_environment, check_meeting_place
 from titan_train.launch.rank.failure import clear_failures, first_failure
-from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.observe import RunInfo, read_run_info
+from titan_train.launch.rank.info import count_gpus, device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
+from titan_train.observe import RunInfo, check_trackers, read_run_info
 from titan_train.parallel.layout.degrees import check_placement
-from titan_train.parallel.layout.run import fit_warmup
+from titan_train.parallel.layout.run import RunPlan, fit_warmup, plan_run
 from titan_train.run_folder import (
     TAKEN_OVER,
     Lease,
     LeaseLostError,
     changes,
+    check_run_folder,
     discard,
     newest_checkpoint,
     run_folder,
     stage,
 )
-from titan_train.task import load_task, task_name
+from titan_train.task import Task, load_task, task_name
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train run CONFIG [--launcher local|machines|ray] [--section.key value ...]"
     parser.add_config()
+    parser.add_code()
     kept = words[1] if words[:1] == [_KEPT] else ""
     if kept:  # until the supervisor listens: a stop is an end, not a crash that the actor starts again
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -64,6 +65,41 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         print(f"note     {note}")
     source = admit_own_code(run_folder(config), config.model.name, arguments.code)
     return _be_a_torchrun_worker(config, source) if under_torchrun() else _run_here(config, source, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that can start, resolved once and handed on."""
+
+    config: Config
+    run_dir: Path
+    task: Task
+    source: CodeRecord | None
+    """Code of the user's that the configuration names."""
+    per_node: int
+    """Ranks of one machine."""
+    world_size: int
+
+
+def check_start(config: Config, world_size: int) -> RunPlan:
+    """What `run` and `check` refuse before any rank starts: layout, trackers, the run's folder, this process's environment.
+
+    Returns:
+        The plan of the layout.
+
+    Raises:
+        ValueError: The run could not start; the message says why and what to do.
+    """
+    check_environment(cuda=config.launch.device != "cpu" and count_gpus() > 0)
+    plan = plan_run(config, world_size)
+    if config.launch.elastic and config.launch.min_ranks > world_size:
+        raise ValueError(
+            f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
+            f"choice is {world_size}."
+        )
+    check_trackers(config.metrics)
+    check_run_folder(run_folder(config))
+    return plan
 
 
 def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
@@ -76,12 +112,12 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     """
     per_node = ranks_per_node(config.launch)
     if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
-        set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # for whatever reads it while torch is imported
+        set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # read while torch is imported
     world_size = per_node * config.launch.nnodes
     layout = check_start(config, world_size).layout
     run_dir = run_folder(config)
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
-        return _follow(config, run_dir, per_node)
+        return _follow(config, per_node)
     done = newest_checkpoint(run_dir)
     if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
         print(
@@ -100,17 +136,17 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
             print(f"note     {note}")
     launcher = _launcher(config, per_node, run_dir if kept else None)
     try:
+        run = _Run(config, run_dir, load_task(config), source, per_node, world_size)
         adopted = launcher.adopt(run_dir) if kept == "again" else None
         if adopted is None:
-            load_task(config).check_inputs(config)
+            run.task.check_inputs(config)
             launcher.validate(config, world_size)
         with Lease(run_dir, chain="ray" if kept else "", on_lost=_leave if kept else lambda _: None) as lease:
             remember_code(run_dir, source)
             from titan_train.launch.supervise.supervisor import Before
 
-            before = Before(kept == "again", adopted)
             try:
-                code = _supervise(config, run_dir, lease, launcher, world_size, per_node, source, before)
+                code = _supervise(run, lease, launcher, Before(kept == "again", adopted))
             except LeaseLostError:  # what is staged is the other run's
                 raise
             except BaseException:
@@ -124,26 +160,17 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
 
 
 def _leave(message: str) -> None:
-    """End this process at once, and touch nothing: ranks that outlive it are another one's."""
+    """End this process at once, and touch nothing: ranks that outlive it belong to another run."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TAKEN_OVER)
 
 
-def _supervise(
-    config: Config,
-    run_dir: Path,
-    lease: Lease,
-    launcher: Launcher,
-    world_size: int,
-    per_node: int,
-    source: CodeRecord | None,
-    before: "Before",
-) -> int:
+def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") -> int:
     """Run all attempts, then report."""
+    config, run_dir = run.config, run.run_dir
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
-    print(
-        f"run      {run_dir}  ({world_size} {launcher.device} rank{'s' if world_size > 1 else ''}{where})", flush=True
-    )
+    ranks = f"{run.world_size} {launcher.device} rank{'s' if run.world_size > 1 else ''}"
+    print(f"run      {run_dir}  ({ranks}{where})", flush=True)
 
     from titan_train.launch.supervise.supervisor import Supervisor
 
@@ -152,17 +179,17 @@ def _supervise(
 
     def record(attempt: Attempt) -> None:
         lease.attempt(attempt.number)
-        infos.append(_stage(config, run_dir, launcher.device, attempt.world_size, source))
+        infos.append(_stage(run, launcher.device, attempt.world_size))
 
-    load_task(config).prepare(config)
+    run.task.prepare(config)
     for change in changes(config, run_dir):
         print(f"changed  {change}")
     supervisor = Supervisor(
         launcher,
         config,
         run_dir,
-        ranks=world_size,
-        unit=per_node,
+        ranks=run.world_size,
+        unit=run.per_node,
         on_attempt=record,
         still_ours=lease.check,
         before=before,
@@ -174,23 +201,23 @@ def _supervise(
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # set by `main`, for an actor's process
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and over: a second stop must not make a failure of it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and over: a second stop must not make it a failure
     try:
-        return _finish(config, run_dir, infos[-1], code, attempts_before)
+        return _finish(run, infos[-1], code, attempts_before)
     except OSError as err:  # the run is over, and what it saved is there
         print(f"note     {err.filename or run_dir}: {err.strerror}; the report and run.json are not up to date")
     return code
 
 
-def _stage(config: Config, run_dir: Path, device: str, world_size: int, source: CodeRecord | None) -> RunInfo:
+def _stage(run: _Run, device: str, world_size: int) -> RunInfo:
     """What an attempt writes to the run's folder once its ranks have restored."""
-    staged = stage(config, run_dir)
-    step = newest_checkpoint(run_dir) or 0
-    extra: dict[str, Any] = {} if source is None else {"code": asdict(source)}
-    return RunInfo(run_dir, device=device, world_size=world_size, resume_step=step, staged=staged, **extra)
+    staged = stage(run.config, run.run_dir)
+    step = newest_checkpoint(run.run_dir) or 0
+    extra: dict[str, Any] = {} if run.source is None else {"code": asdict(run.source)}
+    return RunInfo(run.run_dir, device=device, world_size=world_size, resume_step=step, staged=staged, **extra)
 
 
-def _follow(config: Config, run_dir: Path, per_node: int) -> int:
+def _follow(config: Config, per_node: int) -> int:
     """Be one of several machines, not the first."""
     from titan_train.launch.node.agent import NodeAgent, NodeRanks
     from titan_train.launch.place.machines import follow
@@ -198,7 +225,7 @@ def _follow(config: Config, run_dir: Path, per_node: int) -> int:
     device = device_type(config.launch)
     agent = NodeAgent.sharing_cores(per_node, device)
     load_task(config).prepare(config, quiet=True)
-    return follow(config, run_dir, per_node, device, lambda job: NodeRanks(agent, job))
+    return follow(config, run_folder(config), per_node, device, lambda job: NodeRanks(agent, job))
 
 
 def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:
@@ -231,26 +258,27 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
 
     from titan_train.launch.rank.worker import torchrun_worker
 
-    run_dir = run_folder(config)
+    run = _Run(config, run_folder(config), load_task(config), source, ranks.local_world_size, ranks.world_size)
     if ranks.rank != 0:
-        load_task(config).prepare(config, quiet=True)
-        return torchrun_worker(config, ranks, run_dir)
-    with Lease(run_dir, on_lost=_leave):
-        remember_code(run_dir, source)
-        load_task(config).prepare(config)
-        clear_failures(run_dir)
-        attempts_before = len(read_run_info(run_dir).get("attempts", []))
-        info = _stage(config, run_dir, ranks.device_type, ranks.world_size, source)
-        code = torchrun_worker(config, ranks, run_dir)
-        return _finish(config, run_dir, info, code, attempts_before)
+        run.task.prepare(config, quiet=True)
+        return torchrun_worker(config, ranks, run.run_dir)
+    with Lease(run.run_dir, on_lost=_leave):
+        remember_code(run.run_dir, source)
+        run.task.prepare(config)
+        clear_failures(run.run_dir)
+        attempts_before = len(read_run_info(run.run_dir).get("attempts", []))
+        info = _stage(run, ranks.device_type, ranks.world_size)
+        code = torchrun_worker(config, ranks, run.run_dir)
+        return _finish(run, info, code, attempts_before)
 
 
-def _finish(config: Config, run_dir: Path, info: RunInfo, code: int, attempts_before: int) -> int:
+def _finish(run: _Run, info: RunInfo, code: int, attempts_before: int) -> int:
     """Record how the run ended, write its report unless every attempt was refused, say what can be done next.
 
     Returns:
         The exit code: that of the ranks, or 1 if the folder lost its configuration while they ran.
     """
+    config, run_dir = run.config, run.run_dir
     step = newest_checkpoint(run_dir) or 0
     completed = code == 0 and step >= config.train.steps
     failure = first_failure(run_dir) if code else None

@@ -7,8 +7,8 @@ Every other setting is passed on to the run. Submitting the same file again cont
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_train.cli.parser import CommandParser, integer
 from titan_train.cli.run import written_out
-from titan_train.cli.shell.parser import CommandParser, integer
 from titan_train.launch.place.slurm import SlurmJob, sbatch_text
 from titan_train.parallel.layout.run import plan_run
 
@@ -19,6 +19,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         "titan-train slurm CONFIG [--out FILE] [--time LIMIT] [--partition NAME] [--shared] [--section.key value ...]"
     )
     parser.add_config()
+    parser.add_code()
     parser.add_argument("--out", type=Path, default=None, help="file to write (default: standard output)")
     parser.add_argument("--time", default="24:00:00", help="time limit; default 24:00:00")
     parser.add_argument("--partition", default="", help="Slurm's partition")

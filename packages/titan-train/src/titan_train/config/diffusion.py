@@ -17,7 +17,7 @@ class DiffusionConfig:
     """Of source shards: folder with train-*.safetensors or train-*.tar, validation-* likewise, and empty.safetensors."""
 
     images: str = ""
-    """What `titan-train prepare` encodes into that folder: JSONL files of "image" and "text", or tar files; a glob."""
+    """What `titan-train data prepare` encodes into that folder: JSONL files of "image" and "text", or tar files; a glob."""
 
     encoders: str = ""
     """Folder of a diffusers pipeline (text_encoder, text_encoder_2, tokenizer, tokenizer_2, vae) that encodes the images."""
@@ -29,7 +29,7 @@ class DiffusionConfig:
     """Images of one shard; an interrupted preparation repeats at most as many."""
 
     latent_scale: Annotated[float, Range(above=0, note="1 leaves latents as they are")] = 1.0
-    """Latents z of shards are used as latent_scale * (z - latent_shift). `titan-train prepare` has done that already."""
+    """Latents z of shards are used as latent_scale * (z - latent_shift). `titan-train data prepare` has done that already."""
 
     latent_shift: float = 0.0
     """See latent_scale. For shards of raw latents of FLUX's autoencoder: 0.3611 and 0.1159."""
@@ -71,8 +71,8 @@ class DiffusionConfig:
         check_values("diffusion", self)
         if self.source == "shards" and not self.path:
             raise ValueError(
-                "diffusion.source='shards' needs diffusion.path: the folder that holds the shards, or that `titan-train prepare` "
-                "writes them to."
+                "diffusion.source='shards' needs diffusion.path: the folder that holds the shards, or to which "
+                "`titan-train data prepare` writes them."
             )
         if self.source == "shapes" and (self.path or self.images):
             raise ValueError(

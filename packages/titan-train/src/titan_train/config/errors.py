@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_train.terminal import shortened
 from titan_train.values import nearest_name
 
 _SHOWN = 20
@@ -149,5 +150,4 @@ def _type_name(value: object) -> str:
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(f'"{value}"' if isinstance(value, str) else str(value))

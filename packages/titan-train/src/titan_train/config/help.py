@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 import types
@@ -9,6 +10,8 @@ import typing
 from typing import Any, Literal
 
 from titan_train.config.schema import Config
+from titan_train.config.words import settings_of
+from titan_train.terminal import shortened
 
 _WIDTH = 100
 _NAMES: dict[Any, str] = {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}
@@ -20,24 +23,16 @@ def settings_help(config: Config) -> str:
         "settings:  --section.key value on the command line is key = value under [section] in TOML.",
         "           Lists are words or '[1, 2]'; tables are --section.table.key value or '{key = value}'.",
     ]
-    for section in dataclasses.fields(config):
-        lines += _section(section.name, getattr(config, section.name))
+    section: tuple[str, ...] = ()
+    docs: dict[str, str] = {}
+    for keys, cls, hint in settings_of(type(config)):
+        if keys[:-1] != section:
+            section, docs = keys[:-1], field_docs(cls)
+            lines += ["", f"[{'.'.join(section)}]  {inspect.getdoc(cls)}"]
+        value = functools.reduce(getattr, keys, config)
+        lines.append(f"  --{'.'.join(section)}.{keys[-1].replace('_', '-')} {_kind(hint)}   ({_shown(value)})")
+        lines += textwrap.wrap(docs.get(keys[-1], ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
-
-
-def _section(name: str, values: Any) -> list[str]:
-    hints = typing.get_type_hints(type(values))
-    docs = field_docs(type(values))
-    lines = ["", f"[{name}]  {inspect.getdoc(type(values))}"]
-    inner: list[str] = []
-    for field in dataclasses.fields(values):
-        value, hint = getattr(values, field.name), hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            inner += _section(f"{name}.{field.name}", value)
-            continue
-        lines.append(f"  --{name}.{field.name.replace('_', '-')} {_kind(hint)}   ({_shown(value)})")
-        lines += textwrap.wrap(docs.get(field.name, ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return lines + inner
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -72,5 +67,4 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         value = [getattr(entry, "name", entry) for entry in typing.cast("tuple[Any, ...]", value)]
-    text = repr(value) if value == "" else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(repr(value) if value == "" else str(value))

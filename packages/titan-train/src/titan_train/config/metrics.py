@@ -53,7 +53,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig:
-    """A trace of a few steps, one file per rank, for Perfetto (ui.perfetto.dev) and `titan-train trace`."""
+    """A trace of a few steps, one file per rank, for Perfetto (ui.perfetto.dev) and `titan-train report --trace`."""
 
     steps: str = ""
     """First and last step to trace, such as "10:13"; empty disables. Files go to the run's folder, traces/."""

@@ -18,6 +18,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
+from titan_train.terminal import shortened
 from titan_train.values import Count, CountOrOff, Range, check_values, nearest_divisor
 
 
@@ -40,9 +41,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         plain = self.name.isprintable() and "/" not in self.name and not self.name.startswith(".")
         if not plain or not 0 < len(self.name.encode()) <= 200:
-            shown = self.name if len(self.name) <= 60 else self.name[:57] + "..."
             raise ValueError(
-                f"run.name={shown!r} must be a plain folder name of at most 200 bytes, such as 'llama3-small'."
+                f"run.name={shortened(self.name)!r} must be a plain folder name of at most 200 bytes, such as 'llama3-small'."
             )
         check_values("run", self)
 

@@ -18,13 +18,14 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from titan_mesh import MeshSpec
 
 from titan_train.config.errors import ConfigError, describe_unknown_option
+from titan_train.terminal import shortened
 
 _INT = re.compile(r"[+-]?\d+(_\d+)*")
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -64,7 +65,7 @@ def read_words(words: Sequence[str], schema: type, also: Sequence[str] = ()) -> 
     while remaining:
         word = remaining.pop(0)
         if not _is_option(word):
-            raise _error(f"unexpected {_shown(word)}: a setting is --section.key value, such as --train.steps 20.")
+            raise _error(f"unexpected {shortened(word)!r}: a setting is --section.key value, such as --train.steps 20.")
         option, equals, attached = word.partition("=")
         values = [attached] if equals else []
         while not equals and remaining and not _is_option(remaining[0]):
@@ -75,7 +76,7 @@ def read_words(words: Sequence[str], schema: type, also: Sequence[str] = ()) -> 
         path, hint, negated = _find(option, schema, also)
         if negated:
             if values:
-                raise _error(f"{option} takes no value; {_shown(values[0])} was given.")
+                raise _error(f"{option} takes no value; {shortened(values[0])!r} was given.")
             found.append(Setting(option, path, False))
             continue
         found.append(Setting(option, path, _value(option, values, hint)))
@@ -98,15 +99,20 @@ def merge_settings(tree: dict[str, Any], settings: Sequence[Setting], defaults: 
     return tree
 
 
-def option_names(schema: type, prefix: str = "") -> list[str]:
-    """Every setting as an option, such as ``--launch.ray.wait-s``."""
+def settings_of(schema: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type, Any]]:
+    """Every setting of a dataclass and of those in it: its keys, the dataclass that has it, and the type of its value."""
     hints = typing.get_type_hints(schema)
-    names: list[str] = []
     for field in dataclasses.fields(schema):
-        name = f"{prefix}{field.name.replace('_', '-')}"
-        hint = hints[field.name]
-        names += option_names(hint, f"{name}.") if dataclasses.is_dataclass(hint) else [f"--{name}"]  # pyright: ignore[reportArgumentType]
-    return names
+        keys, hint = (*above, field.name), hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from settings_of(hint, keys)
+        else:
+            yield keys, schema, hint
+
+
+def option_names(schema: type) -> list[str]:
+    """Every setting as an option, such as ``--launch.ray.wait-s``."""
+    return [f"--{'.'.join(keys).replace('_', '-')}" for keys, _, _ in settings_of(schema)]
 
 
 def _is_option(word: str) -> bool:
@@ -115,10 +121,6 @@ def _is_option(word: str) -> bool:
 
 def _error(problem: str) -> ConfigError:
     return ConfigError("command line", [problem])
-
-
-def _shown(word: str) -> str:
-    return repr(word) if len(word) <= 60 else repr(word[:57] + "...")
 
 
 def _find(option: str, schema: type, also: Sequence[str]) -> tuple[Path, Any, bool]:
@@ -188,7 +190,7 @@ def _value(option: str, values: list[str], hint: Any) -> Any:
     if len(values) > 1:
         hint_of_list = f" A list is one value: {option} '[1, 2]'." if may_be_list else ""
         raise _error(
-            f"{option} takes one value; {_shown(values[1])} is left over. Quote a value that has spaces.{hint_of_list}"
+            f"{option} takes one value; {shortened(values[1])!r} is left over. Quote a value that has spaces.{hint_of_list}"
         )
     return _scalar(values[0], hint)
 
@@ -237,7 +239,7 @@ def _toml(option: str, text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError as err:
-        raise _error(f"{option}: {_shown(text)} is not a TOML value: {err}.") from None
+        raise _error(f"{option}: {shortened(text)!r} is not a TOML value: {err}.") from None
 
 
 def _degrees(option: str, values: list[str]) -> list[Setting]:
@@ -248,7 +250,7 @@ def _degrees(option: str, values: list[str]) -> list[Setting]:
     try:
         spec = MeshSpec.parse(text)
     except ValueError as err:
-        raise _error(f"{option} {_shown(text)}: {err}") from None
+        raise _error(f"{option} {shortened(text)!r}: {err}") from None
     return [Setting(option, ("parallel", axis), getattr(spec, axis)) for axis in _DEGREES]
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from titan_train.files import open_file, read_text, write_atomic
 from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
+from titan_train.terminal import first_line
 
 RECORD_NAME = "download.json"
 _CHUNK_BYTES = 2**20
@@ -118,12 +119,12 @@ def _asked(name: str, question: Callable[[], Result]) -> Result:
             f"{name} is open only to accounts that accepted its terms. Accept them on its page, then set HF_TOKEN."
         ) from err
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as err:
-        raise ValueError(f"{name}: {_first_line(err)}") from err
+        raise ValueError(f"{name}: {first_line(err)}") from err
     except ValueError:
         raise
     except Exception as err:  # of the HTTP library, whichever the hub's library uses
         raise RuntimeError(
-            f"{name} could not be loaded ({type(err).__name__}: {_first_line(err)}). Check the network and HF_ENDPOINT; the "
+            f"{name} could not be loaded ({type(err).__name__}: {first_line(err)}). Check the network and HF_ENDPOINT; the "
             "same command continues where it stopped."
         ) from err
 
@@ -209,7 +210,3 @@ def _if_whole(path: Path, file: RepoFile) -> RepoFile | None:
     if path.stat().st_size != file.size or found != stated:
         return None
     return RepoFile(file.name, file.size, sha256.hexdigest(), file.blob)
-
-
-def _first_line(err: BaseException) -> str:
-    return next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)

@@ -18,14 +18,14 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
     p = config.parallel
     given = p.pp * p.cp * p.tp
     if gpus % given:
-        raise ValueError(f"--gpus {gpus} is not a multiple of pp x cp x tp = {given}. Use a multiple of {given}.")
+        raise ValueError(f"--devices {gpus} is not a multiple of pp x cp x tp = {given}. Use a multiple of {given}.")
     dp = gpus // given
     replicate = p.dp_replicate if p.dp_replicate > 0 else dp // max(1, p.dp_shard)
     if p.mode == "ddp":
         replicate = dp
     if replicate < 1 or dp % replicate or (p.dp_shard > 0 and p.mode != "ddp" and replicate * p.dp_shard != dp):
         raise ValueError(
-            f"dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not fill the {dp} data-parallel ranks that --gpus "
+            f"dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not fill the {dp} data-parallel ranks that --devices "
             f"{gpus} leaves. Set one of them to -1."
         )
     train, kind = config.train, config.activations.checkpoint

@@ -1,7 +1,7 @@
 """What the planner predicts for a run, term by term, beside what was measured.
 
 The machine is the run's own: ``hardware.toml`` of `titan-train doctor --bench` in the run's folder or the one above it;
-without it the shipped machine that the device's name tells. ``constants.toml`` of `titan-train calibrate` is looked up in
+without it the shipped machine that the device's name tells. ``constants.toml`` of `titan-train plan calibrate` is looked up in
 the same places. Measured terms are those that the run logged in ``split``; a run that logged none shows the step alone.
 """
 

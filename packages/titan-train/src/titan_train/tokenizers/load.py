@@ -31,7 +31,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not model.is_file():
         raise ValueError(
             f"{path} holds no tokenizer: expected {SAVED_NAME}, {MODEL_NAME} or {TOKENIZER_JSON} in a folder, or a model file. "
-            "Train one with `titan-train tokenizer train`."
+            "Train one with `titan-train data tokenizer`."
         )
     content = read_bytes(model)
     try:

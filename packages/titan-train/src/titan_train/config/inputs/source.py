@@ -25,7 +25,7 @@ class SourceConfig:
 
     kind: SourceKind = "text"
     """stdlib (Python's own library), text (a file is a document), jsonl (a line is one), parquet or arrow (a row is one;
-    arrow also reads a folder that `datasets` saved), tokens (folders that `titan-train prepare` wrote) or megatron
+    arrow also reads a folder that `datasets` saved), tokens (folders that `titan-train data prepare` wrote) or megatron
     (.bin/.idx)."""
 
     paths: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Tokens on disk: what `titan-train prepare` writes once and training memory-maps.
+"""Tokens on disk: what `titan-train data prepare` writes once and training memory-maps.
 
 - `format`: the two files of one token shard, with a writer and a reader.
 - `manifest`: what a prepared source contains. It is written last.

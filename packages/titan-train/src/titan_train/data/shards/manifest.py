@@ -90,7 +90,7 @@ def read_manifest(folder: Path) -> DataManifest:
     if not path.is_file():
         raise ValueError(
             f"{folder} has no {MANIFEST_NAME}: it is not a prepared source, or its preparation did not finish. "
-            "Run `titan-train prepare` (it continues where it stopped)."
+            "Run `titan-train data prepare` (it continues where it stopped)."
         )
     try:
         content = json.loads(read_text(path))

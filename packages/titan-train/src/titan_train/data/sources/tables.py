@@ -17,6 +17,7 @@ from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
 from titan_train.files import read_text
+from titan_train.terminal import first_line
 
 _BATCH_ROWS = 32
 _EXCERPT_CHARS = 200
@@ -41,7 +42,7 @@ def read_rows(
                 raw = repr(row)[:_EXCERPT_CHARS].encode(errors="backslashreplace")
                 yield as_document(row, source, chats, file=file, number=number, offset=-1, raw=raw)
     except OSError as err:  # pyarrow's errors of files and pages; ArrowInvalid is a ValueError and comes below
-        yield BadDocument(str(file.path), number + 1, -1, "truncated", f"damaged ({_first_line(err)})", b"")
+        yield BadDocument(str(file.path), number + 1, -1, "truncated", f"damaged ({first_line(err)})", b"")
     except _DamagedTableError as err:
         yield BadDocument(str(file.path), number + 1, -1, "truncated", str(err), b"")
     reader.hash_rest()
@@ -89,7 +90,7 @@ def _batches(path: Path, source: SourceConfig, skip: int) -> Iterator[Any]:
     try:
         yield from _parquet(path, source, skip) if source.kind == "parquet" else _arrow(path, source, skip)
     except pa.ArrowException as err:
-        raise _DamagedTableError(f"damaged or not a {source.kind} file ({_first_line(err)})") from err
+        raise _DamagedTableError(f"damaged or not a {source.kind} file ({first_line(err)})") from err
 
 
 def _parquet(path: Path, source: SourceConfig, skip: int) -> Iterator[Any]:
@@ -140,7 +141,3 @@ def _rows(batch: Any) -> Iterator[Any]:
             yield {name: column[number].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
         except UnicodeDecodeError as err:
             yield err
-
-
-def _first_line(err: BaseException) -> str:
-    return str(err).splitlines()[0] if str(err) else type(err).__name__

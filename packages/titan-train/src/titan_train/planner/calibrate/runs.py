@@ -134,7 +134,7 @@ def load_constants(path: str | Path) -> Constants:
     """
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"no constants file {str(path)!r}: write one with titan-train calibrate.")
+        raise ValueError(f"no constants file {str(path)!r}: write one with titan-train plan calibrate.")
     table = read_toml(file)
     unknown = set(table) - {f.name for f in dataclasses.fields(Constants)}
     if unknown:

@@ -1,8 +1,8 @@
 """How fast the ranks of this machine talk to each other when nothing else runs: latency and bandwidth of each collective.
 
-The same figures as a run records for each mesh axis (`titan-train trace`), so the two can be compared. Two ranks on CPU, one
-per GPU where there are several. Pipeline stages do not meet in collectives: their messages are measured through the transport
-that a run uses.
+The same figures as a run records for each mesh axis (`titan-train report --trace`), so the two can be compared. Two ranks on
+CPU, one per GPU where there are several. Pipeline stages do not meet in collectives: their messages are measured through the
+transport that a run uses.
 """
 
 import datetime

@@ -35,7 +35,7 @@ class PlanRequest:
     max_memory_gib: float = 0.0
     """0 takes 92 % of the machine's memory: allocated is not reserved, and estimates of pipelines read low."""
     constants: Constants | None = None
-    """A set of one's own (`titan-train calibrate`) instead of the shipped ones."""
+    """A set of one's own (`titan-train plan calibrate`) instead of the shipped ones."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_len", "global_batch"):

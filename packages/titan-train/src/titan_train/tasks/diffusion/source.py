@@ -193,7 +193,7 @@ class ShardGallery:
 
 def decode_latents(encoders: Encoders, config: "DiffusionConfig", latents: npt.NDArray[np.float32]) -> list[FloatArray]:
     """Images ``[side, side, 3]`` of about -1 to 1 from packed latents ``[count, I, C]`` as a model is trained on them."""
-    # what `titan-train prepare` wrote is scaled already; other latents are scaled when they are read
+    # what `titan-train data prepare` wrote is scaled already; other latents are scaled when they are read
     own = config.latent_scale == 1.0 and config.latent_shift == 0.0
     found: list[FloatArray] = []
     for tokens in latents:

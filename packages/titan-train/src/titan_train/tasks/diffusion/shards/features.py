@@ -68,7 +68,7 @@ class ShardFeatures:
         if not paths:
             raise ValueError(
                 f"{folder} holds no shard {part}-*.safetensors or {part}-*.tar. Name the folder of the shards in diffusion.path, "
-                "or make them with `titan-train prepare` (diffusion.images, diffusion.encoders)."
+                "or make them with `titan-train data prepare` (diffusion.images, diffusion.encoders)."
             )
         self.shards: Sequence[ShardFile] = [
             TarShard(path, cache_dir) if path.suffix == ".tar" else SafetensorsShard(path) for path in paths
@@ -163,7 +163,7 @@ def _read_empty(folder: Path, sizes: SampleSizes) -> Features:
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: it holds text and pooled, the features of an empty caption, which stand for dropped texts "
-            "and in guidance. `titan-train prepare` writes it; or encode an empty caption and store it there."
+            "and in guidance. `titan-train data prepare` writes it; or encode an empty caption and store it there."
         )
     found = read_tensors(path, ("text", "pooled"))
     wanted = sizes.shapes()

@@ -1,4 +1,4 @@
-"""Images with captions, as `titan-train prepare` reads them.
+"""Images with captions, as `titan-train data prepare` reads them.
 
 - JSONL files: one object per line with ``image``, a path beside the file, and ``text``, its caption.
 - tar files of the webdataset form: ``KEY.jpg`` (png, webp) beside ``KEY.txt``.

@@ -88,7 +88,7 @@ def check_complete(folder: Path) -> None:
     state = _folder(folder).read()
     if state is not None and not state.complete:
         raise ValueError(
-            f"{folder} was not prepared to its end: {state.read} images are done. Run `titan-train prepare` with the same "
+            f"{folder} was not prepared to its end: {state.read} images are done. Run `titan-train data prepare` with the same "
             "diffusion.images and diffusion.encoders; it continues there."
         )
 

@@ -1,17 +1,16 @@
-"""Train a SentencePiece tokenizer: `titan-train tokenizer train --out DIR [FILE ...]`.
+"""Train a SentencePiece tokenizer: `titan-train data tokenizer --out DIR [FILE ...]`.
 
 Reads text files, .jsonl, .jsonl.gz and .jsonl.zst; without files, the source text of Python's standard library. Judges
 the result on held-out documents: bytes per token, round trip.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from titan_train.cli.shell.parser import integer, number
+from titan_train.cli.parser import CommandParser, integer, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 _JUDGED_BYTES = 8 * 2**20
 
 
-def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.add_argument("action", choices=["train"], help="what to do")
     parser.add_argument("files", metavar="FILE", nargs="*", help="text or JSON lines; folders and globs too")
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder for the tokenizer; tokenizer.path can name it"

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_train.cli.shell.parser import CommandParser, integer, number
+from titan_train.cli.parser import CommandParser, integer, number
 
 if TYPE_CHECKING:
     import torch.distributed as dist

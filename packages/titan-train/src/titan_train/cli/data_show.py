@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from titan_train.cli.shell.parser import CommandParser, integer
+from titan_train.cli.parser import CommandParser, integer
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,8 +22,7 @@ IGNORED = -100
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.usage = "titan-train data show CONFIG [--samples N] [--first N] [--section.key value ...]"
-    parser.add_argument("action", choices=["show"], help="what to do")
-    parser.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+    parser.add_config()
     parser.add_argument("--samples", type=integer(1, 1000), default=2, metavar="N", help="samples to show (default 2)")
     parser.add_argument("--first", type=integer(0), default=0, metavar="N", help="number of the first (default 0)")
     arguments, settings = parser.parse_with_settings(words)

@@ -1,4 +1,4 @@
-"""Load a model, a tokenizer or a data set from the Hugging Face hub: `titan-train download hf:ORG/NAME --out DIR`.
+"""Load a model, a tokenizer or a data set from the Hugging Face hub: `titan-train data download hf:ORG/NAME --out DIR`.
 
 Loads only what training reads: weights as safetensors (never pickles), configuration, tokenizer and chat template; of a
 data set (`hf:datasets/ORG/NAME`) its Parquet, Arrow, JSON lines and text files. An interrupted download continues. Every
@@ -8,7 +8,7 @@ file is compared with its hash. The environment variable HF_ENDPOINT names anoth
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_train.cli.shell.parser import CommandParser
+from titan_train.cli.parser import CommandParser
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

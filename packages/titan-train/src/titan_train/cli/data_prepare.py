@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_train.cli.shell.parser import CommandParser
+from titan_train.cli.parser import CommandParser
 from titan_train.config import DataConfig, TokenizerConfig
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train prepare CONFIG [--section.key value ...]"
+    parser.usage = "titan-train data prepare CONFIG [--section.key value ...]"
     parser.add_config()
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)

@@ -12,7 +12,7 @@ processes: each writes its own files, and none holds the model. The first proces
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_train.cli.shell.parser import CommandParser, integer, number
+from titan_train.cli.parser import CommandParser, integer, number
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Fit the planner's constants to your own runs of one machine.
 
-`titan-train calibrate runs/a runs/b runs/c --hardware my.toml --out constants.toml`, then `titan-train estimate CONFIG
---hardware my.toml --constants constants.toml`. With three runs or more, each is also predicted from the others.
+`titan-train plan calibrate runs/a runs/b runs/c --hardware my.toml --out constants.toml`, then `titan-train check
+CONFIG --hardware my.toml --constants constants.toml`. With three runs or more, each is also predicted from the others.
 """
 
 import argparse

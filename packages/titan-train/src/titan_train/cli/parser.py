@@ -4,15 +4,21 @@ An error is a ValueError with one message, which the boundary prints; argparse w
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from titan_train.terminal import shortened
+from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     from titan_train.config import Config
+
+_RENAMED = dict.fromkeys(("--gpus", "--gpu", "--world", "--nproc"), "--devices")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -21,10 +27,13 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, formatter_class=_Formatter, allow_abbrev=False)
 
-    def add_config(self, code: str = "folder or package that holds the model's own module; may be repeated") -> None:
-        """Add what every command on a configuration takes: its name, and ``--code``."""
+    def add_config(self) -> None:
+        """Add what every command on a configuration takes: its name."""
         self.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
-        self.add_argument("--code", metavar="DIR|PACKAGE", action="append", default=[], help=code)
+
+    def add_code(self, help: str = "folder or package that holds the model's own module; may be repeated") -> None:
+        """Add ``--code``."""
+        self.add_argument("--code", metavar="DIR|PACKAGE", action="append", default=[], help=help)
 
     def add_trust(self) -> None:
         """Add what every command that loads a run takes: ``--trust-code`` and ``--code``."""
@@ -33,13 +42,7 @@ class CommandParser(argparse.ArgumentParser):
             action="store_true",
             help="run the model code that a folder made elsewhere names; read it first",
         )
-        self.add_argument(
-            "--code",
-            metavar="DIR|PACKAGE",
-            action="append",
-            default=[],
-            help="folder or installed package that holds that code; may be repeated",
-        )
+        self.add_code("folder or installed package that holds that code; may be repeated")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving.
@@ -47,19 +50,31 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ValueError: Always.
         """
-        raise ValueError(f"{_in_our_words(message, self.options())} See `{self.prog} --help`.")
+        raise ValueError(f"{_in_our_words(message)} See `{self.prog} --help`.")
 
     def options(self) -> list[str]:
         """The command's own options."""
         return [option for option in self._option_string_actions if option.startswith("--")]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; a misspelt option is named before a missing one.
+
+        Raises:
+            ValueError: An option does not exist.
+        """
+        for word in itertools.takewhile(lambda word: word != "--", args or ()):
+            if word.startswith("--") and (option := word.partition("=")[0]) not in self._option_string_actions:
+                hint = did_you_mean(_RENAMED.get(option, option), self.options())
+                raise ValueError(f"unknown option {shortened(option)!r}. {hint}See `{self.prog} --help`.")
+        return super().parse_known_args(args, namespace)
 
     def parse_with_settings(
         self, words: Sequence[str], written_out: Callable[[str], str] = str
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the command's own options and hand back the words of the settings.
 
-        A word that begins with ``--`` and is no option of the command begins a setting. ``CONFIG --help`` prints the
-        command's help and every setting with its value, and leaves.
+        A word that begins with ``--`` and is not an option of the command begins a setting. ``CONFIG --help`` prints the
+        command's help and every setting with its value, and exits.
 
         Args:
             words: The command line after the command.
@@ -76,12 +91,15 @@ class CommandParser(argparse.ArgumentParser):
         target = own
         for word in words:
             if word.startswith("--"):
-                target = own if word.partition("=")[0] in self._option_string_actions else settings
+                option = word.partition("=")[0]
+                target = own if option in self._option_string_actions or option in _RENAMED else settings
             elif word == "-h":
                 target = own
             target.append(written_out(word) if target is settings else word)
         if not {"-h", "--help"}.isdisjoint(own) and own and not own[0].startswith("-"):
-            self._print_settings(own[0], settings)
+            from titan_train.config.help import settings_help
+
+            print(f"{self.format_help()}\n{settings_help(self.read_config(own[0], settings))}")
             self.exit()
         return self.parse_args(own), settings
 
@@ -98,11 +116,6 @@ class CommandParser(argparse.ArgumentParser):
                 print(f"init     {taken}", file=sys.stderr)
 
         return load_config(name, settings, also=self.options(), note=note)
-
-    def _print_settings(self, name: str, settings: Sequence[str]) -> None:
-        from titan_train.config.help import settings_help
-
-        print(f"{self.format_help()}\n{settings_help(self.read_config(name, settings))}")
 
 
 def integer(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
@@ -137,24 +150,19 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _must_be(word: str, what: str, least: float, most: float) -> str:
-    shown = word if len(word) <= 60 else word[:57] + "..."
     between = [f"at least {least}"] if least > -math.inf else []
     between += [f"at most {most}"] if most < math.inf else []
-    return f"{shown!r} must be {what}{', ' if between else ''}{' and '.join(between)}"
+    return f"{shortened(word)!r} must be {what}{', ' if between else ''}{' and '.join(between)}"
 
 
-def _in_our_words(message: str, options: Sequence[str]) -> str:
-    """Argparse's message as one sentence, with the nearest option or choice."""
-    from titan_train.values import did_you_mean
-
+def _in_our_words(message: str) -> str:
+    """Argparse's message as one sentence, with the nearest choice."""
     if match := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
         word = match[1].split()[0] if match[1].split() else match[1]
-        shown = word if len(word) <= 60 else word[:57] + "..."
-        hint = did_you_mean(word.partition("=")[0], options) if word.startswith("-") else ""
-        return f"{'unknown option' if word.startswith('-') else 'unexpected'} {shown!r}. {hint}".strip()
+        return f"unexpected {shortened(word)!r}."
     if match := re.fullmatch(r"argument (.*): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL):
         choices = [choice.strip("' ") for choice in match[3].split(",")]
         given = match[2].strip("'")
-        shown = given if len(given) <= 60 else given[:57] + "..."
-        return f"{match[1]} {shown!r} must be one of {', '.join(choices)}. {did_you_mean(given, choices)}".strip()
+        hint = did_you_mean(given, choices)
+        return f"{match[1]} {shortened(given)!r} must be one of {', '.join(choices)}. {hint}".strip()
     return message.removeprefix("argument ").rstrip(".") + "."

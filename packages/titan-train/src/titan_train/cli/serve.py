@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_train.cli.shell.parser import CommandParser, integer
+from titan_train.cli.parser import CommandParser, integer
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

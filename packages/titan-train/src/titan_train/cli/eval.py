@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_train.cli.shell.parser import CommandParser, integer
+from titan_train.cli.parser import CommandParser, integer
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

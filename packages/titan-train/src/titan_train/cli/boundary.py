@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from titan_train.terminal import clean_output, printable
+from titan_train.terminal import clean_output, first_line, printable, shortened
 
 _OURS = ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train")
 _TOO_LARGE = "storage size calculation overflowed"
@@ -87,16 +87,16 @@ def _interrupt_after(code: CodeType, ended: threading.Event, sending: threading.
 
 def _of_a_library(err: BaseException) -> int:
     if type(err).__name__ == "PanicException":  # a panic in a Rust extension, such as tiktoken's
-        return _end(f"a library failed on this input: {_first_line(err)}", 2)
+        return _end(f"a library failed on this input: {first_line(err)}", 2)
     if isinstance(err, RuntimeError):
         if "determine home directory" in str(err):  # pathlib's own error
             return _end(
                 "a path begins with ~ and the name of a user that this machine does not have. Write it whole.", 2
             )
         if _TOO_LARGE in str(err).lower():
-            return _end(f"a size is too large: {_first_line(err)}. Choose a smaller one.", 2)
+            return _end(f"a size is too large: {first_line(err)}. Choose a smaller one.", 2)
         if any(sign in str(err).lower() for sign in _ALLOCATION):
-            return _end(f"there is not enough memory for what was asked ({_first_line(err)})", 1)
+            return _end(f"there is not enough memory for what was asked ({first_line(err)})", 1)
         if _raised_by_us(err):  # the world failed us, and the message says how
             return _end(str(err), 1)
     return _defect(err)
@@ -116,7 +116,7 @@ def _defect(err: BaseException) -> int:
     ):
         file.write(text)
         kept = f"it is in {file.name}"
-    message = f"{type(err).__name__}: {_shortened(_first_line(err))} ({where})"
+    message = f"{type(err).__name__}: {shortened(first_line(err), 200)} ({where})"
     return _end(f"{message}. This is a defect of titan-train: please report it with its traceback; {kept}.", 1)
 
 
@@ -128,13 +128,9 @@ def _end(message: str, code: int) -> int:
 
 def _system_error(err: OSError) -> str:
     """``runs/a/config.toml: Permission denied``."""
-    names = " -> ".join(_shortened(str(name)) for name in (err.filename, err.filename2) if name is not None)
-    reason = err.strerror or _first_line(err)
+    names = " -> ".join(shortened(str(name), 200) for name in (err.filename, err.filename2) if name is not None)
+    reason = err.strerror or first_line(err)
     return f"{names}: {reason}" if names else reason
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 200 else f"{name[:150]}...{name[-40:]}"
 
 
 def _raised_by_us(err: BaseException) -> bool:
@@ -143,7 +139,3 @@ def _raised_by_us(err: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and not set(_OURS).isdisjoint(Path(frame.tb_frame.f_code.co_filename).parts)
-
-
-def _first_line(err: BaseException) -> str:
-    return next((line.strip() for line in str(err).splitlines() if line.strip()), type(err).__name__)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_train.cli.shell.parser import CommandParser, integer
+from titan_train.cli.parser import CommandParser, integer
 
 _SHOWN = 4000  # lines of metrics.jsonl that the panel is drawn from
 
@@ -55,7 +55,8 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     if not drawn:
         while True:
             status, goodput = state()
-            for line in follower.new_lines():
+            new = follower.new_lines()
+            for line in _newest(new) if once else new:
                 print(_text(line, total_steps), flush=True)
             if once or status != "running":
                 print(f"run {status}" + (f"; {goodput_line(goodput)}" if goodput is not None else ""))
@@ -76,6 +77,15 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
             if once or status != "running":
                 return 0
             time.sleep(1.0)
+
+
+def _newest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last step, the last validation, and the last five events, in their order."""
+    places: dict[str, list[int]] = {}
+    for place, line in enumerate(lines):
+        places.setdefault(str(line.get("kind", "step")), []).append(place)
+    kept = [place for kind, found in places.items() for place in found[-5 if kind == "event" else -1 :]]
+    return [lines[place] for place in sorted(kept)]
 
 
 def _text(line: dict[str, Any], total_steps: int) -> str:

@@ -1,1 +1,0 @@
-"""Commands on what a run reads: text, tokens, tokenizers."""

@@ -1,1 +1,0 @@
-"""What every command shares with the shell: `parser` reads its words, `boundary` turns errors into exit codes."""

@@ -1,1 +1,0 @@
-"""Commands on what a run left: its model and its record."""
