@@ -119,7 +119,7 @@ def main():
     parser.add_argument("--out", help="write PREFIX.json and PREFIX.md")
     parser.add_argument("--only", default="", help="layouts whose name holds this")
     arguments = parser.parse_args()
-    preload("titan_train.train")
+    preload("titan_train.train.trainer")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for i in range(64):

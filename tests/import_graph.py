@@ -3,11 +3,12 @@
     python tests/import_graph.py    # one line per package: modules, edges, largest folder, longest chain, circles
 
 An edge goes from a module to each module of the same package that it imports, at the top, in a function or for types.
-`from titan_x.a import b` counts as `titan_x.a.b` where that is a module, else as `titan_x.a`.
+`from titan_x.a import b` counts as `titan_x.a.b` where that is a module, else as `titan_x.a`; where the `__init__` of
+`titan_x.a` names `b` under `if TYPE_CHECKING:`, to import it on first use, it counts as the module that `b` comes from.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,27 @@ def modules(package: Path) -> dict[str, Path]:
 def import_graph(package: Path) -> Graph:
     """Every module, and the modules of the same package that it imports."""
     named = modules(package)
-    return {name: frozenset(_imports(name, file, named)) for name, file in named.items()}
+    homes = first_uses(named)
+    found: dict[str, frozenset[str]] = {}
+    for name, file in named.items():
+        nodes = _nodes(ast.parse(file.read_text(encoding="utf-8")), types=file.name != "__init__.py")
+        found[name] = frozenset(_imports(nodes, named, homes)) - {name}
+    return found
+
+
+def import_closure(package: Path, module: str) -> set[str]:
+    """The modules of a package that importing one of them executes, without what its functions import when they run."""
+    named = modules(package)
+    homes = first_uses(named)
+    loaded: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if name in named and name not in loaded:
+            loaded.add(name)
+            nodes = _nodes(ast.parse(named[name].read_text(encoding="utf-8")), types=False, functions=False)
+            todo += [name.rpartition(".")[0], *_imports(nodes, named, homes)]
+    return loaded
 
 
 def folder_graph(package: Path) -> Graph:
@@ -79,15 +100,45 @@ def folder_sizes(package: Path) -> dict[str, int]:
     return sizes
 
 
-def _imports(name: str, file: Path, named: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def _nodes(tree: ast.AST, *, types: bool, functions: bool = True) -> Iterator[ast.AST]:
+    """All below ``tree``; what is under ``if TYPE_CHECKING:`` and in functions only where that is asked for."""
+    for node in ast.iter_child_nodes(tree):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from _nodes(node, types=types, functions=functions)
+
+
+def first_uses(named: Mapping[str, Path]) -> Mapping[str, str]:
+    """`titan_x.a.b` to the module it comes from, for each name that an `__init__` imports on first use."""
+    found: dict[str, str] = {}
+    for name, file in named.items():
+        if file.name == "__init__.py":
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for block in (node for node in tree.body if isinstance(node, ast.If)):
+                for node in block.body:
+                    if isinstance(node, ast.ImportFrom) and node.module:
+                        found |= {f"{name}.{alias.name}": node.module for alias in node.names}
+    return found
+
+
+def _imports(nodes: Iterable[ast.AST], named: Mapping[str, Path], homes: Mapping[str, str]) -> Iterator[str]:
+    for node in nodes:
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            targets = [target if target in named else node.module for target in inner]
-        yield from (target for target in targets if target in named and target != name)
+            targets = [_home(node.module, alias.name, named, homes) for alias in node.names]
+        yield from (target for target in targets if target in named)
+
+
+def _home(module: str, name: str, named: Mapping[str, Path], homes: Mapping[str, str]) -> str:
+    """The module that `from module import name` takes the name from."""
+    inner = f"{module}.{name}"
+    if inner in named:
+        return inner
+    return _home(homes[inner], name, named, homes) if inner in homes else module
 
 
 def _reachable(graph: Graph, start: str) -> set[str]:

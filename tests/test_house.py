@@ -48,3 +48,10 @@ def test_a_public_class_name_means_one_thing_in_the_whole_repository():
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     homes[node.name].append(name)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_a_name_that_a_package_imports_on_first_use_is_not_a_module_of_it_too():
+    """Importing the module would put it in the place of the name."""
+    for package in import_graph.packages():
+        named = import_graph.modules(package)
+        assert [name for name in import_graph.first_uses(named) if name in named] == []

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.tensor import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import table_for
 
 MODES = ("no delay", "overlapped", "serial", "collectives")

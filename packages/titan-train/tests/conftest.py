@@ -1,7 +1,7 @@
 import pytest
 from titan_testing import preload
 
-preload("titan_train.train")
+preload("titan_train.train.trainer")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,8 +11,9 @@ The command is `titan-train`. The same parts serve as a library::
 Everything is imported when it is first used: `import titan_train` loads neither torch nor numpy.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
     from titan_train.config import Config, load_config
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
     from titan_train.trust import use_code
 
     __version__: str
-
-_HOMES = {
-    "BatchSource": "titan_train.data",
-    "Config": "titan_train.config",
-    "Family": "titan_train.models",
-    "LoadedRun": "titan_train.generation",
-    "Sampling": "titan_train.generation",
-    "Task": "titan_train.task",
-    "TaskBatch": "titan_train.task",
-    "TaskInputs": "titan_train.task",
-    "TensorBatch": "titan_train.data",
-    "Trainer": "titan_train.train",
-    "build_model": "titan_train.models",
-    "generate": "titan_train.generation",
-    "load_config": "titan_train.config",
-    "load_run": "titan_train.generation",
-    "register_family": "titan_train.models",
-    "register_task": "titan_train.task",
-    "use_code": "titan_train.trust",
-}
 
 __all__ = [
     "BatchSource",
@@ -65,17 +46,14 @@ __all__ = [
     "register_task",
     "use_code",
 ]
+_named = first_use(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _installed_version()
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    if name != "__version__":
+        return _named(name)
+    globals()[name] = _installed_version()
+    return globals()[name]
 
 
 def _installed_version() -> str:

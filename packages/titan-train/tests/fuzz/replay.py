@@ -22,7 +22,7 @@ def main() -> int:
     import fuzz_cases
     from titan_testing import preload
 
-    preload("titan_train.train")
+    preload("titan_train.train.trainer")
     import fuzz_corpus
     import fuzz_run
 

@@ -9,8 +9,9 @@ import json
 import torch
 import triton.language as tl
 from liger_kernel.ops import rms_norm
-from titan_train.kernels import OPERATIONS, forms, kernels_of
+from titan_train.kernels import forms
 from titan_train.kernels.measure import example_inputs, run_both_ways
+from titan_train.kernels.registry import OPERATIONS, kernels_of
 from triton.runtime import interpreter
 
 TOKENS = 12

@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from titan_train.config import Config, KernelsConfig, TrainConfig, parse_config
-from titan_train.kernels import (
-    OPERATIONS,
-    apply_kernels,
-    check_kernels,
-    check_taken,
-    choose_kernels,
-    kernel_loss,
-    kernels_of,
-)
+from titan_train.kernels.apply import apply_kernels, check_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.kernels.measure import agrees, example_inputs, measure_kernels, run_both_ways
+from titan_train.kernels.registry import OPERATIONS, kernels_of
 from titan_train.models import build_model
 from titan_train.models.llama import LlamaArgs
 from titan_train.models.llama.model import Llama

@@ -81,7 +81,8 @@ def test_initial_weights_are_spread_as_transformers_draws_them(kind: str, tmp_pa
 
 @pytest.mark.parametrize("kind", PLANNED)
 def test_the_table_covers_every_parameter_and_flops_see_attention(kind: str, tmp_path: Path) -> None:
-    from titan_train.parallel.tensor import check_tensor_parallel, table_for
+    from titan_train.parallel.tensor.checks import check_tensor_parallel
+    from titan_train.parallel.tensor.styles import table_for
 
     model = built(hf_folders.make(tmp_path / kind, kind))
     check_tensor_parallel(model, 2, table=table_for(model), seq_len_local=32, sequence_parallel=True)

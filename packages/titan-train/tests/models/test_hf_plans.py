@@ -50,7 +50,8 @@ def test_a_family_with_such_a_plan_can_be_cut(installed: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
     import hf_folders
-    from titan_train.parallel.tensor import check_tensor_parallel, table_for
+    from titan_train.parallel.tensor.checks import check_tensor_parallel
+    from titan_train.parallel.tensor.styles import table_for
 
     folder = hf_folders.make(installed / "granite", "granite")
     model: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)

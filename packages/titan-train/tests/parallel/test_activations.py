@@ -7,7 +7,7 @@ import pytest
 import torch
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.activations import apply_activation_checkpointing, check_patterns
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing, check_patterns
 from titan_train.parallel.structure import blocks_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

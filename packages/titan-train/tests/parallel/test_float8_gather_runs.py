@@ -5,7 +5,7 @@ import pytest
 import torch
 from titan_testing import run_ranks
 from titan_train.parallel import apply as build
-from titan_train.parallel.tensor import float8_gathering_modules
+from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
 
 MODEL = {
     "model": {"name": "llama3_debug", "seq_len": 256, "args": {"num_layers": 2, "num_kv_heads": 2}},

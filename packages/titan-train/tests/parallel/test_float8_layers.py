@@ -13,7 +13,7 @@ from titan_train.config import ActivationsConfig, Float8Config, ModelConfig
 from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args, build_model
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import GatedInput
-from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
 

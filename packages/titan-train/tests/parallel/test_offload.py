@@ -4,8 +4,9 @@ import pytest
 import torch
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.activations import apply_activation_checkpointing, offload, offload_activations
-from titan_train.parallel.activations.offload import StreamCopies
+from titan_train.parallel.activations import offload
+from titan_train.parallel.activations.offload import StreamCopies, offload_activations
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.structure import blocks_of
 
 ARGS = LlamaArgs(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)

@@ -5,7 +5,7 @@ import torch
 from titan_train.config import ActivationsConfig, load_config
 from titan_train.models import Llama, LlamaArgs, build_model
 from titan_train.models.common.moe import experts
-from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.planner.memory import ranks as estimate

@@ -1,25 +1,30 @@
 """Configuration of a run: TOML with `extends`, strict validation, command line over file over defaults."""
 
-from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
-from titan_train.config.diffusion import DiffusionConfig
-from titan_train.config.errors import ConfigError
-from titan_train.config.inputs.data import DataConfig
-from titan_train.config.inputs.source import SourceConfig
-from titan_train.config.inputs.tokenizer import TokenizerConfig
-from titan_train.config.inputs.vision import VisionConfig
-from titan_train.config.launch import LaunchConfig
-from titan_train.config.load import dump_config, list_configs, load_config, parse_config
-from titan_train.config.metrics import MetricsConfig
-from titan_train.config.model import ModelConfig
-from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
-from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
-from titan_train.config.schema import (
-    CheckpointConfig,
-    Config,
-    RunConfig,
-    TrainConfig,
-    ValidationConfig,
-)
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
+    from titan_train.config.diffusion import DiffusionConfig
+    from titan_train.config.errors import ConfigError
+    from titan_train.config.inputs.data import DataConfig
+    from titan_train.config.inputs.source import SourceConfig
+    from titan_train.config.inputs.tokenizer import TokenizerConfig
+    from titan_train.config.inputs.vision import VisionConfig
+    from titan_train.config.launch import LaunchConfig
+    from titan_train.config.load import dump_config, list_configs, load_config, parse_config
+    from titan_train.config.metrics import MetricsConfig
+    from titan_train.config.model import ModelConfig
+    from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
+    from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
+    from titan_train.config.schema import (
+        CheckpointConfig,
+        Config,
+        RunConfig,
+        TrainConfig,
+        ValidationConfig,
+    )
 
 __all__ = [
     "ActivationsConfig",
@@ -50,3 +55,5 @@ __all__ = [
     "load_config",
     "parse_config",
 ]
+
+__getattr__ = first_use(__name__)

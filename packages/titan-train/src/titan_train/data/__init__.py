@@ -13,24 +13,29 @@ only chooses which part of it to read.
 Only `DataLoader` imports torch, when it is constructed.
 """
 
-from titan_train.data.build import (
-    build_chat_template,
-    build_datasets,
-    build_tokenizer,
-    cache_folder,
-    check_sources,
-    open_datasets,
-    prepare,
-)
-from titan_train.data.loader.batch import Batch
-from titan_train.data.loader.data_loader import DataLoader
-from titan_train.data.loader.packed import PackedDataset, SampleLocation
-from titan_train.data.loader.source import BatchSource, HostMicrobatch, TensorBatch
-from titan_train.data.progress import PrepareProgress, ProgressCallback, show_progress
-from titan_train.data.shards.megatron import MegatronTokens
-from titan_train.data.shards.token_source import ShardedTokens, TokenSource
-from titan_train.data.sources.malformed import BadDocument, MalformedInputError
-from titan_train.data.sources.stream import stream_windows
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.data.build import (
+        build_chat_template,
+        build_datasets,
+        build_tokenizer,
+        cache_folder,
+        check_sources,
+        open_datasets,
+        prepare,
+    )
+    from titan_train.data.loader.batch import Batch
+    from titan_train.data.loader.data_loader import DataLoader
+    from titan_train.data.loader.packed import PackedDataset, SampleLocation
+    from titan_train.data.loader.source import BatchSource, HostMicrobatch, TensorBatch
+    from titan_train.data.progress import PrepareProgress, ProgressCallback, show_progress
+    from titan_train.data.shards.megatron import MegatronTokens
+    from titan_train.data.shards.token_source import ShardedTokens, TokenSource
+    from titan_train.data.sources.malformed import BadDocument, MalformedInputError
+    from titan_train.data.sources.stream import stream_windows
 
 __all__ = [
     "BadDocument",
@@ -57,3 +62,5 @@ __all__ = [
     "show_progress",
     "stream_windows",
 ]
+
+__getattr__ = first_use(__name__)

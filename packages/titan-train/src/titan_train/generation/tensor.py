@@ -20,7 +20,7 @@ from titan_train.exchange import gather_values
 from titan_train.models import unwrap
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
-from titan_train.parallel.tensor import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 
 

@@ -7,17 +7,3 @@
 
 They are for eager mode: `torch.compile` makes its own from the plain forms.
 """
-
-from titan_train.kernels.apply import apply_kernels, check_kernels, check_taken, choose_kernels, kernel_loss
-from titan_train.kernels.registry import OPERATIONS, Kernel, kernels_of
-
-__all__ = [
-    "OPERATIONS",
-    "Kernel",
-    "apply_kernels",
-    "check_kernels",
-    "check_taken",
-    "choose_kernels",
-    "kernel_loss",
-    "kernels_of",
-]

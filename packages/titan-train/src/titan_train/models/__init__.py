@@ -12,8 +12,9 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 Names are imported on first use, so that ``import titan_train.models`` is light.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
     from titan_fsdp import clean_fqn, named_parameters, unwrap
@@ -35,27 +36,6 @@ if TYPE_CHECKING:
     from titan_train.models.qwen3.args import Qwen3Args
     from titan_train.models.qwen3.model import Qwen3
     from titan_train.models.registry import families, list_models, register_family
-
-_WHERE = {
-    "titan_fsdp": ("clean_fqn", "named_parameters", "unwrap"),
-    "titan_train.models.build": ("build_model",),
-    "titan_train.models.call": ("TokenBatch", "accepted_inputs", "call_model"),
-    "titan_train.models.common.attention": ("CausalAttention", "SequenceContext"),
-    "titan_train.models.deepseek.args": ("DeepSeekArgs",),
-    "titan_train.models.deepseek.model": ("DeepSeek",),
-    "titan_train.models.family": ("Family",),
-    "titan_train.models.flops": ("count_active_parameters", "count_parameters", "flops_per_token"),
-    "titan_train.models.gpt.args": ("GPTArgs",),
-    "titan_train.models.gpt.model": ("GPT",),
-    "titan_train.models.initialize": ("InitFn", "init_for"),
-    "titan_train.models.llama.args": ("LlamaArgs",),
-    "titan_train.models.llama.model": ("Llama",),
-    "titan_train.models.common.moe.args": ("MoEArgs",),
-    "titan_train.models.common.moe.layer": ("MoE",),
-    "titan_train.models.qwen3.args": ("Qwen3Args",),
-    "titan_train.models.qwen3.model": ("Qwen3",),
-    "titan_train.models.registry": ("families", "list_models", "register_family"),
-}
 
 __all__ = [
     "GPT",
@@ -88,9 +68,4 @@ __all__ = [
     "unwrap",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _WHERE.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = first_use(__name__)

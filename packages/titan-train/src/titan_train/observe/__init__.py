@@ -5,15 +5,20 @@ to the progress display. `timing` measures where the time of
 a step goes. Nothing here imports torch, rich or a tracker's package before it is used.
 """
 
-from titan_train.observe.history import Curve, History, read_history
-from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
-from titan_train.observe.memory import memory_in_use, peak_memory_gib
-from titan_train.observe.peak_flops import Dtype, device_peak_flops
-from titan_train.observe.progress import TrainProgress
-from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
-from titan_train.observe.run_info import RunInfo, add_run_info, read_run_info
-from titan_train.observe.throughput import Rates, Throughput
-from titan_train.observe.trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.observe.history import Curve, History, read_history
+    from titan_train.observe.jsonl import EventRecord, JsonlTracker, RunMetrics, read_metrics
+    from titan_train.observe.memory import memory_in_use, peak_memory_gib
+    from titan_train.observe.peak_flops import Dtype, device_peak_flops
+    from titan_train.observe.progress import TrainProgress
+    from titan_train.observe.records import StepRecord, Tracker, ValidationRecord
+    from titan_train.observe.run_info import RunInfo, add_run_info, read_run_info
+    from titan_train.observe.throughput import Rates, Throughput
+    from titan_train.observe.trackers import TensorBoardTracker, WandbTracker, build_trackers, check_trackers
 
 __all__ = [
     "Curve",
@@ -41,3 +46,5 @@ __all__ = [
     "read_metrics",
     "read_run_info",
 ]
+
+__getattr__ = first_use(__name__)

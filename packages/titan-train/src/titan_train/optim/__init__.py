@@ -1,9 +1,14 @@
 """Optimizers with parameter groups by pattern, and learning-rate schedules."""
 
-from titan_train.optim.build import build_optimizer
-from titan_train.optim.groups import ParameterGroup, plan_groups
-from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
-from titan_train.optim.settings import check_restored
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.optim.build import build_optimizer
+    from titan_train.optim.groups import ParameterGroup, plan_groups
+    from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
+    from titan_train.optim.settings import check_restored
 
 __all__ = [
     "ParameterGroup",
@@ -14,3 +19,5 @@ __all__ = [
     "lr_factor",
     "plan_groups",
 ]
+
+__getattr__ = first_use(__name__)

@@ -20,16 +20,16 @@ from titan_pipeline import Schedule
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.kernels import apply_kernels, check_taken, choose_kernels, kernel_loss
+from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
 from titan_train.models.dropout import active_dropout
-from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.data_parallel import apply_data_parallel
-from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import conversion_table, convert_to_float8, describe_conversion, share_scales
 from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss
@@ -39,18 +39,17 @@ from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.pipeline import Pipeline, make_transport
 from titan_train.parallel.stages import stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of, freeze
-from titan_train.parallel.tensor import (
-    FusedProducts,
-    apply_tensor_parallel,
-    merge_tables,
-    micro_pipeline_options,
-    overlapped_modules,
-    table_for,
-    vocab_parallel_cross_entropy_sum,
-)
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.float8_linears import gathers_same_bits
-from titan_train.parallel.tensor.micro_pipeline import enable_symmetric_memory, overlaps_by_compiler
-from titan_train.parallel.tensor.styles import style_of
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.micro_pipeline import (
+    FusedProducts,
+    enable_symmetric_memory,
+    micro_pipeline_options,
+    overlaps_by_compiler,
+)
+from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 from titan_train.parallel.tied import (
     ParameterNames,
     TiedCopies,

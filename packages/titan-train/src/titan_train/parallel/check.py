@@ -11,23 +11,24 @@ from titan_mesh import Layout
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.kernels import check_kernels
+from titan_train.kernels.apply import check_kernels
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.dropout import active_dropout
 from titan_train.models.traits import traits_of
-from titan_train.parallel.activations import check_patterns
+from titan_train.parallel.activations.recompute import check_patterns
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
 from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.data_parallel import fsdp_policy
-from titan_train.parallel.expert import check_expert_parallel
+from titan_train.parallel.expert.apply import check_expert_parallel
 from titan_train.parallel.float8 import check_skip
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.parallel.layout.degrees import resolve_mode, wrapped_over
 from titan_train.parallel.layout.run import plan_pipeline
 from titan_train.parallel.stages import layers_of, stage_layers
-from titan_train.parallel.tensor import check_tensor_parallel, merge_tables, table_for
+from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import can_gather_float8
+from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.parallel.tied import meaning_all_copies
 from titan_train.task import Task, load_task
 

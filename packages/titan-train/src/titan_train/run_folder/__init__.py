@@ -22,19 +22,24 @@ refused before that leaves the folder as it was. `durable` brings its files to t
 No torch: the command line and the report use it.
 """
 
-from titan_train.run_folder.contents import (
-    checkpoint_folders,
-    keep_model,
-    newest_checkpoint,
-    pipeline_file,
-    read_config,
-    run_folder,
-    with_kept_model,
-)
-from titan_train.run_folder.durable import sync_run_folder
-from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
-from titan_train.run_folder.place import check_run_folder, check_writable
-from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.run_folder.contents import (
+        checkpoint_folders,
+        keep_model,
+        newest_checkpoint,
+        pipeline_file,
+        read_config,
+        run_folder,
+        with_kept_model,
+    )
+    from titan_train.run_folder.durable import sync_run_folder
+    from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
+    from titan_train.run_folder.place import check_run_folder, check_writable
+    from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
 __all__ = [
     "TAKEN_OVER",
@@ -57,3 +62,5 @@ __all__ = [
     "sync_run_folder",
     "with_kept_model",
 ]
+
+__getattr__ = first_use(__name__)

@@ -10,6 +10,13 @@
 - `monitor`: what the trainer reports to its launcher. `signals`: requests to stop or to save.
 """
 
-from titan_train.train.trainer import Trainer
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.train.trainer import Trainer
 
 __all__ = ["Trainer"]
+
+__getattr__ = first_use(__name__)

@@ -12,8 +12,8 @@ from titan_train.models.common.moe.args import MoEArgs
 from titan_train.models.common.moe.balance import set_aux_scale, update_expert_bias
 from titan_train.models.common.moe.experts import grouped_mm_loop
 from titan_train.models.common.moe.layer import MoE
-from titan_train.parallel.activations import apply_activation_checkpointing
-from titan_train.parallel.expert import apply_expert_parallel
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
+from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.param_shard import ParamShard
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

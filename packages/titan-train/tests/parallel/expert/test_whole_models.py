@@ -12,9 +12,10 @@ from titan_testing import assert_close, run_ranks
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group, update_expert_bias
-from titan_train.parallel.expert import apply_expert_parallel, check_expert_parallel
+from titan_train.parallel.expert.apply import apply_expert_parallel, check_expert_parallel
 from titan_train.parallel.param_shard import ParamShard
-from titan_train.parallel.tensor import apply_tensor_parallel, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

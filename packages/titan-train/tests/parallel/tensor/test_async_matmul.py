@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from titan_pipeline.runtime import TorchStage
 from titan_testing import run_ranks
-from titan_train.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
+from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum
 
 INPUTS, OUTPUTS, PART = 24, (16, 8, 40), 6

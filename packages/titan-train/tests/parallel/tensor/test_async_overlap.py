@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titan_train.parallel.tensor import all_gather_matmul, async_matmul, matmul_reduce_scatter
+from titan_train.parallel.tensor import async_matmul
+from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RANKS, PART, INPUTS, OUTPUTS = 4, 8, 16, 32

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs
 from titan_train.models.llama.args import LLAMA_CONFIGS
-from titan_train.parallel.tensor import check_tensor_parallel, merge_tables
-from titan_train.parallel.tensor.styles import table_for
+from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.styles import merge_tables, table_for
 from torch import nn
 
 SHAPE = {"dim": 48, "num_layers": 1, "num_heads": 12, "num_kv_heads": 6, "ffn_dim": 96, "vocab_size": 96}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs
-from titan_train.parallel.tensor import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.collectives import gather_parts, scatter_sum, share, sum_partials
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn

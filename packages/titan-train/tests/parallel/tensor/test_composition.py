@@ -10,7 +10,9 @@ from titan_pipeline.runtime import WeightGradEngine
 from titan_testing import run_ranks
 from titan_train.config.model import ModelConfig
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs, build_model, init_for
-from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.async_linears import overlapped_modules
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

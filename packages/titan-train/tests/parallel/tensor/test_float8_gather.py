@@ -9,10 +9,12 @@ from titan_pipeline.runtime import WeightGradEngine
 from titan_testing import run_ranks
 from titan_train.config import ActivationsConfig, Float8Config
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.activations import apply_activation_checkpointing
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.float8 import convert_to_float8, share_scales
-from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from titan_testing import assert_close, run_ranks
-from titan_train.parallel.tensor import vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.plan import own_units
 from torch import Tensor
 

@@ -17,7 +17,8 @@ from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel import apply as build
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.layout.run import plan_run
-from titan_train.parallel.tensor import apply_tensor_parallel, overlapped_modules
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.micro_pipeline import (
     FusedProducts,
     can_micro_pipeline,

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from titan_testing import run_ranks
 from titan_train.models import GPT, GPTArgs, Llama, LlamaArgs
-from titan_train.parallel.tensor import apply_tensor_parallel, vocab_parallel_cross_entropy_sum
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
 from torch import Tensor, nn
 

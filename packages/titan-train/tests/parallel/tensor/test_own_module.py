@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from titan_testing import run_ranks
-from titan_train.parallel.tensor import apply_tensor_parallel, check_tensor_parallel, merge_tables
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.styles import merge_tables
 from torch import Tensor, nn
 
 

@@ -20,7 +20,7 @@ for _module in (
     "torch._dynamo",  # what the first optimizer imports, seconds in every rank otherwise
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "titan_train.train",
+    "titan_train.train.trainer",
     "titan_train.launch.rank.monitor",
 ):
     with contextlib.suppress(Exception):

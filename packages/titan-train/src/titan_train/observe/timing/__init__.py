@@ -6,9 +6,14 @@ names what holds the run up; `traces` reads the ranks' traces, `host_clocks` and
 `collectives`, `device` and `host_clocks` import torch.
 """
 
-from titan_train.observe.timing.causes import Cause, find_causes
-from titan_train.observe.timing.clock import PHASES, AxisTotals, StepTimer, Window
-from titan_train.observe.timing.split import AxisSplit, Place, Spread, StepSplit, combine, split_line
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.observe.timing.causes import Cause, find_causes
+    from titan_train.observe.timing.clock import PHASES, AxisTotals, StepTimer, Window
+    from titan_train.observe.timing.split import AxisSplit, Place, Spread, StepSplit, combine, split_line
 
 __all__ = [
     "PHASES",
@@ -24,3 +29,5 @@ __all__ = [
     "find_causes",
     "split_line",
 ]
+
+__getattr__ = first_use(__name__)

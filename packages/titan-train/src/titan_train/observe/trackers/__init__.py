@@ -18,8 +18,15 @@ A tracker of your own is a class with the four methods of `titan_train.observe.T
 ``metrics.trackers = ["its-name"]`` opens it.
 """
 
-from titan_train.observe.trackers.build import build_trackers, check_trackers
-from titan_train.observe.trackers.tensorboard import TensorBoardTracker
-from titan_train.observe.trackers.wandb import WandbTracker
+from typing import TYPE_CHECKING
+
+from titan_train.lazy import first_use
+
+if TYPE_CHECKING:
+    from titan_train.observe.trackers.build import build_trackers, check_trackers
+    from titan_train.observe.trackers.tensorboard import TensorBoardTracker
+    from titan_train.observe.trackers.wandb import WandbTracker
 
 __all__ = ["TensorBoardTracker", "WandbTracker", "build_trackers", "check_trackers"]
+
+__getattr__ = first_use(__name__)

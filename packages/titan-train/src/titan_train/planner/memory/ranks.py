@@ -32,8 +32,8 @@ from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
-from titan_train.parallel.tensor import apply_tensor_parallel, merge_tables
-from titan_train.parallel.tensor.styles import table_for
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.planner.memory.kept import block_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing

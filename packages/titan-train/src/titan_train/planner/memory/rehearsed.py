@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_train.config import ActivationsConfig
-from titan_train.parallel.activations import SelectivePolicy, recomputed_modules
+from titan_train.parallel.activations.recompute import SelectivePolicy, recomputed_modules
 
 
 def recomputed_layers(config: ActivationsConfig, count: int) -> list[bool] | None:
