@@ -11,7 +11,7 @@ from titan_train.config import DataConfig, SourceConfig, parse_config
 from titan_train.data.prepared import PreparedFolder, one_process
 from titan_train.data.shards.prepare import source_folder
 from titan_train.data.stream.token_stream import TokenStream
-from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
+from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.tasks.diffusion.shards.features import SampleSizes
 from titan_train.tasks.diffusion.shards.prepare import shards_key
 from titan_train.tasks.vision.jsonl import index_folder

@@ -10,9 +10,8 @@ from titan_train.models import DeepSeekArgs
 from titan_train.models.common.attention import SequenceContext
 from titan_train.models.common.rope import rope_frequencies
 from titan_train.models.deepseek.args import DEEPSEEK_CONFIGS
-from titan_train.models.deepseek.attention import LatentAttention
+from titan_train.models.deepseek.attention import LatentAttention, yarn_frequencies
 from titan_train.models.deepseek.model import DeepSeek
-from titan_train.models.deepseek.yarn import yarn_frequencies
 from torch import Tensor
 
 ARGS: dict[str, Any] = {

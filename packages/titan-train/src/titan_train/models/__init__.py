@@ -4,8 +4,8 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 (packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
-- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``, ``qwen3_vl/``: one folder per family.
-- ``vision_language/``: an encoder of images before a decoder of any family.
+- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``: one folder per family.
+- ``vision_language/``: an encoder of images before a decoder of any family; Qwen3-VL is one.
 - ``common/``: the blocks that families share, mixture of experts among them.
 - `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
 

@@ -20,8 +20,7 @@ from titan_train.models.flux import FLUX_FAMILY
 from titan_train.models.gpt import GPT_FAMILY
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.qwen3 import QWEN3_FAMILY
-from titan_train.models.qwen3_vl import QWEN3_VL_FAMILY
-from titan_train.models.vision_language import DEEPSEEK_VL_FAMILY, GPT_VL_FAMILY, LLAMA_VL_FAMILY
+from titan_train.models.vision_language import DEEPSEEK_VL_FAMILY, GPT_VL_FAMILY, LLAMA_VL_FAMILY, QWEN3_VL_FAMILY
 from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from titan_train.config import parse_config
-from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
+from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.models.vision_language.encoder import image_tokens
 from titan_train.tasks.image_files import BrokenImage
 from titan_train.tasks.vision.batches import ImageTextBatches
@@ -60,7 +60,7 @@ def test_patches_are_those_of_transformers():
 
 def test_positions_of_images_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
-    from titan_train.models.qwen3_vl.hf import config_of
+    from titan_train.models.vision_language.hf import config_of
 
     with torch.device("meta"):
         model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**config_of(ARGS)))

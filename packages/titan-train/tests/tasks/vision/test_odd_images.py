@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 from titan_train.config import parse_config
-from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
+from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.tasks.image_files import BrokenImage
 from titan_train.tasks.vision.images import fit_grid, image_size, read_image
 from titan_train.tasks.vision.jsonl import prepare_index

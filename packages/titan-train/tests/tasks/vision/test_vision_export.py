@@ -8,8 +8,8 @@ import torch
 from titan_train.config import parse_config
 from titan_train.export.run import export_run
 from titan_train.generation import load_run
-from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS
-from titan_train.models.qwen3_vl.model import Qwen3VL
+from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
+from titan_train.models.vision_language.decoder import Qwen3VL
 from titan_train.tasks.vision.images import fit_grid
 from titan_train.tasks.vision.show import images_shown
 from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE

@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head w
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.moe.args import MoEArgs
 from titan_train.models.common.moe.layer import MoE
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import rotate_pair
@@ -88,3 +89,9 @@ class SwiGLU(nn.Module):
         """``[B, S, d]`` to ``[B, S, d]``."""
         gate, up = self.linears(x, self.w1, self.w3)
         return self.gated(gate, up, self.w2)
+
+
+def build_moe(args: MoEArgs) -> MoE:
+    """A mixture of experts whose shared experts are one `SwiGLU`."""
+    shared = args.num_shared_experts * args.expert_ffn_dim
+    return MoE(args, SwiGLU(args.dim, shared) if shared else None)

@@ -1,26 +1,33 @@
 """A decoder-only model from a list of layers: embedding → layers → norm → head.
 
-What the RMSNorm families (Llama, Qwen3, DeepSeek) have in common: how rows, documents and positions become a context, how a
-pipeline stage that holds only part of the model runs, and how weights start.
+What the decoder families have in common: how rows, documents and positions become a context, how a pipeline stage that holds
+only part of the model runs, how weights start, and which published weights it takes. Positions are rotary, or learned.
 
 Shapes: B batch, S sequence, d width, V vocabulary, N documents of a row (padded).
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext, row_positions
+from titan_train.models.common.hf import HuggingFace
+from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
 
 
 class Decoder(nn.Module):
-    """A stack of decoder layers with rotary positions."""
+    """A stack of decoder layers."""
+
+    hf: ClassVar[HuggingFace | None] = None
+    """The family's format on Hugging Face."""
+    args: Any
+    """What the family builds the model from."""
 
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
@@ -36,8 +43,10 @@ class Decoder(nn.Module):
         vocab_size: int,
         norm_eps: float,
         tied_embeddings: bool,
-        rope_dim: int,
-        rope_theta: float,
+        rope_dim: int = 0,
+        rope_theta: float = 10_000.0,
+        max_seq_len: int | None = None,
+        norm: Callable[..., nn.Module] = RMSNorm,
     ) -> None:
         """Put the model together; weights are set by `init_weights`.
 
@@ -47,17 +56,21 @@ class Decoder(nn.Module):
             vocab_size: V.
             norm_eps: Of the last norm.
             tied_embeddings: The head is the embedding's matrix.
-            rope_dim: Rotated channels of a head.
+            rope_dim: Rotated channels of a head; 0 is none.
             rope_theta: Base of the rotary frequencies.
+            max_seq_len: Learned positions; None is none.
+            norm: The last norm, called with d and ``eps``.
         """
         super().__init__()
         self.num_layers = len(layers)
         self.rope_dim = rope_dim
         self.rope_theta = rope_theta
+        self.max_seq_len = max_seq_len
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(vocab_size, dim)
+        self.pos_embeddings = None if max_seq_len is None else nn.Embedding(max_seq_len, dim)
         # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
-        self.norm: RMSNorm | None = RMSNorm(dim, eps=norm_eps)
+        self.norm: nn.Module | None = norm(dim, eps=norm_eps)
         self.lm_head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
         if tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
@@ -86,9 +99,15 @@ class Decoder(nn.Module):
         Returns:
             ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head; with labels, the
             scalar that the head returns.
+
+        Raises:
+            ValueError: The rows have more tokens than learned positions, and no positions or documents that would keep
+                them below.
         """
         context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        if self.pos_embeddings is not None:
+            x = x + self.pos_embeddings(context.positions)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.norm is None or self.lm_head is None:
@@ -102,12 +121,17 @@ class Decoder(nn.Module):
         """What the layers need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None:
+            if cu_seqlens is None and self.max_seq_len is not None and seq_len > self.max_seq_len:
+                raise ValueError(
+                    f"{seq_len} tokens in a row, but the model has {self.max_seq_len} learned positions: shorten the "
+                    f"rows, or train a model with args.max_seq_len={seq_len}."
+                )
             positions = row_positions(seq_len, cu_seqlens, tokens.device)
         return SequenceContext(
             positions=positions,
             cu_seqlens=cu_seqlens,
             boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len),
-            rope=self.rope(positions),
+            rope=self.rope(positions) if self.rope_dim else None,
             attention_plan=attention_plan,
         )
 
@@ -115,12 +139,22 @@ class Decoder(nn.Module):
         """Cosine and sine of the rotary angles of ``positions`` ``[B, S]``, each ``[B, S, 1, rope_dim / 2]`` float32."""
         return rope_cos_sin(positions, self.rope_dim, self.rope_theta)
 
+    def check_hf_config(self, config: Mapping[str, Any]) -> None:
+        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
+
+        Raises:
+            ValueError: Names every setting that differs, or that this model does not have.
+        """
+        if self.hf is not None:
+            published = self.hf.settings_of(self.hf.args_from(config))
+            compare_settings(published, self.hf.settings_of(self.args), name=type(self).__name__)
+
     def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one full parameter with its initial value.
 
-        Norms are one; matrices, stacked experts among them, are normal with standard deviation
-        0.02, those that write to the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers), so that its variance
-        does not grow with depth (GPT-2).
+        Norms are one and biases zero; matrices, stacked experts among them, are normal with standard deviation 0.02, those
+        that write to the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers), so that its variance does not grow
+        with depth (GPT-2).
 
         Args:
             fqn: Name of the parameter in this model.
@@ -128,7 +162,9 @@ class Decoder(nn.Module):
             generator: Source of all randomness, on the tensor's device.
         """
         owner, leaf = fqn.split(".")[-2:]
-        if owner.endswith("norm"):
+        if leaf == "bias":
+            nn.init.zeros_(tensor)
+        elif owner.endswith("norm"):
             nn.init.ones_(tensor)
         elif owner in ("wo", "w2") or leaf == "w2":
             nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.num_layers), generator=generator)

@@ -43,3 +43,28 @@ A linear outside of every region makes its input whole, or sums its output, by i
 
 StyleTable = Mapping[str, Style]
 """Pattern of module names to style; the first that matches decides."""
+
+DECODER_STYLES: StyleTable = {
+    "tok_embeddings": "embedding",
+    "pos_embeddings": "positions",
+    "layers.*.attention_norm": "replicated",
+    "layers.*.attention": "region",
+    "layers.*.attention.wq": "heads",
+    "layers.*.attention.w[kv]": "kv_heads",
+    # whole on every rank, which has only some of the heads: their gradients are summed
+    "layers.*.attention.[qk]_norm": "replicated",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "replicated",
+    "layers.*.feed_forward": "region",
+    "layers.*.feed_forward.w[13]": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    # no region: under sequence parallelism each rank routes its own tokens, to whole experts
+    "layers.*.moe.router": "replicated",
+    "layers.*.moe.experts": "replicated",
+    "layers.*.moe.shared_experts": "region",
+    "layers.*.moe.shared_experts.w[13]": "colwise",
+    "layers.*.moe.shared_experts.w2": "rowwise",
+    "norm": "replicated",
+    "lm_head": "head",
+}
+"""The table of a `titan_train.models.common.decoder.Decoder` of the shared blocks."""

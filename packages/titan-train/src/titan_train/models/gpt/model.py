@@ -4,132 +4,35 @@ Token and learned position embeddings → blocks of ``x + attention(norm(x))`` a
 with LayerNorm, GELU and biases everywhere but the head. Every layer attends to all of its document (GPT-3 itself
 alternates dense and banded layers; the parameters are the same).
 
-Shapes: B batch, S sequence, d width, H heads, D head width, V vocabulary.
+Shapes: B batch, S sequence, d width.
 """
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import CausalAttention, SequenceContext, row_positions
-from titan_train.models.common.hf_config import compare_settings
-from titan_train.models.common.packed import packed_boundaries
+from titan_train.models.common.attention import CausalAttention, SequenceContext
+from titan_train.models.common.decoder import Decoder
 from titan_train.models.common.shared_input import GeluInput, SharedInput
 from titan_train.models.gpt.args import GPTArgs
-from titan_train.models.gpt.hf import args_from_hf, settings_of
+from titan_train.models.gpt.hf import GPT_HF
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """A GPT-3-architecture decoder."""
 
-    supports_kv_cache = True
-    """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
-
-    loss_head = "lm_head"
-    """The linear to the vocabulary. Training may replace it by one that is also given the labels, and then returns the loss."""
+    hf = GPT_HF
 
     def __init__(self, args: GPTArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
-        super().__init__()
-        self.args = args
-        self.max_seq_len = args.max_seq_len
-        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        self.pos_embeddings: nn.Embedding | None = nn.Embedding(args.max_seq_len, args.dim)
-        # A dict keyed by layer number: taking some layers out leaves the names of the others as they are.
-        self.layers = nn.ModuleDict({str(i): GPTBlock(args) for i in range(args.num_layers)})
-        self.norm: nn.LayerNorm | None = nn.LayerNorm(args.dim, eps=args.norm_eps)
-        self.lm_head: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
-        if args.tied_embeddings:
-            self.lm_head.weight = self.tok_embeddings.weight
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        attention_plan: Any = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        """Logits of every next token, or their loss.
-
-        Args:
-            tokens: ``[B, S]`` int64. In a pipeline stage without embedding, the stage before's output ``[B, S, d]``
-                (then ``positions`` must be given).
-            positions: Position of each token in its document, ``[B, S]`` int64 below ``max_seq_len``; the default
-                counts from each document's start.
-            cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
-                inside documents. None: every row is one document.
-            attention_plan: Passed on to the attention, see `SequenceContext`.
-            labels: ``[B, S]`` int64, handed on to a head that computes the loss, see ``loss_head``.
-
-        Returns:
-            ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head; with labels, the
-            scalar that the head returns.
-
-        Raises:
-            ValueError: Rows longer than ``max_seq_len`` without positions or documents that would keep them below.
-        """
-        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
-        if self.tok_embeddings is None or self.pos_embeddings is None:
-            x = tokens
-        else:
-            x = self.tok_embeddings(tokens) + self.pos_embeddings(context.positions)
-        for layer in self.layers.values():
-            x = layer(x, context)
-        if self.norm is None or self.lm_head is None:
-            return x
-        x = self.norm(x)
-        return self.lm_head(x) if labels is None else self.lm_head(x, labels)
-
-    def sequence_context(
-        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
-    ) -> SequenceContext:
-        """What the blocks need to know about the rows of a batch; arguments as in `forward`."""
-        seq_len = tokens.shape[1] if positions is None else positions.shape[1]
-        if positions is None:
-            if cu_seqlens is None and seq_len > self.max_seq_len:
-                raise ValueError(
-                    f"{seq_len} tokens in a row, but the model has {self.max_seq_len} learned positions: shorten the "
-                    f"rows, or train a model with args.max_seq_len={seq_len}."
-                )
-            positions = row_positions(seq_len, cu_seqlens, tokens.device)
-        ends = None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len)
-        return SequenceContext(
-            positions=positions, cu_seqlens=cu_seqlens, boundaries=ends, attention_plan=attention_plan
+        super().__init__(
+            [GPTBlock(args) for _ in range(args.num_layers)],
+            dim=args.dim,
+            vocab_size=args.vocab_size,
+            norm_eps=args.norm_eps,
+            tied_embeddings=args.tied_embeddings,
+            max_seq_len=args.max_seq_len,
+            norm=nn.LayerNorm,
         )
-
-    def check_hf_config(self, config: Mapping[str, Any]) -> None:
-        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
-
-        Raises:
-            ValueError: Names every setting that differs, or that this model does not have.
-        """
-        compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
-
-    def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill one full parameter with its initial value.
-
-        Norm weights are one and biases zero; matrices are normal with standard deviation 0.02, those that write to
-        the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers) (GPT-2).
-
-        Args:
-            fqn: Name of the parameter in this model.
-            tensor: The whole parameter, a plain tensor; written in place.
-            generator: Source of all randomness, on the tensor's device.
-        """
-        owner, kind = fqn.split(".")[-2:]
-        if kind == "bias":
-            nn.init.zeros_(tensor)
-        elif owner.endswith("norm"):
-            nn.init.ones_(tensor)
-        elif owner in ("wo", "w2"):
-            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.args.num_layers), generator=generator)
-        else:
-            nn.init.normal_(tensor, std=0.02, generator=generator)
+        self.args = args
 
 
 class GPTBlock(nn.Module):

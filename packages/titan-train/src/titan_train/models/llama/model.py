@@ -4,21 +4,19 @@ Embedding → blocks of ``x + attention(norm(x))`` and ``x + feed_forward(norm(x
 attention, rotary positions with Llama 3.1's scaling, RMSNorm, SwiGLU, no biases. Nothing here knows of ranks.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from titan_train.models.common.blocks import DecoderBlock, GroupedQueryAttention, SwiGLU
 from titan_train.models.common.decoder import Decoder
-from titan_train.models.common.hf_config import compare_settings
 from titan_train.models.common.rope import RopeScaling, rope_cos_sin
 from titan_train.models.llama.args import LlamaArgs
-from titan_train.models.llama.hf import args_from_hf, settings_of
+from titan_train.models.llama.hf import LLAMA_HF
 
 
 class Llama(Decoder):
     """A Llama-3-architecture decoder."""
+
+    hf = LLAMA_HF
 
     def __init__(self, args: LlamaArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
@@ -32,14 +30,6 @@ class Llama(Decoder):
             rope_theta=args.rope_theta,
         )
         self.args = args
-
-    def check_hf_config(self, config: Mapping[str, Any]) -> None:
-        """Refuse weights whose ``config.json`` describes another model; `titan_ckpt.import_hf` asks before it reads any.
-
-        Raises:
-            ValueError: Names every setting that differs, or that this model does not have.
-        """
-        compare_settings(settings_of(args_from_hf(config)), settings_of(self.args), name=type(self).__name__)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Decoder.rope`, slow frequencies stretched."""

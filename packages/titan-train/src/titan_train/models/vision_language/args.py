@@ -1,16 +1,20 @@
-"""The arguments of the encoder of images, and of each decoder family with one before it. No torch."""
+"""The arguments of the encoder of images and of each decoder family with one, and the shipped Qwen3-VL models. No torch."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.gpt.args import GPTArgs
 from titan_train.models.llama.args import LlamaArgs
+from titan_train.models.qwen3.args import Qwen3Args
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a class with them cannot be joined to another
 class EncoderArgs:
-    """Widths and depths of an encoder of images and its projector, and the tokens that stand for images."""
+    """Widths and depths of an encoder of images and its projector, and the tokens that stand for images.
+
+    It comes before the decoder's arguments among the bases of a class that has both.
+    """
 
     image_token: int = 151_655
     """Id that stands for one token of an image."""
@@ -42,8 +46,11 @@ class EncoderArgs:
     grid_positions: ClassVar[bool] = False
     """Whether the decoder knows rows and columns of an image too (M-RoPE), not the order of tokens alone."""
 
-    def check_encoder(self, num_layers: int) -> None:
-        """Refuse with a ValueError what no encoder before a decoder of ``num_layers`` can be."""
+    def __post_init__(self) -> None:
+        check_decoder = getattr(super(), "__post_init__", None)
+        if check_decoder is not None:
+            check_decoder()
+        num_layers: int = cast("Any", self).num_layers
         if self.vision_dim % self.vision_heads or self.vision_dim // self.vision_heads % 4:
             raise ValueError(
                 f"model.args.vision_dim={self.vision_dim} over vision_heads={self.vision_heads}: a head needs a multiple of 4 "
@@ -72,27 +79,102 @@ class EncoderArgs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaVLArgs(LlamaArgs, EncoderArgs):
+class LlamaVLArgs(EncoderArgs, LlamaArgs):
     """Llama with an encoder of images."""
 
-    def __post_init__(self) -> None:
-        LlamaArgs.__post_init__(self)
-        self.check_encoder(self.num_layers)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GPTVLArgs(GPTArgs, EncoderArgs):
+class GPTVLArgs(EncoderArgs, GPTArgs):
     """GPT with an encoder of images; an image takes as many learned positions as it has tokens."""
 
-    def __post_init__(self) -> None:
-        GPTArgs.__post_init__(self)
-        self.check_encoder(self.num_layers)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSeekVLArgs(EncoderArgs, DeepSeekArgs):
+    """DeepSeek with an encoder of images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSeekVLArgs(DeepSeekArgs, EncoderArgs):
-    """DeepSeek with an encoder of images."""
+class Qwen3VLArgs(EncoderArgs, Qwen3Args):
+    """A Qwen3 decoder, dense or with experts, that rotates by rows and columns of images too (M-RoPE)."""
+
+    rope_theta: float = 5_000_000.0
+    """Base of the decoder's rotary frequencies."""
+    rope_row_pairs: int = 20
+    """Channel pairs of a decoder head that turn by an image token's row."""
+    rope_column_pairs: int = 20
+    """Channel pairs that turn by its column; the other pairs of the head turn by time."""
+
+    grid_positions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        DeepSeekArgs.__post_init__(self)
-        self.check_encoder(self.num_layers)
+        EncoderArgs.__post_init__(self)
+        if self.rope_row_pairs < 0 or self.rope_column_pairs < 0:
+            raise ValueError(
+                f"model.args: rope_row_pairs={self.rope_row_pairs} and rope_column_pairs={self.rope_column_pairs} must not be "
+                "negative."
+            )
+        # rows take the pairs 1, 4, 7, … and columns 2, 5, 8, …
+        most = max(3 * self.rope_row_pairs - 1, 3 * self.rope_column_pairs)
+        if most > self.head_dim // 2:
+            near = self.head_dim // 6
+            raise ValueError(
+                f"model.args: rope_row_pairs={self.rope_row_pairs} and rope_column_pairs={self.rope_column_pairs} do not fit "
+                f"into the {self.head_dim // 2} channel pairs of a head, of which every third is for rows and every third for "
+                f"columns. Use at most {near} of each."
+            )
+
+
+TINY_ENCODER: dict[str, Any] = {
+    "image_token": 317, "image_start_token": 318, "image_end_token": 319, "vision_dim": 96, "vision_layers": 2,
+    "vision_heads": 4, "vision_ffn_dim": 192, "patch": 8, "frames": 1, "position_side": 8, "deepstack_layers": (0,),
+}  # fmt: skip
+"""Of debug models; its tokens follow those of the tokenizer of bytes."""
+_SMALL_ENCODER: dict[str, Any] = {
+    "vision_dim": 1024, "vision_layers": 24, "vision_ffn_dim": 4096, "deepstack_layers": (5, 11, 17),
+}  # fmt: skip
+
+QWEN3_VL_CONFIGS: dict[str, Qwen3VLArgs] = {
+    # starts in a blink: for tests, and for the shapes of the example
+    "qwen3_vl_debug": Qwen3VLArgs(
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_dim=256,
+        vocab_size=320,
+        rope_theta=10_000.0,
+        rope_row_pairs=5,
+        rope_column_pairs=5,
+        **TINY_ENCODER,
+    ),
+    "qwen3_vl_moe_debug": Qwen3VLArgs(
+        dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        vocab_size=320,
+        rope_theta=10_000.0,
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_dim=96,
+        rope_row_pairs=5,
+        rope_column_pairs=5,
+        **TINY_ENCODER,
+    ),
+    "qwen3_vl_2b": Qwen3VLArgs(
+        dim=2048, num_layers=28, num_heads=16, num_kv_heads=8, ffn_dim=6144, tied_embeddings=True, **_SMALL_ENCODER
+    ),
+    "qwen3_vl_4b": Qwen3VLArgs(
+        dim=2560, num_layers=36, num_heads=32, num_kv_heads=8, ffn_dim=9728, tied_embeddings=True, **_SMALL_ENCODER
+    ),
+    "qwen3_vl_8b": Qwen3VLArgs(dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, ffn_dim=12_288),
+    "qwen3_vl_32b": Qwen3VLArgs(dim=5120, num_layers=64, num_heads=64, num_kv_heads=8, ffn_dim=25_600),
+    "qwen3_vl_30b_a3b": Qwen3VLArgs(
+        dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, num_experts=128, expert_ffn_dim=768
+    ),
+    "qwen3_vl_235b_a22b": Qwen3VLArgs(
+        dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, num_experts=128, expert_ffn_dim=1536
+    ),
+}

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext
+from titan_train.models.common.rope import rope_cos_sin, rope_frequencies
 from titan_train.models.deepseek.model import DeepSeek
 from titan_train.models.flops import flops_per_token
 from titan_train.models.gpt.model import GPT
 from titan_train.models.llama.model import Llama
+from titan_train.models.qwen3.model import Qwen3
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import VisionEncoder, patch_places
+from titan_train.models.vision_language.hf import QWEN3_VL_HF
 
 
 class SeesImages(nn.Module):
@@ -170,3 +173,25 @@ class GPTVL(SeesImages, GPT):
 
 class DeepSeekVL(SeesImages, DeepSeek):
     """DeepSeek with an encoder of images; positions count tokens."""
+
+
+class Qwen3VL(SeesImages, Qwen3):
+    """Qwen3-VL (arXiv:2511.21631): a Qwen3 decoder, dense or with experts, with an encoder of images before it.
+
+    Positions have three axes (M-RoPE): text advances all of them, image tokens count rows and columns.
+    """
+
+    hf = QWEN3_VL_HF
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Decoder.rope`; of positions ``[B, S, 3]``, channel pairs take turns between time, row and column."""
+        if positions.ndim == 2:
+            return rope_cos_sin(positions, self.rope_dim, self.rope_theta)
+        pairs = torch.arange(self.rope_dim // 2, device=positions.device)
+        axis = torch.zeros_like(pairs)
+        for number, count in ((1, self.args.rope_row_pairs), (2, self.args.rope_column_pairs)):
+            axis = torch.where((pairs % 3 == number) & (pairs < 3 * count), number, axis)
+        angles = positions.double()[..., axis] * rope_frequencies(
+            self.rope_dim, self.rope_theta, device=positions.device
+        )
+        return angles.cos().float().unsqueeze(2), angles.sin().float().unsqueeze(2)

@@ -7,10 +7,10 @@ import torch
 from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, count_parameters
-from titan_train.models.qwen3_vl.args import QWEN3_VL_CONFIGS, Qwen3VLArgs
-from titan_train.models.qwen3_vl.hf import QWEN3_VL_HF, args_from_hf, config_of, settings_of
-from titan_train.models.qwen3_vl.model import Qwen3VL
+from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS, Qwen3VLArgs
+from titan_train.models.vision_language.decoder import Qwen3VL
 from titan_train.models.vision_language.encoder import image_tokens, patch_places
+from titan_train.models.vision_language.hf import QWEN3_VL_HF, args_from_hf, config_of, settings_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 TINY = Qwen3VLArgs(

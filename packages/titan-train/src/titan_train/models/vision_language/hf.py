@@ -10,7 +10,7 @@ from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
 from titan_train.models.common.hf_config import HFConfig
 from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
 from titan_train.models.qwen3.hf import settings_of as decoder_settings
-from titan_train.models.qwen3_vl.args import Qwen3VLArgs
+from titan_train.models.vision_language.args import Qwen3VLArgs
 
 _KINDS = ("qwen3_vl", "qwen3_vl_moe")
 _VISION_ROPE = {"rope_theta": 10_000.0, "rope_type": "axial"}
