@@ -1,7 +1,7 @@
 """The arguments of the encoder of images and of each decoder family with one, and the shipped Qwen3-VL models. No torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.gpt.args import GPTArgs
@@ -50,7 +50,8 @@ class EncoderArgs:
         check_decoder = getattr(super(), "__post_init__", None)
         if check_decoder is not None:
             check_decoder()
-        num_layers: int = cast("Any", self).num_layers
+        # an encoder alone has no decoder layers
+        num_layers: int = getattr(self, "num_layers", len(self.deepstack_layers))
         if self.vision_dim % self.vision_heads or self.vision_dim // self.vision_heads % 4:
             raise ValueError(
                 f"model.args.vision_dim={self.vision_dim} over vision_heads={self.vision_heads}: a head needs a multiple of 4 "
