@@ -88,7 +88,7 @@ def check_values(prefix: str, values: Any) -> None:
     """Check every field of a dataclass against the range or the choices that its type declares.
 
     Args:
-        prefix: What the names of the fields follow in messages, such as ``train``.
+        prefix: What the names of the fields follow in messages, such as ``train``; may be empty.
         values: An instance of the dataclass.
 
     Raises:
@@ -96,7 +96,7 @@ def check_values(prefix: str, values: Any) -> None:
     """
     problems: list[str] = []
     for field, range_, choices in _declared(type(values)):
-        for key, value in _entries(f"{prefix}.{field.name}", getattr(values, field.name)):
+        for key, value in _entries(f"{prefix}.{field.name}".lstrip("."), getattr(values, field.name)):
             if isinstance(value, str) and choices and value not in choices:
                 problems.append(_choice_problem(key, value, choices))
             elif isinstance(value, (int, float)) and range_ is not None and not range_.holds(value):

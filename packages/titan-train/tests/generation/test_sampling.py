@@ -100,8 +100,8 @@ def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
-        ({"min_p": 1.1}, r"min_p=1.1 must be in \[0, 1\]"),
+        ({"top_p": 0.0}, r"top_p=0.0 must be above 0 and at most 1"),
+        ({"min_p": 1.1}, r"min_p=1.1 must be at least 0 and at most 1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
     ],
 )

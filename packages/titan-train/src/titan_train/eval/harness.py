@@ -17,6 +17,7 @@ from titan_train.eval.model import EvalModel
 from titan_train.eval.perplexity import rolling_windows
 from titan_train.eval.ranks import Ranks
 from titan_train.eval.scoring import score
+from titan_train.terminal import first_line
 
 _DEFAULT_NEW_TOKENS = 256  # as the harness's own models have it
 
@@ -140,7 +141,6 @@ def run_tasks(
             confirm_run_unsafe_code=False,
         )
     except Exception as err:  # of the task's file, its data, or the library that loads them
-        text = next((line.strip() for line in str(err).splitlines() if line.strip()), "no message")
         raise RuntimeError(
-            f"{', '.join(tasks)}: lm-evaluation-harness failed ({type(err).__name__}: {text[:300]})"
+            f"{', '.join(tasks)}: lm-evaluation-harness failed ({type(err).__name__}: {first_line(err)[:300]})"
         ) from err

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titan_ckpt import export_hf
 from torch import Tensor, nn
 
-from titan_train.export.gate import RELATIVE, Check, as_table
+from titan_train.export.gate import RELATIVE, WITHOUT_PROOF, Check, as_table
 from titan_train.export.hf_folder import DTYPES, write_json
 from titan_train.export.job import AnyDtype
 from titan_train.files import write_atomic
@@ -28,6 +28,7 @@ from titan_train.generation.run import load_model
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.diffusers import FLUX_HF
 from titan_train.models.flux.rope import grid_positions, time_features
+from titan_train.optional import require
 from titan_train.run_folder import checkpoint_folders
 
 _STEM = "diffusion_pytorch_model"
@@ -189,11 +190,4 @@ This folder compared with the model of the run:
 
 
 def _diffusers() -> Any:
-    try:
-        import diffusers
-    except ImportError as err:
-        raise ValueError(
-            "the export is proven with diffusers, which is not installed. Install titan-train[diffusion], or pass --no-gate to "
-            "write the folder without the proof."
-        ) from err
-    return diffusers
+    return require("diffusers", extra="diffusion", purpose="the comparison", otherwise=WITHOUT_PROOF)

@@ -21,6 +21,7 @@ from titan_train.tokenizers import Tokenizer
 
 RELATIVE = 1e-4
 """Largest difference of a logit, relative to the largest logit."""
+WITHOUT_PROOF = "pass --no-gate to write the folder without the proof"
 _NEW_TOKENS = 64
 # A difference in one of these shows a pre-tokenizer, normalizer or byte fallback that was translated wrongly.
 HARD_TEXTS = (

@@ -1,6 +1,5 @@
 """A Hugging Face folder as transformers reads it."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.state.dtypes import DTYPES
 from torch import Tensor
 
-from titan_train.export.gate import followed
+from titan_train.export.gate import WITHOUT_PROOF, followed
 from titan_train.models.hf.folder import PREFIX, read_published
+from titan_train.optional import require
 from titan_train.trust.published import refuse_code_in
 
 
@@ -72,11 +72,7 @@ class StreamedHfModel(HfModel):
         Raises:
             ValueError: transformers or accelerate is not installed.
         """
-        if importlib.util.find_spec("accelerate") is None:
-            raise ValueError(
-                "an export on several ranks is compared layer by layer with the accelerate library, which is not installed. "
-                "Install titan-train[hf], or pass --no-gate to write the folder without the proof."
-            )
+        require("accelerate", extra="hf", purpose="the comparison on several ranks", otherwise=WITHOUT_PROOF)
         self._load(folder, device_map={"": "disk"}, offload_folder=str(scratch))
 
     def follow(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -115,11 +111,4 @@ def _check_dtypes(folder: Path, files: SafetensorsReader, model: Any) -> None:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as err:
-        raise ValueError(
-            "the export is proven with transformers, which is not installed. Install titan-train[hf], or pass --no-gate to "
-            "write the folder without the proof."
-        ) from err
-    return transformers
+    return require("transformers", extra="hf", purpose="the comparison", otherwise=WITHOUT_PROOF)

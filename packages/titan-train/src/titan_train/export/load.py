@@ -7,6 +7,7 @@ from pathlib import Path
 from titan_train.export.gate import Exported
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import refuse_link_out
+from titan_train.terminal import first_line
 from titan_train.trust import admit_machine_code
 
 TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
@@ -58,10 +59,9 @@ def using(folder: Path) -> Generator[None]:
     except Exception as err:
         if isinstance(err, ValueError) and _raised_by_us(err):
             raise
-        text = next((line.strip() for line in str(err).splitlines() if line.strip()), "")
         raise ValueError(
-            f"{folder} cannot be used ({type(err).__name__}: {text[:300]}): a file of it is damaged, missing or not of this "
-            "export. Export the run again."
+            f"{folder} cannot be used ({type(err).__name__}: {first_line(err)[:300]}): a file of it is damaged, missing or not "
+            "of this export. Export the run again."
         ) from err
 
 

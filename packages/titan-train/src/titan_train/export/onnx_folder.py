@@ -10,7 +10,6 @@ format cannot hold in one file, they lie in ``model.onnx.data``.
 """
 
 import contextlib
-import importlib
 import io
 import logging
 import warnings
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from titan_train.export.step_model import StepModel, cache_names
 from titan_train.export.stepped import SteppedModel, write_description
 from titan_train.models.traits import traits_of
+from titan_train.optional import require
 
 _FILE = "model.onnx"
 _LARGEST_FILE = 1_900_000_000
@@ -35,11 +35,8 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int) -> None:
     Raises:
         ValueError: onnx or onnxscript is not installed, or the model cannot be traced.
     """
-    try:
-        importlib.import_module("onnx")
-        importlib.import_module("onnxscript")
-    except ImportError as err:
-        raise ValueError(f"--to onnx needs {err.name}, which is not installed. Install titan-train[onnx].") from err
+    for library in ("onnx", "onnxscript"):
+        require(library, extra="onnx", purpose="--to onnx")
     limit = traits_of(model).max_seq_len
     size = sum(p.numel() * 4 for p in model.parameters())
     stepped = StepModel(model).eval()
@@ -78,12 +75,7 @@ class OnnxModel(SteppedModel):
             ValueError: onnxruntime is not installed.
         """
         super().__init__(folder)
-        try:
-            import onnxruntime
-        except ImportError as err:
-            raise ValueError(
-                "an ONNX export is run with onnxruntime, which is not installed. Install titan-train[onnx]."
-            ) from err
+        onnxruntime = require("onnxruntime", extra="onnx", purpose="running an ONNX export")
         self._session: Any = onnxruntime.InferenceSession(str(folder / _FILE), providers=["CPUExecutionProvider"])
         self._names = [entry.name for entry in self._session.get_inputs()]
 

@@ -9,7 +9,9 @@ Shapes: B rows, P longest prompt, V vocabulary.
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,60 +20,52 @@ from titan_train.generation.cache import CacheLength, kv_cache, supports_cache
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
 from titan_train.models.traits import traits_of
+from titan_train.values import Range, check_values
 
-_GREEDY = Sampling()
 
-
-def generate(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = _GREEDY,
-    stop_ids: Collection[int] = (),
-    seeds: Sequence[int] | None = None,
-    use_cache: bool | None = None,
-    compiled: bool = False,
-    vocab_size: int | None = None,
-    multiple_of: int = 1,
-) -> list[list[int]]:
-    """Continue every prompt; arguments and errors as in `stream`.
+def generate(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Continue every prompt; options and errors as in `stream`.
 
     Returns:
         The new tokens of each row, without the stop token that ended it.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    for step in stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids,
-        seeds=seeds,
-        use_cache=use_cache,
-        compiled=compiled,
-        vocab_size=vocab_size,
-        multiple_of=multiple_of,
-    ):
+    for step in stream(model, prompts, **options):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
                 row.append(token)
     return rows
 
 
-def stream(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = _GREEDY,
-    stop_ids: Collection[int] = (),
-    seeds: Sequence[int] | None = None,
-    use_cache: bool | None = None,
-    compiled: bool = False,
-    vocab_size: int | None = None,
-    multiple_of: int = 1,
-) -> Iterator[list[int | None]]:
+_GREEDY = Sampling()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """How prompts are continued."""
+
+    max_new_tokens: Annotated[int, Range(0)]
+    """The most tokens to add to each row."""
+    sampling: Sampling = _GREEDY
+    """How tokens are chosen; the default takes the likeliest."""
+    stop_ids: Collection[int] = ()
+    """Tokens that end their row; they are not yielded."""
+    seeds: Sequence[int] | None = None
+    """One per row, which fixes the row's draws whatever else is in the batch; None takes 0, 1, 2, ..."""
+    use_cache: bool | None = None
+    """None uses the key-value cache where the model supports it; False never does."""
+    compiled: bool = False
+    """Compile the step of one token, with CUDA graphs on a GPU: worth it for many tokens. Needs the cache."""
+    vocab_size: int | None = None
+    """Choose among this many first tokens: the tokenizer's, where the model has more rows; None takes all."""
+    multiple_of: int = 1
+    """Call the model with a multiple of so many tokens, which sequence parallelism cuts evenly over its ranks."""
+
+    def __post_init__(self) -> None:
+        check_values("", self)
+
+
+def stream(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[list[int | None]]:
     """Continue every prompt, yielding as tokens are chosen.
 
     Ranks that share a sharded model must all run this with the same arguments. The model must not be trained before
@@ -80,14 +74,7 @@ def stream(
     Args:
         model: Any model of a run, with any wrappers.
         prompts: Token ids of each row, at least one; rows may differ in length.
-        max_new_tokens: The most tokens to add to each row.
-        sampling: How to choose; the default takes the likeliest token.
-        stop_ids: Tokens that end their row; they are not yielded.
-        seeds: One for each row, which fixes the row's draws whatever else is in the batch; default 0, 1, 2, ...
-        use_cache: None uses the key-value cache where the model supports it; False never does.
-        compiled: Compile the step of one token, with CUDA graphs on a GPU: worth it for many tokens. Needs the cache.
-        vocab_size: Choose among this many first tokens: the tokenizer's, where the model has more rows. None: all.
-        multiple_of: Call the model with a multiple of so many tokens, which sequence parallelism cuts evenly over its ranks.
+        options: The fields of `Decoding`; ``max_new_tokens`` is required.
 
     Yields:
         For each step, the new token of each row, or None for a row that has ended.
@@ -96,66 +83,45 @@ def stream(
         ValueError: No or empty prompts, the wrong number of seeds, a sequence longer than the model's learned
             positions, or ``use_cache=True`` on a model that does not support it.
     """
-    seeds = range(len(prompts)) if seeds is None else seeds
-    use_cache = supports_cache(model) if use_cache is None else use_cache
-    _check(model, prompts, max_new_tokens, seeds, use_cache)
-    if compiled and not use_cache:
-        raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
-    return _stream(
-        model,
-        prompts,
-        max_new_tokens,
-        sampling,
-        frozenset(stop_ids),
-        seeds,
-        use_cache,
-        compiled,
-        vocab_size,
-        multiple_of,
-    )
+    how = Decoding(**options)
+    if how.seeds is None:
+        how = replace(how, seeds=range(len(prompts)))
+    if how.use_cache is None:
+        how = replace(how, use_cache=supports_cache(model))
+    _check(model, prompts, how)
+    return _stream(model, prompts, how)
 
 
-def _stream(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_ids: frozenset[int],
-    seeds: Sequence[int],
-    use_cache: bool,
-    compiled: bool,
-    vocab_size: int | None,
-    multiple_of: int,
-) -> Iterator[list[int | None]]:
+def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    total = _rounded(int(lengths.max()) + max_new_tokens, multiple_of)
+    total = _rounded(int(lengths.max()) + how.max_new_tokens, how.multiple_of)
     tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = partial(_recomputed_logits, multiple_of)
+    generators = [torch.Generator().manual_seed(seed) for seed in how.seeds or ()]
+    next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = partial(_recomputed_logits, how.multiple_of)
     seen: Tensor | None = None
     ended = [False] * len(prompts)
     was_training = model.training
     with ExitStack() as restore:
         restore.callback(model.train, was_training)
         model.eval()
-        if use_cache:
+        if how.use_cache:
             in_use = restore.enter_context(kv_cache(model, total))
-            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], compiled, multiple_of)
-        for step in range(max_new_tokens):
+            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], how.compiled, how.multiple_of)
+        for step in range(how.max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
                 # sequences grow: compiled blocks would recompile
-                with torch.compiler.set_stance("default" if compiled and step else "force_eager"):
-                    logits = next_logits(model, tokens, lengths, step)[:, :vocab_size]
+                with torch.compiler.set_stance("default" if how.compiled and step else "force_eager"):
+                    logits = next_logits(model, tokens, lengths, step)[:, : how.vocab_size]
                 seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
-                chosen = choose_tokens(logits, seen, sampling, generators)
+                chosen = choose_tokens(logits, seen, how.sampling, generators)
                 tokens.scatter_(1, lengths[:, None], chosen[:, None])
                 seen.scatter_(1, chosen[:, None], True)
                 lengths = lengths + 1
             ids = chosen.tolist()
-            ended = [was or token in stop_ids for was, token in zip(ended, ids, strict=True)]
+            ended = [was or token in how.stop_ids for was, token in zip(ended, ids, strict=True)]
             if all(ended):
                 return
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
@@ -233,29 +199,26 @@ def _seen(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     return (counts.scatter_add_(1, tokens, prompt.int()) > 0)[:, :vocab_size]
 
 
-def _check(
-    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int], use_cache: bool
-) -> None:
+def _check(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -> None:
     if not prompts:
         raise ValueError("no prompt was given: give at least one row of token ids.")
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} is empty: a model continues something; start it with the BOS token.")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be >= 0; the nearest valid choice is 0.")
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts: give one for each row.")
-    if use_cache and not supports_cache(model):
+    if how.seeds is not None and len(how.seeds) != len(prompts):
+        raise ValueError(f"{len(how.seeds)} seeds for {len(prompts)} prompts: give one for each row.")
+    if how.use_cache and not supports_cache(model):
         raise ValueError(
             f"{type(unwrap(model)).__name__} does not support the key-value cache: its forward must take positions, "
             "its tokens must meet only in titan_train.models.CausalAttention, and it must say so by "
             "supports_kv_cache = True. Pass use_cache=None to run without."
         )
-    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    if how.compiled and not how.use_cache:
+        raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
+    given = max(len(prompt) for prompt in prompts)
     limit = traits_of(model).max_seq_len
-    if limit is not None and longest > limit:
+    if limit is not None and given + how.max_new_tokens > limit:
         raise ValueError(
-            f"a prompt of {longest - max_new_tokens} tokens and max_new_tokens={max_new_tokens} need {longest} "
-            f"positions, but the model has learned {limit}: the most it can add is "
-            f"{max(0, limit - longest + max_new_tokens)}."
+            f"a prompt of {given} tokens and max_new_tokens={how.max_new_tokens} need {given + how.max_new_tokens} "
+            f"positions, but the model has learned {limit}: the most it can add is {max(0, limit - given)}."
         )

@@ -10,14 +10,14 @@ from titan_ckpt import Checkpointer, LocalShard, TrainState
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
 from titan_train.generation.tensor import cut_for_generation
+from titan_train.generation.text import encode_prompt, stream_text
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
 from titan_train.task import load_task, task_name
-from titan_train.tokenizers import ChatTemplate, IncrementalDecoder, Tokenizer
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 from titan_train.trust import admit_run_code
 
 _DEFAULT = Sampling(temperature=0.8, top_p=0.95)
@@ -50,17 +50,9 @@ class LoadedRun:
         Raises:
             ValueError: An empty prompt, or more positions than the model has.
         """
-        ids = self.tokenizer.encode(prompt).tolist()
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one character to continue.")
-        decoder = IncrementalDecoder(self.tokenizer)
-        for (token,) in stream(
-            self.model, [ids], max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[self.tokenizer.eos_id],
-            seeds=[seed], vocab_size=self.tokenizer.vocab_size,
-        ):  # fmt: skip
-            if token is not None:
-                yield decoder.push(token)
-        yield decoder.flush()
+        ids = encode_prompt(self, prompt)
+        for piece in stream_text(self, [ids], max_new_tokens=max_new_tokens, sampling=sampling, seeds=[seed]):
+            yield piece.text
 
     def complete(self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0) -> str:
         """The continuation of ``prompt`` as one string. Arguments and errors as in `stream`."""

@@ -9,37 +9,31 @@ Shapes: B rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+
+from titan_train.values import Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How tokens are chosen; the default takes the likeliest."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(0, note="0 takes the likeliest token")] = 0.0
     """Divides the logits; 0 takes the likeliest token, for which top_k, top_p and min_p change nothing."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, note="0 keeps all tokens")] = 0
     """Keep only this many likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, most=1, note="1 keeps all tokens")] = 1.0
     """Keep the likeliest tokens until their probabilities reach this, the one that crosses it included."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(0, 1, note="0 keeps all tokens")] = 0.0
     """Drop tokens less likely than this fraction of the likeliest."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Range(above=0, note="1 changes nothing")] = 1.0
     """Above 1, tokens already in the row become less likely: positive logits are divided by it, negative multiplied."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be >= 0; 0 takes the likeliest token.")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be >= 0; 0 keeps all tokens.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens.")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be in [0, 1]; 0 keeps all tokens.")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing.")
+        check_values("", self)
 
 
 def choose_tokens(logits: Tensor, seen: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:

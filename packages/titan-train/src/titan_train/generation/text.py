@@ -7,12 +7,13 @@ token decides, so that nothing after a stop word, and nothing of it, is ever giv
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan_train.generation.decode import stream
-from titan_train.generation.run import LoadedRun
-from titan_train.generation.sampling import Sampling
-from titan_train.tokenizers import HfTokenizer, IncrementalDecoder
+from titan_train.tokenizers import HfTokenizer, IncrementalDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from titan_train.generation.run import LoadedRun
 
 Finish = Literal["", "stop", "length"]
 
@@ -62,25 +63,15 @@ class StopWords:
 
 
 def stream_text(
-    run: LoadedRun,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: Sequence[int] | None = None,
-    stop: Collection[str] = (),
-    compiled: bool = False,
+    run: "LoadedRun", prompts: Sequence[Sequence[int]], *, stop: Collection[str] = (), **options: Any
 ) -> Iterator[TextPiece]:
     """Continue every prompt, yielding text as tokens are chosen.
 
     Args:
         run: A loaded run.
         prompts: Token ids of each row, see `encode_prompt` and `encode_chat`.
-        max_new_tokens: The most tokens to add to each row.
-        sampling: How to choose tokens.
-        seeds: As in `titan_train.generation.stream`.
         stop: Words that end a row; they are not part of its text.
-        compiled: As in `titan_train.generation.stream`.
+        options: Fields of `titan_train.generation.Decoding`; the run's tokenizer gives ``stop_ids`` and ``vocab_size``.
 
     Yields:
         Pieces of the rows, in order for each row. The last of a row has a ``finish``.
@@ -88,14 +79,12 @@ def stream_text(
     Raises:
         ValueError: As `titan_train.generation.stream`; an empty stop word.
     """
-    steps = stream(
-        run.model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[run.tokenizer.eos_id],
-        seeds=seeds, compiled=compiled, vocab_size=run.tokenizer.vocab_size,
-    )  # fmt: skip
-    return _pieces(run, steps, [StopWords(stop) for _ in prompts], max_new_tokens)
+    tokenizer = run.tokenizer
+    steps = stream(run.model, prompts, stop_ids=[tokenizer.eos_id], vocab_size=tokenizer.vocab_size, **options)
+    return _pieces(tokenizer, steps, [StopWords(stop) for _ in prompts], options["max_new_tokens"])
 
 
-def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
+def encode_prompt(run: "LoadedRun", prompt: str) -> list[int]:
     """Token ids of a text to continue.
 
     Raises:
@@ -107,7 +96,7 @@ def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
     return ids
 
 
-def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]:
+def encode_chat(run: "LoadedRun", messages: Sequence[dict[str, Any]]) -> list[int]:
     """Token ids of a conversation that the assistant is to answer.
 
     Raises:
@@ -125,9 +114,9 @@ def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]
 
 
 def _pieces(
-    run: LoadedRun, steps: Iterator[list[int | None]], stops: list[StopWords], most: int
+    tokenizer: Tokenizer, steps: Iterator[list[int | None]], stops: list[StopWords], most: int
 ) -> Iterator[TextPiece]:
-    decoders = [IncrementalDecoder(run.tokenizer) for _ in stops]
+    decoders = [IncrementalDecoder(tokenizer) for _ in stops]
     counts = [0] * len(stops)
     done = [False] * len(stops)
     for step in steps:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from titan_train.files import open_file, read_text, write_atomic
 from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
+from titan_train.optional import require
 from titan_train.terminal import first_line
 
 RECORD_NAME = "download.json"
@@ -68,7 +69,7 @@ def download(
         ValueError: If there is no such repository, it lacks what was asked for, or a file differs from its hash.
         RuntimeError: If the hub cannot be reached, or a transfer broke off.
     """
-    hub = _library()
+    hub = require("huggingface_hub", extra="hf", purpose="a download")
     name = repository.removeprefix("hf:")
     is_data = name.startswith("datasets/")
     repo_id, repo_type = name.removeprefix("datasets/"), "dataset" if is_data else "model"
@@ -99,14 +100,6 @@ def download(
     }
     write_atomic(out / RECORD_NAME, json.dumps(record, indent=1) + "\n", sync=True)
     return Downloaded(out, name, info.sha, checked)
-
-
-def _library() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as err:
-        raise ValueError('downloads need huggingface_hub. Install it: pip install "titan-train[hf]".') from err
-    return huggingface_hub
 
 
 def _asked(name: str, question: Callable[[], Result]) -> Result:

@@ -5,7 +5,6 @@ page's that leads here. So a request is answered only if its Host is a name of t
 comes from another page, and if what it posts is declared to be JSON, which a page may not send elsewhere unasked.
 """
 
-import importlib
 import json
 import re
 import socket
@@ -13,6 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from titan_train.optional import require
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -110,11 +111,8 @@ def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]]
         ValueError: The extra ``serve`` is not installed.
         OSError: The port is taken.
     """
-    try:
-        uvicorn: Any = importlib.import_module("uvicorn")
-        importlib.import_module("starlette")
-    except ImportError as err:
-        raise ValueError(f"{what} needs {err.name}, which is not installed. Install titan-train[serve].") from err
+    uvicorn = require("uvicorn", extra="serve", purpose=what)
+    require("starlette", extra="serve", purpose=what)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))

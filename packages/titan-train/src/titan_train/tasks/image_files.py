@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan_train.optional import require
+
 # Those that Pillow decodes itself: for others (EPS) it starts programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
 
@@ -69,10 +71,7 @@ def open_image(file: Any, name: str) -> Generator[Any]:
         BrokenImage: It cannot be opened or decoded.
         ValueError: Pillow is not installed.
     """
-    try:
-        from PIL import Image
-    except ImportError as err:
-        raise ValueError("images are decoded by Pillow, which is not installed. Install titan-train[vision].") from err
+    Image = require("PIL.Image", extra="vision", purpose="decoding images")
     Image.init()
     known = [name for name in _FORMATS if name in Image.OPEN]
     try:

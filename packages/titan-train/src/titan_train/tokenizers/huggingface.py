@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.files import read_bytes, read_text
+from titan_train.optional import require
 from titan_train.tokenizers.byte_characters import BYTE_OF_CHARACTER
 from titan_train.tokenizers.protocol import TokenArray, check_ids
 from titan_train.tokenizers.saved import save_tokenizer
@@ -253,12 +254,7 @@ class _Library(Protocol):
 
 
 def _load_library(tokenizer_json: bytes) -> _Library:
-    try:
-        import tokenizers
-    except ImportError as err:
-        raise ValueError(
-            'tokenizer.kind="hf" needs the tokenizers library. Install it: pip install "titan-train[hf]".'
-        ) from err
+    tokenizers = require("tokenizers", extra="hf", purpose='tokenizer.kind="hf"')
     try:
         library = cast("_Library", tokenizers.Tokenizer.from_str(tokenizer_json.decode()))
     except Exception as err:  # the library raises bare Exception for what it cannot parse

@@ -17,6 +17,7 @@ from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
 from titan_train.files import read_text
+from titan_train.optional import require
 from titan_train.terminal import first_line
 
 _BATCH_ROWS = 32
@@ -81,12 +82,7 @@ class _DamagedTableError(Exception):
 
 def _batches(path: Path, source: SourceConfig, skip: int) -> Iterator[Any]:
     """Record batches of the needed columns from row ``skip`` on (counted from 0)."""
-    try:
-        import pyarrow as pa
-    except ImportError as err:
-        raise ValueError(
-            f'data.sources[{source.name!r}].kind="{source.kind}" needs pyarrow. Install it: pip install "titan-train[data]".'
-        ) from err
+    pa = require("pyarrow", extra="data", purpose=f'data.sources[{source.name!r}].kind="{source.kind}"')
     try:
         yield from _parquet(path, source, skip) if source.kind == "parquet" else _arrow(path, source, skip)
     except pa.ArrowException as err:

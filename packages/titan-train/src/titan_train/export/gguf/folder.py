@@ -26,6 +26,7 @@ from torch import Tensor
 
 from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.files import read_text
+from titan_train.optional import require
 from titan_train.tokenizers import Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
@@ -85,13 +86,8 @@ def gguf_library() -> Any:
     Raises:
         ValueError: It is not installed.
     """
-    try:
-        gguf: Any = importlib.import_module("gguf")
-        importlib.import_module("gguf.quants")
-    except ImportError as err:
-        raise ValueError(
-            "--to gguf needs the gguf library, which is not installed. Install titan-train[gguf]."
-        ) from err
+    gguf = require("gguf", extra="gguf", purpose="--to gguf")
+    importlib.import_module("gguf.quants")
     return gguf
 
 

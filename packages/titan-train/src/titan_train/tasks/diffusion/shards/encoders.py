@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_train.optional import require
+from titan_train.terminal import first_line
 from titan_train.trust.published import refuse_code_in
 
 _FOLDERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "vae")
@@ -41,7 +43,10 @@ class Encoders:
         self._device = torch.device(device)
         self._text_tokens = text_tokens
         check_encoders(folder, text=text)
-        diffusers, transformers = _libraries()
+        diffusers, transformers = (
+            require(library, extra="diffusion", purpose="diffusion.encoders")
+            for library in ("diffusers", "transformers")
+        )
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         for name in _FOLDERS:
             refuse_code_in(folder / name)
@@ -57,10 +62,9 @@ class Encoders:
                     for name in ("tokenizer", "tokenizer_2")
                 )
         except (OSError, ValueError, RuntimeError, KeyError) as err:
-            line = next((line for line in str(err).splitlines() if line.strip()), type(err).__name__)
             raise ValueError(
-                f"diffusion.encoders={str(folder)!r} cannot be loaded: {line[:300]}. Fetch the pipeline's folder again, with "
-                "its safetensors files."
+                f"diffusion.encoders={str(folder)!r} cannot be loaded: {first_line(err)[:300]}. Fetch the pipeline's folder "
+                "again, with its safetensors files."
             ) from err
         self.scale = float(self._vae.config.scaling_factor)
         self.shift = float(self._vae.config.shift_factor or 0.0)
@@ -128,14 +132,3 @@ def encoders_stamp(folder: Path) -> str:
 def _load(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "torch_dtype": dtype}
     return kind.from_pretrained(os.fspath(folder), **options).eval().requires_grad_(False)
-
-
-def _libraries() -> tuple[Any, Any]:
-    try:
-        import diffusers
-        import transformers
-    except ImportError as err:
-        raise ValueError(
-            f"diffusion.encoders needs the library {err.name!r}, which is not installed. Install titan-train[diffusion]."
-        ) from err
-    return diffusers, transformers
