@@ -26,7 +26,6 @@ class HarnessModel(TemplateLM):
     """A run or an exported folder."""
 
     def __init__(self, model: EvalModel, *, batch_size: int = 8, ranks: Ranks | None = None) -> None:
-        """Take a loaded model."""
         super().__init__()
         ranks = Ranks() if ranks is None else ranks
         self.model, self.batch_size, self._ranks = model, batch_size, ranks

@@ -40,7 +40,6 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits that each byte costs under the model."""
         return bits_per_byte(self.nats, max(1, self.bytes)) or 0.0
 
 

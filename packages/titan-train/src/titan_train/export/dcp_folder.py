@@ -60,16 +60,13 @@ class DcpModel:
         self._ids = folder_ids(folder)
 
     def ids(self, text: str) -> list[int] | None:
-        """The ids of a text."""
         return self._ids(text)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, S, V]``."""
         with torch.no_grad():
             return self._model(tokens).float()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens after a prompt."""
         return generate(self._model, [prompt], max_new_tokens=count)[0]
 
 

@@ -47,7 +47,6 @@ class HfModel:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, S, V]``."""
         with torch.no_grad():
             return self._model(tokens).logits.float()
 
@@ -59,7 +58,6 @@ class HfModel:
         )[0, len(prompt) :].tolist()  # fmt: skip
 
     def ids(self, text: str) -> list[int] | None:
-        """The ids of a text."""
         return None if self._tokenizer is None else self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -76,7 +74,6 @@ class StreamedHfModel(HfModel):
         self._load(folder, device_map={"": "disk"}, offload_folder=str(scratch))
 
     def follow(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The most likely token at each place of the texts, by one forward."""
         return self.logits(followed(prompts, texts))[:, len(prompts[0]) - 1 :].argmax(-1).tolist()
 
 

@@ -185,7 +185,6 @@ def _finish(
     *,
     streamed: bool,
 ) -> None:
-    """Prove what was written, and write the model card."""
     checks[target] = [] if reference is None else _prove(target, folder, job, reference, streamed=streamed)
     card = model_card(job.run, job.family, job.name, target, job.dtype, checks[target])
     write_atomic(folder / "README.md", card)

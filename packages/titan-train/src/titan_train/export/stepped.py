@@ -23,13 +23,11 @@ class SteppedModel(ABC):
     """A step function with its caches."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what the folder says of its step function."""
         self.description: dict[str, Any] = json.loads(read_text(folder / DESCRIPTION))
         self.shape = CacheShape(**self.description["cache"])
         self._ids = folder_ids(folder)
 
     def ids(self, text: str) -> list[int] | None:
-        """The ids of a text."""
         return self._ids(text)
 
     @abstractmethod
@@ -37,14 +35,12 @@ class SteppedModel(ABC):
         """As `StepModel.forward`."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, S, V]``."""
         rows, length = tokens.shape
         self._check(length)
         positions = torch.arange(length).expand(rows, -1).contiguous()
         return self.step(tokens.contiguous(), positions, self.shape.empty(rows, length))[0]
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens after a prompt."""
         total = len(prompt) + count
         self._check(total)
         logits, caches = self.step(

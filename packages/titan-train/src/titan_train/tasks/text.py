@@ -32,19 +32,15 @@ class TextTask(Task):
     keywords = ("positions", "cu_seqlens", "attention_plan")
 
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
-        """Train the tokenizer and tokenize the corpus, unless the cache has both."""
         prepare_inputs(config, quiet=quiet)
 
     def check_inputs(self, config: Config) -> None:
-        """The sources have files, the tokenizer is there, the cache can be written."""
         check_inputs(config)
 
     def vocab_size(self, config: Config) -> int | None:
-        """The tokenizer's, as far as it is known before it is trained."""
         return vocab_size_without_training(config)
 
     def open(self, config: Config) -> TaskInputs:
-        """The tokenizer and the packed data sets."""
         return cast(
             TaskInputs, TextInputs.of(open_inputs(config), config)
         )  # frozen: the protocol would let fields be set
@@ -56,7 +52,6 @@ class TextTask(Task):
         return whole_vocabulary_loss(vocab_size or 0, z_loss=config.train.z_loss)
 
     def count(self, batch: Any) -> "Tensor":
-        """Labels that are predicted."""
         from titan_train.models.common.loss import count_valid
 
         return count_valid(batch.target)
@@ -75,7 +70,6 @@ class TextTask(Task):
         return None if supports_cache(model) else f"{type(unwrap(model)).__name__} does not support the key-value cache"
 
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
-        """Rows are cut over the ranks; documents of a row stay apart."""
         from titan_train.models.traits import traits_of
         from titan_train.parallel.context import ContextParallelism, Heads
 
@@ -165,7 +159,6 @@ class TextInputs(Inputs):
 
 
 def _beginnings(inputs: Inputs) -> list[list[int]]:
-    """The first tokens of held-out samples."""
     held_out = inputs.validation
     assert held_out is not None
     count = min(_HELD_OUT_PROMPTS, held_out.num_windows or _HELD_OUT_PROMPTS)

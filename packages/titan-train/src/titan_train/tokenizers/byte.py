@@ -22,7 +22,6 @@ class ByteTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The three special tokens by name."""
         return {"<bos>": self.bos_id, "<eos>": self.eos_id, "<pad>": self.pad_id}
 
     def encode(self, text: str) -> TokenArray:

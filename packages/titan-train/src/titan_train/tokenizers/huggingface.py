@@ -190,7 +190,6 @@ class HfTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The special tokens by name."""
         return dict(self._special_ids)
 
     @property
@@ -200,7 +199,6 @@ class HfTokenizer:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """The content of ``tokenizer.json``."""
         return self._json
 
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:

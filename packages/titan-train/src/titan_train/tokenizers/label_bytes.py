@@ -27,7 +27,6 @@ class LabelBytes:
     """Counts the bytes that labels stand for, by a table of all tokens that is built at the first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Of labels that are ids of ``tokenizer``."""
         self._tokenizer = tokenizer
         self._table: Tensor | None = None
 

@@ -96,13 +96,11 @@ class SentencePieceTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The control pieces by name."""
         controls = (i for i in range(self.vocab_size) if self._processor.is_control(i))
         return {self._processor.id_to_piece(i): i for i in controls}
 
     @property
     def model(self) -> bytes:
-        """Content of the `.model` file."""
         return self._model
 
     def _encode(self, text: str) -> list[int]:

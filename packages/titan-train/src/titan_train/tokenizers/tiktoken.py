@@ -128,7 +128,6 @@ class TiktokenTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The special tokens by name."""
         return dict(self._special_ids)
 
     @property
@@ -138,7 +137,6 @@ class TiktokenTokenizer:
         return PATTERNS.get(pattern, pattern)
 
     def ranks(self) -> dict[bytes, int]:
-        """The mergeable ranks."""
         return {token: rank for rank, token in self._bytes.items()}
 
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:

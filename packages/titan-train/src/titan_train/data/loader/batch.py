@@ -41,17 +41,14 @@ class Batch:
 
     @property
     def inputs(self) -> "tuple[Tensor, ...]":
-        """Positional arguments of the model."""
         return (self.tokens,)
 
     @property
     def keywords(self) -> "Mapping[str, Tensor | None]":
-        """What the model may accept by name."""
         return {"positions": self.positions, "cu_seqlens": self.cu_seqlens}
 
     @property
     def target(self) -> "Tensor":
-        """The labels."""
         return self.labels
 
 
@@ -74,7 +71,6 @@ class HostBatch:
         return tuple(None if array is None else torch.from_numpy(array) for array in arrays)
 
     def on_device(self, tensors: "Sequence[Tensor | None]") -> Batch:
-        """The batch of these copies of `tensors`."""
         tokens, labels, positions, boundaries = (cast("Any", tensor) for tensor in tensors)
         return Batch(
             tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed, boundaries=self.cu_seqlens
@@ -88,9 +84,7 @@ class Rows(Protocol):
     document_mask: bool
     mask_boundary_labels: bool
 
-    def rows(self, samples: npt.ArrayLike) -> list[Row]:
-        """Samples with these global numbers."""
-        ...
+    def rows(self, samples: npt.ArrayLike) -> list[Row]: ...
 
 
 def build_batch(

@@ -182,7 +182,6 @@ class PackedDataset(BatchSource):
             stream.load_state(states.get(name))
 
     def close(self) -> None:
-        """Stop the threads of streams."""
         for stream in self._streams.values():
             stream.close()
 
@@ -222,11 +221,9 @@ class PackedDataset(BatchSource):
         return epoch, window
 
     def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> HostBatch:
-        """See `titan_train.data.loader.batch.build_batch`."""
         return build_batch(self, samples, ignore_index=ignore_index, samples_consumed=samples_consumed)
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
-        """Samples with these global numbers."""
         where = self.locate(samples)
         pairs = zip(where.source.tolist(), where.window.tolist(), strict=True)
         return [self._rows[source].read(window) for source, window in pairs]

@@ -37,9 +37,7 @@ class TokenRows(Protocol):
         """How many there are before the source repeats; None if that is not known, as of a stream."""
         ...
 
-    def read(self, row: int) -> Row:
-        """One sample."""
-        ...
+    def read(self, row: int) -> Row: ...
 
 
 @runtime_checkable
@@ -77,7 +75,6 @@ class CutRows:
         self.num_rows: int = (source.num_tokens - 1) // seq_len
 
     def read(self, row: int) -> Row:
-        """One sample."""
         start, count = row * self._seq_len, self._seq_len + 1
         tokens, learned = read_window(self._source, start, count)
         return Row(tokens, self._source.document_starts(start, count), learned)
@@ -108,7 +105,6 @@ class WholeRows:
         self.num_rows: int = len(self._bounds)
 
     def read(self, row: int) -> Row:
-        """One sample."""
         start, end = self._bounds[row].tolist()
         count, full = end - start, self._seq_len + 1
         tokens, learned = read_window(self._source, start, count)

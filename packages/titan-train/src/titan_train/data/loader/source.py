@@ -97,11 +97,9 @@ class TensorBatch:
     """Global samples consumed once the step that this microbatch completes is done."""
 
     def tensors(self) -> "tuple[Tensor, ...]":
-        """All tensors, in one order."""
         return (*self.inputs, *self.keywords.values(), self.target)
 
     def on_device(self, tensors: "Sequence[Tensor | None]") -> Self:
-        """The same microbatch with these copies of `tensors`."""
         count = len(self.inputs)
         moved: Any = tuple(tensors)
         keywords = dict(zip(self.keywords, moved[count:-1], strict=True))

@@ -111,7 +111,6 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        """Drop what was written so far."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 

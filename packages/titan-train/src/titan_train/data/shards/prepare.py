@@ -51,8 +51,6 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _FileEnd:
-    """Comes after a file's last document."""
-
     number: int
     name: str
     size: int
@@ -114,8 +112,6 @@ def prepare_source(
 
 
 class _Preparation:
-    """Writes the shards of one source."""
-
     def __init__(
         self,
         source: SourceConfig,

@@ -103,7 +103,6 @@ class ShardedTokens:
         return np.concatenate(parts)
 
     def document_ends(self) -> npt.NDArray[np.int64]:
-        """Token offset behind each document, rising."""
         ends = [
             shard.document_ends.astype(np.int64) + start
             for shard, start in zip(self._shards, self._starts, strict=False)

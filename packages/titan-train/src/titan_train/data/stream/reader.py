@@ -154,7 +154,6 @@ class StreamReader:
         )
 
     def close(self) -> None:
-        """Stop the threads."""
         if isinstance(self._items, Generator):
             self._items.close()
 

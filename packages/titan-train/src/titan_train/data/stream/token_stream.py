@@ -70,7 +70,6 @@ class TokenStream:
         return None
 
     def read(self, row: int) -> Row:
-        """One sample."""
         number, place = divmod(row, self._window)
         rows = self._block(number)
         places = np.array([place], dtype=np.int64)
@@ -104,7 +103,6 @@ class TokenStream:
         self._open.cache_clear()
 
     def close(self) -> None:
-        """Stop the threads that tokenize."""
         if self._ahead is not None:
             self._ahead.join()
         self._blocks.close()

@@ -54,7 +54,6 @@ class LlamaCpp:
         return found
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text."""
         answer = self._ask("tokenize", {"content": text, "add_special": False, "parse_special": False})
         return [int(token) for token in answer["tokens"]]
 

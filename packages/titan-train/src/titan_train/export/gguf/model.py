@@ -26,7 +26,6 @@ class GgufModel:
     """An exported folder with a GGUF file."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the file."""
         gguf = gguf_library()
         reader = gguf.GGUFReader(folder / FILE)
         self._tensors = {
@@ -44,7 +43,6 @@ class GgufModel:
         return self._server is not None
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens after a prompt."""
         if self._server is not None:
             return self._server.greedy(prompt, count)
         row = list(prompt)
@@ -53,11 +51,9 @@ class GgufModel:
         return row[len(prompt) :]
 
     def ids(self, text: str) -> list[int] | None:
-        """The ids of a text."""
         return self._ids(text) if self._server is None else self._server.ids(text)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, S, V]``."""
         x = self._tensors["token_embd.weight"][tokens]
         if self._kind == "gpt2":
             x = x + self._tensors["position_embd.weight"][: tokens.shape[1]]

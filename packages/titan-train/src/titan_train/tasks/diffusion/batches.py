@@ -69,11 +69,9 @@ class FlowBatch:
     samples_consumed: int
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, in one order."""
         return (*self.inputs, *self.keywords.values(), *self.target)
 
     def on_device(self, tensors: Sequence[Tensor | None]) -> "FlowBatch":
-        """The same microbatch with these copies of `tensors`."""
         image, text, *rest = cast("list[Tensor]", list(tensors))
         keywords = dict(zip(self.keywords, rest[:-2], strict=True))
         return replace(self, inputs=(image, text), keywords=keywords, target=FlowTarget(*rest[-2:]))
@@ -120,7 +118,6 @@ class FlowBatches(BatchSource):
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def time_of(self, sample: int) -> float:
-        """The time of a sample."""
         if not self._training:
             return VALIDATION_TIMES[sample % len(VALIDATION_TIMES)]
         config = self._config
@@ -129,7 +126,6 @@ class FlowBatches(BatchSource):
         )
 
     def item_of(self, sample: int) -> int:
-        """The number of the item that a sample takes."""
         epoch, place = divmod(sample, len(self.items))
         if not self._training:
             return place

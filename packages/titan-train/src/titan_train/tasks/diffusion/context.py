@@ -29,7 +29,6 @@ class JointAttention(nn.Module):
         self._attention = titan_cp.CPAttention(plan, dim_order="bthd", group=group)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any = None) -> Tensor:
-        """``[B, S / cp, H, D]``."""
         return self._attention(q.contiguous(), k.contiguous(), v.contiguous())
 
 
@@ -44,7 +43,6 @@ class JointContext:
     rank: int
 
     def apply(self, model: nn.Module) -> None:
-        """Replace every `FullAttention`."""
         for name in [name for name, module in model.named_modules() if isinstance(module, FullAttention)]:
             model.set_submodule(name, JointAttention(self.plan, self.group))
 

@@ -143,15 +143,12 @@ class ShapeGallery:
         self.empty = items.empty
 
     def texts(self, count: int) -> list[Features]:
-        """Of every 63rd caption."""
         return [Features(self.empty.latent, *self._items.text_of(item)) for item in self._numbers(count)]
 
     def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
-        """By the inverse of the patch transform."""
         return [to_image(tokens) for tokens in latents]
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
-        """The captions, and how many images show the colour and the place of theirs."""
         items = self._numbers(len(images))
         right = sum(score(item, image) for item, image in zip(items, images, strict=True))
         return {"right": right, "images": len(images), "captions": [caption_text(item) for item in items]}
@@ -171,15 +168,12 @@ class ShardGallery:
         self.empty = items.empty
 
     def texts(self, count: int) -> list[Features]:
-        """Of the first ones, again from the start where there are fewer."""
         return [self._items.read(item, seed=0, sample=item) for item in self._numbers(count)]
 
     def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
-        """Decoded one by one."""
         return decode_latents(self._decoder, self._config, latents)
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
-        """The captions."""
         return {"images": len(images), "captions": self._items.captions(self._numbers(len(images)))}
 
     def _numbers(self, count: int) -> list[int]:

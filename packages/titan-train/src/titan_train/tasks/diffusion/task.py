@@ -51,11 +51,9 @@ class DiffusionTask(Task):
             plan_joint(config, args.num_heads, args.head_dim, 0, torch.float32)
 
     def open(self, config: Config) -> TaskInputs:
-        """The data sets of training and validation."""
         return DiffusionInputs(config)
 
     def check_inputs(self, config: Config) -> None:
-        """The images that ``diffusion.images`` names are there."""
         if config.diffusion.source == "shards" and config.diffusion.images:
             list_images(config.diffusion.images)
 
@@ -68,17 +66,14 @@ class DiffusionTask(Task):
         return lambda velocity, target: (velocity.float() - target.velocity.float()).square().sum()
 
     def loss_parts(self, config: Config) -> LossParts:
-        """By time: validation has eight."""
         names = tuple(f"t_{time:g}" for time in VALIDATION_TIMES)
         return LossParts(names, loss_by_time)
 
     def count(self, batch: Any) -> Tensor:
-        """Elements of the latents."""
         velocity = batch.target.velocity
         return torch.tensor(velocity.numel(), device=velocity.device)
 
     def example(self, config: Config, part: nn.Module, rows: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """One microbatch of a rank, without values."""
         args, diffusion, cp = _args(config), config.diffusion, config.parallel.cp
         text, image = diffusion.text_tokens // cp, diffusion.grid**2 // cp
         positions = torch.zeros(1, text + image, 3, dtype=torch.int64)
@@ -104,7 +99,6 @@ class DiffusionTask(Task):
         return (zeros(image, args.in_channels), zeros(text, args.text_dim)), keywords
 
     def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Any:
-        """Text and image are cut alike."""
         return joint_context(config, mesh, model, dtype)
 
 
@@ -114,7 +108,6 @@ class DiffusionInputs(TaskInputs):
     samples_by_forward = True
 
     def __init__(self, config: Config) -> None:
-        """Open the source that ``diffusion.source`` names."""
         args, diffusion = _args(config), config.diffusion
         source = open_source(config, args)
         self._config, self._channels, self._guided = config, args.in_channels, args.guidance

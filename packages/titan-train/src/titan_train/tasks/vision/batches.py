@@ -75,7 +75,6 @@ class ImageTextBatches(BatchSource):
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def row_of(self, sample: int) -> list[int]:
-        """The documents of a sample."""
         epoch, place = divmod(sample, len(self.rows))
         if self._part == "validation":
             return self.rows[place]
@@ -104,11 +103,9 @@ class ImageTextBatches(BatchSource):
         return layout.batch(pixels, grids, self._args, samples_consumed)
 
     def document(self, item: int) -> ImageTextDocument:
-        """The tokens of a document."""
         return write_document(self._tokenizer, self._args, self.items.grids(item), *self.items.texts(item))
 
     def close(self) -> None:
-        """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _length(self, item: int) -> int:

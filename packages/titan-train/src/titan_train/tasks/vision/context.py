@@ -36,7 +36,6 @@ class ImageTextContext:
     def cut_inputs(
         self, inputs: Sequence[Tensor], keywords: Mapping[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """As `cut`, of a batch without labels."""
         taken, kept, _ = self._cut(inputs, keywords, inputs[0])
         self._last = (kept["attention_plan"], inputs[0].shape)
         return taken, kept

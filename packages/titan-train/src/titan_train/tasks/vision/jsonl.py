@@ -32,8 +32,6 @@ _FIELDS = {"prompt", "answer", "image"}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One usable line."""
-
     name: str
     """File and number."""
     prompt: str
@@ -93,7 +91,6 @@ class IndexedLines:
     """The usable lines of an index, or some of them."""
 
     def __init__(self, index: Path, numbers: slice, args: EncoderArgs, *, max_pixels: int) -> None:
-        """Read the index."""
         content = index.read_text(encoding="utf-8").splitlines()[numbers]
         self._lines = [_from_index(line) for line in content]
         self._args, self._max_pixels = args, max_pixels
@@ -103,19 +100,15 @@ class IndexedLines:
         return len(self._lines)
 
     def grids(self, item: int) -> list[Grid]:
-        """Of its images."""
         return self._lines[item].grids
 
     def texts(self, item: int) -> tuple[str, str]:
-        """Prompt and answer."""
         return self._lines[item].prompt, self._lines[item].answer
 
     def name(self, item: int) -> str:
-        """File and line."""
         return self._lines[item].name
 
     def patches(self, item: int) -> list[FloatArray]:
-        """Decoded images. Raises `BrokenImage`."""
         line = self._lines[item]
         return [
             to_patches(read_image(path, grid, self._args, most=self._max_pixels), self._args)

@@ -40,24 +40,19 @@ class ShapeQuestions:
         return self._count
 
     def grids(self, item: int) -> list[Grid]:
-        """One image."""
         return [self._grid]
 
     def texts(self, item: int) -> tuple[str, str]:
-        """The question and its answer: a number, or a colour and a shape."""
         count, colour, shape, _ = _scene(self._first + item)
         return (HOW_MANY, str(count)) if (self._first + item) % 2 == 0 else (WHAT, f"{colour} {shape}")
 
     def name(self, item: int) -> str:
-        """Its number."""
         return f"shape image {self._first + item}"
 
     def thumbnail(self, item: int) -> Pixels:
-        """``[side, side, 3]``, as the model sees it."""
         return draw(self._first + item, self._cell)
 
     def patches(self, item: int) -> list[FloatArray]:
-        """Its image."""
         return [to_patches(self.thumbnail(item), self._args)]
 
 

@@ -51,7 +51,6 @@ class VisionTask(Task):
             prepare_index(config, args)
 
     def check_inputs(self, config: Config) -> None:
-        """The files and the cache are there."""
         if config.vision.source == "jsonl":
             list_lines(config.vision.paths)
         check_writable(cache_folder(config.data), "data.cache_dir")
@@ -78,7 +77,6 @@ class VisionTask(Task):
                 )
 
     def open(self, config: Config) -> TaskInputs:
-        """The documents of training and validation, packed."""
         return VisionInputs(config)
 
     def loss(self, config: Config, vocab_size: int | None) -> Callable[[Tensor, Any], Tensor]:
@@ -110,7 +108,6 @@ class VisionTask(Task):
         return (torch.zeros(rows, tokens, dtype=torch.int64),), keywords
 
     def context(self, config: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> ImageTextContext:
-        """Rows are cut as text is."""
         heads = Heads.of(model, config.parallel.tp)
         return ImageTextContext(
             ContextParallelism(config.context, mesh, heads, seq_len=config.model.seq_len, dtype=dtype)
@@ -123,7 +120,6 @@ class VisionInputs(TaskInputs):
     samples_by_forward = True
 
     def __init__(self, config: Config) -> None:
-        """Open the source that ``vision.source`` names."""
         args, vision = _args(config), config.vision
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer, config.data)
@@ -140,11 +136,9 @@ class VisionInputs(TaskInputs):
         self.validation = self._held_out
 
     def keep(self, run_dir: Path) -> None:
-        """Keep the tokenizer."""
         self.tokenizer.save(run_dir / TOKENIZER_FOLDER)
 
     def text_bytes(self, batch: Any) -> Tensor:
-        """UTF-8 bytes of the answers."""
         return self._label_bytes(batch.target)
 
     def sample(self, model: nn.Module, run_dir: Path, step: int) -> None:
@@ -184,7 +178,6 @@ class VisionInputs(TaskInputs):
 
 
 def _documents(config: Config, args: EncoderArgs) -> tuple[ImageTextSet, ImageTextSet]:
-    """What is trained on, and what is held out."""
     vision = config.vision
     if vision.source == "shapes":
         return ShapeQuestions(vision.items, args), ShapeQuestions(vision.held_out, args, first=vision.items)

@@ -107,7 +107,6 @@ class ShardFeatures:
         return Features(packed, found["text"], found["pooled"])
 
     def captions(self, items: Sequence[int]) -> list[str]:
-        """The captions of items."""
         places = [self._place(item) for item in items]
         known: dict[tuple[Path, int], str] = {}
         for shard in {id(shard): shard for shard, _ in places}.values():

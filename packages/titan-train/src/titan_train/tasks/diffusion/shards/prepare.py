@@ -107,8 +107,6 @@ def shards_key(config: Config, sizes: SampleSizes, files: Sequence[Path], encode
 
 
 class _Preparation:
-    """Encodes the images of one folder."""
-
     def __init__(
         self,
         config: Config,

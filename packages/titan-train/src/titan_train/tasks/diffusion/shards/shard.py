@@ -112,7 +112,6 @@ class TarShard:
         self.content = hashlib.sha256(json.dumps([self._keys, self._places, shapes]).encode()).hexdigest()
 
     def read(self, number: int) -> Sample:
-        """The arrays of a sample."""
         found: dict[str, npt.NDArray[np.float32]] = {}
         with self.path.open("rb") as file:
             for name, shape in self.shapes.items():
@@ -126,11 +125,9 @@ class TarShard:
         return found
 
     def name_of(self, number: int) -> str:
-        """How messages call a sample."""
         return f"{self.path}, sample {self._keys[number]!r}"
 
     def captions(self, numbers: Sequence[int]) -> list[str]:
-        """The captions of samples; their names where there are none."""
         texts = {name.removesuffix(".txt"): place for name, *place in tar_members(self.path) if name.endswith(".txt")}
         found: list[str] = []
         for number in numbers:
