@@ -10,9 +10,8 @@ from exported_runs import trained
 from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.eval.model import EvalModel, eval_model_of
-from titan_train.eval.perplexity import perplexity, rolling_windows
+from titan_train.eval.perplexity import perplexity, rolling_windows, score
 from titan_train.eval.ranks import Ranks
-from titan_train.eval.scoring import score
 from titan_train.export.run import export_run
 from titan_train.generation import load_run
 

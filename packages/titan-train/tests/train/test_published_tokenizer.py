@@ -14,7 +14,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 
 def write(folder: Path, *, merges: int = 3, special: tuple[str, ...] = ("<|endoftext|>",)) -> Path:
     """A byte-level BPE of 256 bytes, a few merges and special tokens."""
-    from titan_train.tokenizers.byte_characters import BYTE_OF_CHARACTER
+    from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
 
     pairs = [("e", "l"), ("l", "o"), ("r", "e"), ("o", "r")][:merges]
     vocab = {character: number for number, character in enumerate(BYTE_OF_CHARACTER)}

@@ -47,7 +47,7 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def published_tokenizer(folder: Path) -> dict[str, str]:
     """``kind`` and ``path`` of the tokenizer in a published folder; empty if there is none that can be read here."""
     from titan_train.tokenizers.huggingface import TOKENIZER_JSON  # needs numpy, which other configurations do not
-    from titan_train.tokenizers.saved import MODEL_NAME
+    from titan_train.tokenizers.protocol import MODEL_NAME
 
     if (folder / TOKENIZER_JSON).is_file():
         return {"kind": "hf", "path": str(folder)}

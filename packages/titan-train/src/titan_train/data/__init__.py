@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from titan_train.data.shards.megatron import MegatronTokens
     from titan_train.data.shards.token_source import ShardedTokens, TokenSource
     from titan_train.data.sources.malformed import BadDocument, MalformedInputError
-    from titan_train.data.sources.stream import stream_windows
+    from titan_train.data.stream.reader import stream_windows
 
 __all__ = [
     "BadDocument",

@@ -42,7 +42,7 @@ from titan_train.tokenizers import (
     train_sentencepiece,
 )
 from titan_train.tokenizers.chat_template import BUILT_IN
-from titan_train.tokenizers.saved import SAVED_NAME
+from titan_train.tokenizers.protocol import SAVED_NAME
 
 _logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from titan_train.eval.model import EvalModel
-from titan_train.eval.perplexity import rolling_windows
+from titan_train.eval.perplexity import rolling_windows, score
 from titan_train.eval.ranks import Ranks
-from titan_train.eval.scoring import score
 from titan_train.terminal import first_line
 
 _DEFAULT_NEW_TOKENS = 256  # as the harness's own models have it

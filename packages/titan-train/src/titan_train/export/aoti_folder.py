@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.export.onnx_folder import example
-from titan_train.export.step_model import StepModel
-from titan_train.export.stepped import SteppedModel, write_description
+from titan_train.export.step_model import StepModel, SteppedModel, write_description
 from titan_train.models.traits import traits_of
 
 _FILE = "model.pt2"

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.export.step_model import StepModel, cache_names
-from titan_train.export.stepped import SteppedModel, write_description
+from titan_train.export.step_model import StepModel, SteppedModel, cache_names, write_description
 from titan_train.models.traits import traits_of
 from titan_train.optional import require
 

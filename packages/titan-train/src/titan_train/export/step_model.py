@@ -7,21 +7,31 @@ A mixture of experts sorts tokens into groups whose sizes depend on the data, wh
 expert computes every token, and the router's weights, zero where an expert was not chosen, pick the sum. That costs experts
 over experts per token times the products; a step of one token reads every expert's weights.
 
+`SteppedModel` runs such a function, whatever executes it. Its folder holds ``export.json``, which says what the caches look
+like, and the tokenizer.
+
 Shapes: B rows, S new tokens, T positions of the cache, K key-value heads, D head width, E value width, V vocabulary.
 """
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_train.export.tokenizer_json import folder_ids
+from titan_train.files import read_text, write_atomic
 from titan_train.generation import supports_cache
 from titan_train.models import CausalAttention, SequenceContext
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.moe.routed import expert_stacks
+
+DESCRIPTION = "export.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +162,47 @@ def cache_names(layers: int, prefix: str) -> list[str]:
     return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
 
 
-def padded_rows(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows as ``[B, S]`` tokens, padded on the right with zeros, and their positions."""
-    longest = max(len(row) for row in rows)
-    tokens = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows])
-    return tokens, torch.arange(longest).expand(len(rows), -1).contiguous()
+class SteppedModel(ABC):
+    """A step function with its caches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.description: dict[str, Any] = json.loads(read_text(folder / DESCRIPTION))
+        self.shape = CacheShape(**self.description["cache"])
+        self._ids = folder_ids(folder)
+
+    def ids(self, text: str) -> list[int] | None:
+        return self._ids(text)
+
+    @abstractmethod
+    def step(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """As `StepModel.forward`."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        self._check(length)
+        positions = torch.arange(length).expand(rows, -1).contiguous()
+        return self.step(tokens.contiguous(), positions, self.shape.empty(rows, length))[0]
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        total = len(prompt) + count
+        self._check(total)
+        logits, caches = self.step(
+            torch.tensor([list(prompt)]), torch.arange(len(prompt))[None], self.shape.empty(1, total)
+        )
+        found = [int(logits[0, -1].argmax())]
+        while len(found) < count:
+            at = torch.tensor([[len(prompt) + len(found) - 1]])
+            logits, caches = self.step(torch.tensor([[found[-1]]]), at, caches)
+            found.append(int(logits[0, -1].argmax()))
+        return found
+
+    def _check(self, length: int) -> None:
+        limit = self.description["max_positions"]
+        if limit is not None and length > limit:
+            raise ValueError(f"{length} positions are needed, but the model has learned {limit}. Shorten the text.")
+
+
+def write_description(folder: Path, shape: CacheShape, *, max_positions: int | None, step: int, **more: Any) -> None:
+    """Write ``export.json``."""
+    content = {"step": step, "cache": asdict(shape), "max_positions": max_positions, **more}
+    write_atomic(folder / DESCRIPTION, json.dumps(content, indent=2) + "\n")

@@ -20,7 +20,7 @@ from typing import Any
 
 from titan_train.files import read_text
 from titan_train.tokenizers import ByteTokenizer, HfTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
-from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE
+from titan_train.tokenizers.byte import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
 
 _SPACE = "\u2581"

@@ -4,7 +4,7 @@ Four kinds stand behind one protocol: SentencePiece (also trained here), tiktoke
 as Llama 3's `tokenizer.model`), Hugging Face's `tokenizer.json` and plain bytes. Nothing here imports torch.
 
 - `protocol`: what every kind offers; `byte`, `sentencepiece`, `tiktoken`, `huggingface`: the kinds.
-- `load`, `saved`: a tokenizer's folder. `sentencepiece_model`, `byte_characters`: what the formats write.
+- `load`: a tokenizer's folder. `sentencepiece_model`: the pieces of a SentencePiece file.
 - `chat_template`: a conversation as text, and which of it the assistant wrote. `label_bytes`: bits per byte.
 """
 

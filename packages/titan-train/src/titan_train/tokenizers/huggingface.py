@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from titan_train.files import read_bytes, read_text
 from titan_train.optional import require
-from titan_train.tokenizers.byte_characters import BYTE_OF_CHARACTER
-from titan_train.tokenizers.protocol import TokenArray, check_ids
-from titan_train.tokenizers.saved import save_tokenizer
+from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
+from titan_train.tokenizers.protocol import TokenArray, check_ids, save_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -5,8 +5,7 @@ from pathlib import Path
 from titan_train.files import read_bytes
 from titan_train.tokenizers.byte import ByteTokenizer
 from titan_train.tokenizers.huggingface import TOKENIZER_JSON, HfTokenizer
-from titan_train.tokenizers.protocol import Tokenizer
-from titan_train.tokenizers.saved import MODEL_NAME, SAVED_NAME, read_description
+from titan_train.tokenizers.protocol import MODEL_NAME, SAVED_NAME, Tokenizer, read_description
 from titan_train.tokenizers.sentencepiece import SentencePieceTokenizer
 from titan_train.tokenizers.tiktoken import TiktokenTokenizer, parse_ranks
 

@@ -1,18 +1,26 @@
-"""What every tokenizer offers, and decoding one token at a time.
+"""What every tokenizer offers, decoding one token at a time, and the folder that a tokenizer is saved to.
 
 A token is a string of bytes, not of characters: one character may take several tokens. Text therefore comes out of
 `IncrementalDecoder` only when its last byte has arrived.
+
+A saved tokenizer is a folder with `titan_tokenizer.json` and, unless it is bytes, the model file beside it. The JSON names
+the kind, the options and the fingerprint; it is written last, so that a folder without it is unfinished.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from titan_train.files import read_text, write_atomic
+
 TokenArray = npt.NDArray[np.int32]
+SAVED_NAME = "titan_tokenizer.json"
+MODEL_NAME = "tokenizer.model"
 
 
 @runtime_checkable
@@ -109,3 +117,28 @@ def check_ids(vocab_size: int, token_id: int) -> None:
     """Raise ValueError unless ``token_id`` is in a vocabulary of ``vocab_size``."""
     if not 0 <= token_id < vocab_size:
         raise ValueError(f"token id {token_id} is outside the vocabulary: ids run from 0 to {vocab_size - 1}.")
+
+
+def save_tokenizer(folder: str | Path, description: Mapping[str, Any], files: Mapping[str, bytes]) -> Path:
+    """Write ``files``, then ``description`` as JSON, each under a temporary name first."""
+    folder = Path(folder)
+    text = json.dumps(description, indent=2, ensure_ascii=False) + "\n"
+    for name, content in [*files.items(), (SAVED_NAME, text.encode())]:
+        write_atomic(folder / name, content, sync=True)
+    return folder
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The description `save_tokenizer` wrote.
+
+    Raises:
+        ValueError: If it is not a JSON object that names a kind.
+    """
+    path = folder / SAVED_NAME
+    try:
+        description = json.loads(read_text(path))
+    except ValueError as err:
+        raise ValueError(f"{path} is not valid JSON ({err}). Save the tokenizer again.") from err
+    if not isinstance(description, dict) or not isinstance(description.get("kind"), str):
+        raise ValueError(f"{path} names no tokenizer kind. Save the tokenizer again.")
+    return description

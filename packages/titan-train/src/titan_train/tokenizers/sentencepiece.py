@@ -19,8 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import sentencepiece
 
-from titan_train.tokenizers.protocol import TokenArray, check_ids
-from titan_train.tokenizers.saved import MODEL_NAME, save_tokenizer
+from titan_train.tokenizers.protocol import MODEL_NAME, TokenArray, check_ids, save_tokenizer
 from titan_train.tokenizers.sentencepiece_model import read_pieces, round_scores
 
 _SPACE = "\u2581"

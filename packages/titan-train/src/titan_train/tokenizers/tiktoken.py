@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from titan_train.tokenizers.protocol import TokenArray, check_ids
-from titan_train.tokenizers.saved import MODEL_NAME, save_tokenizer
+from titan_train.tokenizers.protocol import MODEL_NAME, TokenArray, check_ids, save_tokenizer
 
 # Published with each model: Llama 3's reference tokenizer, and tiktoken's own registry for the other two.
 PATTERNS = {

@@ -12,7 +12,7 @@ from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.models.vision_language.decoder import Qwen3VL
 from titan_train.tasks.vision.images import fit_grid
 from titan_train.tasks.vision.show import images_shown
-from titan_train.tokenizers.byte_characters import CHARACTER_OF_BYTE
+from titan_train.tokenizers.byte import CHARACTER_OF_BYTE
 from titan_train.train import Trainer
 
 Image = pytest.importorskip("PIL.Image")

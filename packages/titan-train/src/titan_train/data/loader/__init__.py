@@ -5,6 +5,5 @@
 - `packed`: samples of a fixed length, each found from its number alone.
 - `batch`: one microbatch: tokens, labels, positions, document boundaries.
 - `data_loader`: the microbatches of one data-parallel rank, prefetched by a thread.
-- `position`: check that a saved position belongs to the current data.
 - `transfer`: copy a batch to its device through pinned memory.
 """

@@ -8,17 +8,17 @@ Ranks of one model replica (tensor, context and pipeline parallel) build the sam
 read the same samples; nothing is broadcast.
 """
 
+import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from titan_train.data.loader.position import STATE_VERSION, check_state
 from titan_train.data.loader.source import BatchSource, HostMicrobatch
 from titan_train.data.loader.transfer import HostToDevice
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # How often a waiting thread looks whether it was told to stop: bounds the time `close` takes.
 _POLL_S = 0.05
+_STATE_VERSION = 1
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Position after the last whole step: the same on every rank, valid for any number of ranks."""
         return {
-            "version": STATE_VERSION,
+            "version": _STATE_VERSION,
             "samples": self._samples,
             "seed": self.dataset.seed,
             "seq_len": self.dataset.seq_len,
@@ -158,7 +161,7 @@ class DataLoader:
         Raises:
             ValueError: If the state is of other data, naming the field and both values.
         """
-        samples = check_state(state, self.state_dict(), allow_data_change=allow_data_change)
+        samples = _check_state(state, self.state_dict(), allow_data_change=allow_data_change)
         self.close()  # its thread reads the streams
         self.dataset.load_stream_states(state.get("streams") or {})
         self._go_to(samples)
@@ -289,3 +292,47 @@ def _check_sizes(global_batch: int, dp_rank: int, dp_size: int, microbatch: int)
             f"global_batch={global_batch} is not a multiple of dp_size={dp_size} x microbatch={microbatch} = {unit}: "
             f"ranks would take unequal shares. Use global_batch={near}{other}."
         )
+
+
+_COMPARED = {
+    "seed": "run.seed, which draws the order of samples",
+    "seq_len": "the length of a sample",
+    "tokenizer": "the tokenizer (its fingerprint)",
+    "fingerprint": "the data: its tokens, the sources' names and weights, or the document options",
+}
+
+
+def _check_state(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_data_change: bool) -> int:
+    """Samples to continue after.
+
+    Args:
+        saved: A loader's state.
+        current: The state of the loader that is to continue.
+        allow_data_change: Log differences instead of raising.
+
+    Raises:
+        ValueError: If a field is missing or differs, naming it and both values.
+    """
+    if missing := sorted(set(current) - set(saved)):
+        raise ValueError(
+            f"the saved data state has no {missing[0]!r} (it has {sorted(saved)}): it was not written by a data loader."
+        )
+    if saved["version"] != _STATE_VERSION:
+        raise ValueError(
+            f"the saved data state has version {saved['version']}, but this release reads version {_STATE_VERSION}. "
+            "Resume with the release that wrote it."
+        )
+    samples = saved["samples"]
+    if not isinstance(samples, int) or samples < 0:
+        raise ValueError(f"the saved data state has samples={samples!r}, which is not a count of samples.")
+    for field, meaning in _COMPARED.items():
+        if saved[field] == current[field]:
+            continue
+        change = f"{field} was {saved[field]!r} when the state was saved and is {current[field]!r} now: {meaning}"
+        if not allow_data_change:
+            raise ValueError(
+                f"{change}. Samples would repeat or be left out. Restore the setting, or allow it: "
+                "checkpoint.allow_data_change=true (allow_data_change=True of a data loader)."
+            )
+        _logger.warning("%s; continuing after %d samples as asked", change, samples)
+    return samples

@@ -10,6 +10,6 @@ before took. With the number of samples they are the state of a run. A sample's 
 of the block, its window; no rank, process or thread count enters. So a run resumes at any step on any number of ranks with
 the same samples, and another machine without the cache makes the same blocks.
 
-- `cursor`: where a block begins. `reader`: documents from a cursor on. `blocks`: blocks on disk, made once.
+- `reader`: documents from a cursor, where a block begins, on. `blocks`: blocks on disk, made once.
 - `token_stream`: one source as samples.
 """

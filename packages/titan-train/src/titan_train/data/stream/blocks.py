@@ -17,8 +17,7 @@ from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
-from titan_train.data.stream.cursor import StreamCursor
-from titan_train.data.stream.reader import StreamReader
+from titan_train.data.stream.reader import StreamCursor, StreamReader
 from titan_train.tokenizers import Tokenizer
 
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.

@@ -1,22 +1,89 @@
-"""Documents of a stream from a cursor on, tokenized ahead by threads, and the runs of tokens they give."""
+"""Documents of a stream from a cursor on, tokenized ahead by threads, and the runs of tokens they give.
 
-from collections.abc import Generator, Iterator
+A cursor is where a block of the stream begins. It also identifies the files before it: they must be those that were read.
+"""
+
+import hashlib
+import json
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.sources.chat import Conversations
-from titan_train.data.sources.document import Document
+from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.encoding import DocumentTokens, encode_in_order
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument, BadDocuments
-from titan_train.data.stream.cursor import StreamCursor, files_before
 from titan_train.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int32]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCursor:
+    """A place in a stream."""
+
+    epoch: Count
+    """How many times all files were read before."""
+    file: str
+    """Name of the file, as `CorpusFile.name`."""
+    line: Count
+    """Line or row of the document, from 1."""
+    byte: Count
+    """Where that line begins, in the decompressed file; 0 in a table."""
+    skip: Count
+    """Tokens of that document that were taken before."""
+    before: str
+    """Hash (hex) of the names and sizes of the files before this one."""
+
+    def file_number(self, files: Sequence[CorpusFile], source: str) -> int:
+        """Which of ``files`` it lies in.
+
+        Raises:
+            ValueError: If that file, or one before it, is not the one that was read.
+        """
+        numbers = [number for number, file in enumerate(files) if file.name == self.file]  # folders may share names
+        if not numbers:
+            raise ValueError(
+                f"the stream of source {source!r} was at {self.file!r}, line {self.line}, which is no longer among its "
+                f"{len(files)} files. Restore the file, or start a new run."
+            )
+        for number in numbers:
+            if files_before(files, number) == self.before:
+                return number
+        raise ValueError(
+            f"the stream of source {source!r} was at {self.file!r}, line {self.line}, but a file before it in the order of "
+            "names was added, removed or changed its size: other samples would come. Restore the files (new ones may "
+            "come last), or start a new run."
+        )
+
+
+_ADAPTER = TypeAdapter(StreamCursor)
+
+
+def cursor_from_json(content: Any) -> StreamCursor:
+    """Read a cursor from the JSON object of its fields.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    try:
+        return _ADAPTER.validate_python(content)
+    except ValidationError as err:
+        raise ValueError(f"{content!r} is not a place in a stream.") from err
+
+
+def files_before(files: Sequence[CorpusFile], number: int) -> str:
+    """Hash (hex) of the names and sizes of the first ``number`` files."""
+    stamps = [file.stamp()[:2] for file in files[:number]]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +283,41 @@ class StreamReader:
                 )
             yield _PassEnd()
             epoch, start = epoch + 1, 0
+
+
+def stream_windows(
+    source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, seq_len: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Windows of ``seq_len + 1`` tokens, overlapping by one, of one text source: one pass, nothing kept on disk.
+
+    For looking at a corpus; there is no shuffle, mixture or resume.
+
+    Args:
+        source: stdlib, text or jsonl.
+        config: Its malformed-input policy and number of threads are used.
+        tokenizer: Makes the tokens; its end-of-sequence id ends every document.
+        seq_len: Tokens of a sample.
+
+    Yields:
+        int64 ``[seq_len + 1]``; what is left at the end, less than a window, is not given.
+
+    Raises:
+        MalformedInputError: As the policy says.
+    """
+    bad = BadDocuments(
+        source.name, on_error=config.on_error, max_fraction=config.max_bad_fraction, max_count=config.max_bad
+    )
+    stored = DocumentTokens(config, tokenizer, None)
+    documents = (item for file in list_files(source) for item in read_documents(file, source, FileReader(file.path)))
+    held = np.empty(0, dtype=np.int32)
+    for item, ids in encode_in_order(documents, tokenizer, config.num_threads):
+        if ids is None:
+            assert isinstance(item, BadDocument)
+            bad.add(item)
+            continue
+        bad.add_good()
+        held = np.concatenate([held, *stored.of(ids)])
+        while held.size > seq_len:
+            yield held[: seq_len + 1].astype(np.int64)
+            held = held[seq_len:]
+    bad.check_share()

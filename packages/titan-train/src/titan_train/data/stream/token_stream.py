@@ -16,7 +16,7 @@ from titan_train.data.order.permutation import permute
 from titan_train.data.prepared import content_key
 from titan_train.data.sources.chat import conversations_for, template_key
 from titan_train.data.stream.blocks import StreamBlocks
-from titan_train.data.stream.cursor import cursor_from_json
+from titan_train.data.stream.reader import cursor_from_json
 from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 _FORMAT = 1
