@@ -130,7 +130,7 @@ def test_a_client_that_leaves_frees_the_model(client: Any) -> None:
         ("completions", {"prompt": ""}, 400, "prompt", "a text of at least one character"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "from 0 to 100"),
         ("completions", {"prompt": "x", "temperature": True}, 400, "temperature", "must be a number"),
-        ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p", "must be in (0, 1]"),
+        ("completions", {"prompt": "x", "top_p": 0}, 400, "top_p", "must be above 0 and at most 1"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "from 1 to 400"),
         ("completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias", "not supported here"),
         ("completions", {"prompt": "x", "temprature": 1}, 400, "temprature", "not a field that is known"),

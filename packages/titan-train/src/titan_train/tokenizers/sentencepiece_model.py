@@ -6,7 +6,7 @@ but does not say which pieces a user defined.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -49,16 +49,17 @@ def read_pieces(model: bytes) -> Pieces:
     pieces: list[VocabPiece] = []
     kind = _UNIGRAM
     normalizes = True
-    for field, value in _fields(model):
-        if field == 1 and isinstance(value, bytes):
-            parts = dict(_fields(value))
-            score = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))[0]  # type: ignore[arg-type]
-            pieces.append(VocabPiece(bytes(parts.get(1, b"")).decode(), score, int(parts.get(3, NORMAL))))  # type: ignore[arg-type]
-        elif field == 2 and isinstance(value, bytes):
-            kind = int(dict(_fields(value)).get(3, _UNIGRAM))  # type: ignore[arg-type]
-        elif field == 3 and isinstance(value, bytes):
-            settings = dict(_fields(value))
-            normalizes = bool(settings.get(2)) or bool(settings.get(4, 1))
+    for field, start, end in _fields(model, 0, len(model)):
+        if field > 3:
+            continue
+        parts = {number: model[at:stop] for number, at, stop in _fields(model, start, end)}
+        if field == 1:
+            score = struct.unpack("<f", parts.get(2, bytes(4)))[0]
+            pieces.append(VocabPiece(parts.get(1, b"").decode(), score, _integer(parts, 3, NORMAL)))
+        elif field == 2:
+            kind = _integer(parts, 3, _UNIGRAM)
+        else:
+            normalizes = bool(parts.get(2)) or bool(_integer(parts, 4, 1))
     return Pieces(tuple(pieces), {_UNIGRAM: "unigram", _BPE: "bpe"}.get(kind, "other"), normalizes)
 
 
@@ -69,45 +70,30 @@ def round_scores(model: bytes) -> bytes:
     equal each finds another one the better. Sums that need no rounding are the same in both.
     """
     rounded = bytearray(model)
-    for field, start, end in _places(model, 0, len(model)):
-        if field == 1:
-            for inner, at, stop in _places(model, start, end):
-                if inner == 2 and stop - at == 4:
-                    (score,) = struct.unpack("<f", model[at:stop])
-                    rounded[at:stop] = struct.pack("<f", round(score / SCORE_STEP) * SCORE_STEP)
+    for field, start, end in _fields(model, 0, len(model)):
+        for inner, at, stop in _fields(model, start, end) if field == 1 else ():
+            if inner == 2:
+                (score,) = struct.unpack("<f", model[at:stop])
+                rounded[at:stop] = struct.pack("<f", round(score / SCORE_STEP) * SCORE_STEP)
     return bytes(rounded)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of every field: an integer, or the bytes of a string, message or fixed-size number."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        if key & 7 == 0:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        size, at = _size(data, key & 7, at)
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
-def _places(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, start and end of every field that is not an integer."""
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Number of every field, and where its content starts and ends."""
     while at < end:
         key, at = _varint(data, at)
-        if key & 7 == 0:
-            _, at = _varint(data, at)
-            continue
-        size, at = _size(data, key & 7, at)
-        yield key >> 3, at, at + size
-        at += size
+        wire = key & 7
+        if wire == 2:
+            size, at = _varint(data, at)
+            stop = at + size
+        else:
+            stop = at + {1: 8, 5: 4}[wire] if wire else _varint(data, at)[1]
+        yield key >> 3, at, stop
+        at = stop
 
 
-def _size(data: bytes, wire: int, at: int) -> tuple[int, int]:
-    """Bytes of a field's value, and where it begins."""
-    fixed = {1: 8, 5: 4}.get(wire)
-    return _varint(data, at) if fixed is None else (fixed, at)
+def _integer(parts: Mapping[int, bytes], number: int, default: int) -> int:
+    return _varint(parts[number], 0)[0] if number in parts else default
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
