@@ -1,18 +1,19 @@
 import errno
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from titan_ckpt import Checkpointer, CheckpointError, Manifest, TrainState
+from titan_ckpt import Checkpointer, CheckpointError, Manifest, Process, TrainState
 from titan_ckpt.save import write
 from titan_ckpt.steps import claim, commit, leftovers
-from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
+from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
 from titan_ckpt.storage import files
 from torch import nn
 
@@ -102,6 +103,19 @@ def test_only_folders_with_names_of_ours_are_swept(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     assert sorted(path.name for path in leftovers.sweep(tmp_path)) == sorted(ours)
     assert names(tmp_path) == sorted([*theirs, file, "step-00000001"])
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number_and_from_one_elsewhere():
+    mine, dead = Process.of(os.getpid()), dead_process()
+    assert Process.decode(json.loads(json.dumps(asdict(mine))) | {"other": 1}) == mine
+    assert (mine.local, mine.alive, dead.local, dead.alive) == (True, True, True, False)
+    assert not replace(mine, started="1").alive
+    for elsewhere in ({"host": "far"}, {"boot": "another"}, {"namespace": 1}):
+        found = replace(dead, **elsewhere)
+        assert (found.local, found.alive) == (False, True)  # nothing proves that it ended
+    for damaged in ({}, {"host": "a", "pid": "x", "started": None, "boot": None, "namespace": None}):
+        with pytest.raises((KeyError, ValueError)):
+            Process.decode(damaged)
 
 
 def test_what_a_killed_deletion_of_a_leftover_left_is_swept(tmp_path):

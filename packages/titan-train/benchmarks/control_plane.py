@@ -38,8 +38,8 @@ os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="disabled
 
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, RankExit
-from titan_train.launch.place.ray.calls import groups
-from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.calls import RayAgent, groups
+from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.mailbox import Mailbox, NodeNews, pack_beats
 from titan_train.launch.rank.heartbeat import Beat, Phase
 from titan_train.launch.supervise.attempt import WatchedAttempt
@@ -173,10 +173,14 @@ def measure(ray, arguments: argparse.Namespace) -> dict:
     alive = Raylet()
     raylets = {node: Raylet() for node in (*leaders, *without_power)}
     agents = [
-        RayAgent(ray, Handle(of_node[node], node), address=f"10.0.{node // 250}.{node % 250}", node_id=f"{node:08d}",
-                 versions={}, sees=True, raylet=raylets.get(node, alive).address)
+        RayAgent(
+            Handle(of_node[node], node),
+            f"10.0.{node // 250}.{node % 250}",
+            f"{node:08d}",
+            raylets.get(node, alive).address,
+        )
         for node in range(arguments.nodes)
-    ]  # fmt: skip
+    ]
     job = RayJob(ray, agents, PER_NODE)
     steady = watch_quietly(job, arguments)
     killed = [failure(job, lambda node=node: ray.get(of_node[node].fail.remote(node)))

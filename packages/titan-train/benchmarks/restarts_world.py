@@ -30,8 +30,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests" / "launch"
 RUNS = {
     "ENOSPC, 1 s": "told",
     "EIO, 2 s": "eio.told",
-    "clock back by 3 years": "clock-100000000.told",
-    "clock on by 3 years": "clock100000000.told",
+    "clock on and back by 3 years": "clock.told",
     "OOM kill": "oom.told",
     "network away, 8 s": "partition.told",
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titan_ckpt.errors import CheckpointError, Damage, DamageError, NoIntactStepError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.interop.key_map import KeyMap, Pair, load_key_map
+from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import RemotePath, StorePath
 
@@ -37,6 +38,7 @@ __all__ = [
     "Manifest",
     "NoIntactStepError",
     "Pair",
+    "Process",
     "RemotePath",
     "Retention",
     "SaveJob",

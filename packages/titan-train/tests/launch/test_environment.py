@@ -44,7 +44,7 @@ def test_a_meeting_place_that_does_not_exist_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=f"MASTER_PORT='{port}' must be a whole number from 1 to 65535"):
             check_meeting_place(TORCHRUN | {"MASTER_PORT": port})
     for address in ("", "no host", "nowhere.invalid", "a" * 300):
-        with pytest.raises(ValueError, match=f"MASTER_ADDR='{address}' is no address that this machine knows"):
+        with pytest.raises(ValueError, match=f"MASTER_ADDR='{address}' is not an address that this machine knows"):
             check_meeting_place(TORCHRUN | {"MASTER_ADDR": address})
 
 
@@ -68,7 +68,7 @@ def test_an_interface_that_this_machine_lacks_is_refused_with_those_it_has(monke
     for value in ("lo", "eth0,eth1", ""):
         check_environment({"GLOO_SOCKET_IFNAME": value})
     with pytest.raises(
-        ValueError, match=r"GLOO_SOCKET_IFNAME='ib0' is no network interface .* which has lo, eth0, eth1"
+        ValueError, match=r"GLOO_SOCKET_IFNAME='ib0' is not a network interface .* which has lo, eth0, eth1"
     ):
         check_environment({"GLOO_SOCKET_IFNAME": "ib0"})
     for value in ("eth", "=eth1", "^docker", "ib,eth"):

@@ -4,7 +4,7 @@ import json
 
 from titan_testing import run_ranks
 from titan_train.launch.rank.flight_recorder import read_dumps, record_collectives, write_dump
-from titan_train.launch.rank.timeouts import set_collective_timeout
+from titan_train.launch.rank.monitor import set_collective_timeout
 
 
 def one_rank_stays_away(folder):

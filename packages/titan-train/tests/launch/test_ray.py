@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from ray_nodes import SMALL, ray_cluster
@@ -12,10 +13,9 @@ from titan_train.config import Config, LaunchConfig
 from titan_train.config.launch import RayConfig
 from titan_train.launch.job import Attempt
 from titan_train.launch.place.ray import launcher as ray
-from titan_train.launch.place.ray.actor import bind
+from titan_train.launch.place.ray.actor import NodeActor
 from titan_train.launch.place.ray.cluster import connect, versions
-from titan_train.launch.place.ray.job import RayAgent, RayJob
-from titan_train.launch.place.ray.launcher import RayLauncher
+from titan_train.launch.place.ray.launcher import RayLauncher, problems
 from titan_train.launch.place.ray.nodes import RayNodes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="titan-train[ray] is not installed")
@@ -175,10 +175,8 @@ def test_ray_that_is_not_installed_says_how_to_get_it(monkeypatch):
 
 def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():
     mine = versions()
-    alike = RayAgent(None, None, address="10.0.0.1", node_id="abcdef012345", versions=mine, sees=True)
-    assert alike.problems() == []
-    other = RayAgent(None, None, address="10.0.0.2", node_id="abcdef", versions=mine | {"torch": "2.0"}, sees=False)
-    version, folder = other.problems()
+    assert problems("node 10.0.0.1", mine, sees_run_folder=True) == []
+    version, folder = problems("node 10.0.0.2 (abcdef)", mine | {"torch": "2.0"}, sees_run_folder=False)
     assert (
         version == f"node 10.0.0.2 (abcdef) has torch 2.0, this machine has {mine['torch']}: install the same version"
     )
@@ -193,10 +191,8 @@ def test_a_port_that_is_taken_is_refused_before_any_rank_starts(tmp_path):
         handle = listen = property(lambda self: self)
 
         def remote(self, port):
-            try:
-                bind(self.address, port)
-            except OSError as err:
-                return {"error": err.strerror}
+            self._address = self.address
+            return NodeActor.listen(self, port)
 
     class Ray:
         get = staticmethod(lambda answer, timeout: answer)
@@ -207,10 +203,7 @@ def test_a_port_that_is_taken_is_refused_before_any_rank_starts(tmp_path):
         with pytest.raises(
             ValueError, match=rf"launch.port={launch.port} cannot be used on node 127.0.0.1: Address al"
         ):
-            RayJob.started(Ray, [Agent()], attempt, 1, "cpu", 10.0)
-    listener = bind("127.0.0.1", 0)
-    assert listener.getsockname()[0] == "127.0.0.1"
-    listener.close()
+            RayLauncher._start_ranks(SimpleNamespace(_ray=Ray, _agents=[Agent()], _start_s=10.0), attempt)
 
 
 def test_a_node_whose_agent_was_lost_is_asked_itself_and_not_ray():

@@ -9,8 +9,8 @@ import pytest
 from titan_train.launch.job import RankExit
 from titan_train.launch.place.ray import actor as agent_module
 from titan_train.launch.place.ray import calls as module
-from titan_train.launch.place.ray.calls import Child, Watch, groups
-from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.calls import RayAgent, Watch, groups
+from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
 from titan_train.launch.place.ray.topology import order, selectors
 from titan_train.launch.rank.heartbeat import Beat, Phase
@@ -94,7 +94,8 @@ class FakeAgent:
 
 
 def watched(*agents, raylet=("127.0.0.1", 1)):
-    return Watch(FakeRay(), [Child(node, agent, f"node n{node}", raylet) for node, agent in enumerate(agents)])
+    children = {node: RayAgent(agent, "10.0.0.1", f"n{node}", raylet) for node, agent in enumerate(agents)}
+    return Watch(FakeRay(), children)
 
 
 def test_one_call_is_open_for_each_agent_and_a_broken_one_loses_the_node_once():
@@ -104,7 +105,7 @@ def test_one_call_is_open_for_each_agent_and_a_broken_one_loses_the_node_once():
     one.calls[0].result = News(4, [progress(0, 1)])
     two.calls[0].result = FakeRay.exceptions.RayError()
     found = {news.node: news.lost for news in watch.look(1.0)}
-    assert found == {0: "", 1: "node n1 was lost: RayError"}
+    assert found == {0: "", 1: "node 10.0.0.1 (n1) was lost: RayError"}
     watch.look(0.0)
     assert [call.after for call in one.calls] == [0, 4]
     assert len(two.calls) == 1
@@ -117,7 +118,7 @@ def test_a_silent_node_is_asked_itself(monkeypatch):
     gone = watched(FakeAgent())
     while not (found := gone.look(0.01)):
         pass
-    assert [news.lost for news in found] == ["node n0 was lost: nothing of Ray runs there any more"]
+    assert [news.lost for news in found] == ["node 10.0.0.1 (n0) was lost: nothing of Ray runs there any more"]
     monkeypatch.setattr(module, "_BUSY_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as raylet:
         began, busy = time.monotonic(), watched(FakeAgent(), raylet=raylet.getsockname())
@@ -168,8 +169,8 @@ def test_a_node_that_answers_between_two_questions_is_not_lost(monkeypatch):
 
 
 def test_a_longer_patience_asks_more_often():
-    assert Watch(FakeRay(), [])._probes == Watch(FakeRay(), [], unreachable_s=1.4)._probes == 3
-    assert Watch(FakeRay(), [], unreachable_s=10.0)._probes == 46
+    assert Watch(FakeRay(), {})._probes == Watch(FakeRay(), {}, unreachable_s=1.4)._probes == 3
+    assert Watch(FakeRay(), {}, unreachable_s=10.0)._probes == 46
 
 
 def test_a_job_is_put_into_the_smallest_domain_that_holds_it():
@@ -209,10 +210,7 @@ def test_the_driver_of_many_nodes_knows_every_rank_and_sees_a_failure_at_once():
     """benchmarks/control_plane.py measures this for 1,000 nodes."""
     leaders = {group[0]: (Led(), group) for group in groups(100)}
     of_node = {node: led for led, group in leaders.values() for node in group}
-    agents = [
-        RayAgent(FakeRay(), of_node[node], address="10.0.0.1", node_id=f"{node:08d}", versions={}, sees=True)
-        for node in range(100)
-    ]
+    agents = [RayAgent(of_node[node], "10.0.0.1", f"{node:08d}") for node in range(100)]
     job = RayJob(FakeRay(), agents, 8)
     for node, led in of_node.items():
         led.box.put(NodeNews(node, pack_beats({rank: beat(3) for rank in range(8 * node, 8 * node + 8)})))

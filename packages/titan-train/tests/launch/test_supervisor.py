@@ -14,11 +14,9 @@ pytestmark = pytest.mark.timeout(900)  # runs that may share their cores with tw
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
-        ("kill rank=1 step=7", "rank 1 of 2 was ended by SIGKILL"),
         ("sigterm rank=1 step=7", "a rank received SIGTERM from outside; step 7 is saved"),
         ("raise rank=0 step=7", "rank 0 of 2 failed: InjectedFault"),
         ("disk-full step=7", "File too large"),
-        ("corrupt-checkpoint step=10; kill rank=0 step=10", "rank 0 of 2 was ended by SIGKILL"),
         ("kill rank=0 step=2; kill rank=1 step=6; kill rank=0 step=11", "restart 3 of 5"),
     ],
 )
@@ -126,17 +124,17 @@ def test_without_an_intact_checkpoint_the_run_ends_rather_than_begin_again(job):
     assert "does not match its digest" in told
 
 
-def test_the_record_of_a_restart_has_the_step_that_the_ranks_resumed_at(job):
-    faults = (
-        "corrupt-checkpoint step=10 rank=0; kill rank=1 step=10"  # the newest, step 8, is damaged: they resume at 4
-    )
+def test_a_damaged_checkpoint_is_passed_over_and_the_record_has_the_step_that_the_ranks_resumed_at(job, undisturbed):
+    faults = "corrupt-checkpoint step=10; kill rank=1 step=10"  # the newest, step 8, is damaged: they resume at 4
     code, told = job.supervise("passed-over", "--launch.faults", faults)
     assert code == 0, told
+    assert "rank 1 of 2 was ended by SIGKILL" in told
+    assert job.losses("passed-over") == undisturbed
     assert [attempt["from_step"] for attempt in job.attempts("passed-over")] == [0, 4]
     assert "nanobind" not in told
 
 
-def test_a_worker_that_fails_at_import_is_told_once_and_not_started_again(job):
+def test_a_worker_that_fails_at_import_is_reported_once_and_not_started_again(job):
     code, told = job.supervise("broken", "--model.name", "no_such_package.model:build")
     assert code == 1
     assert told.count("error:") == 1

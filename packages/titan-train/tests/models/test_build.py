@@ -134,7 +134,7 @@ def test_own_function_without_vocab_size_is_called_without_it(own_module: str) -
     [
         ("{}:Tinny", {}, ["no 'Tinny'", "'Tiny'"]),
         ("{}:a_number", {}, ["is a int", "function that returns a torch.nn.Module"]),
-        ("{}:torch.load", {}, ["after the colon must stand one name"]),
+        ("{}:torch.load", {}, ["one name must follow the colon"]),
         ("{}:undeclared", {}, ["does not declare to return a model", "-> torch.nn.Module"]),
         ("{}:fails", {}, ["building the model failed: TypeError", "line 27"]),
         ("{}:not_a_model", {}, ["returned a int", "torch.nn.Module"]),

@@ -74,7 +74,7 @@ def test_a_process_number_in_use_again_is_not_the_owner(tmp_path):
 
 def test_an_owner_elsewhere_lives_while_it_touches_its_lease(tmp_path):
     lease = Lease(tmp_path)
-    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"host": "far", "place": "far 1 2"}))
+    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"host": "far"}))
     with pytest.raises(ValueError, match=r"on host far .*stop it there"):
         Lease(tmp_path)
     long_ago = time.time() - 1000
@@ -118,7 +118,7 @@ def test_a_full_disk_does_not_end_the_owner(tmp_path, monkeypatch):
 
 def far(folder):
     """The lease as an owner on another host holds it."""
-    content = json.dumps(owner(folder) | {"host": "far", "place": "far 1 2", "pid": 7})
+    content = json.dumps(owner(folder) | {"host": "far", "pid": 7})
     (folder / "lease.json").write_text(content)
     return content
 
@@ -188,7 +188,7 @@ def test_a_file_system_without_links_has_one_owner_too(tmp_path, monkeypatch):
 
 
 def test_a_process_of_another_container_with_this_host_name_is_not_to_be_killed_here(tmp_path, holder):
-    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"place": "elsewhere"}))
+    (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"namespace": 1}))
     with pytest.raises(ValueError, match=rf"on host {platform.node()} .*stop it there"):
         Lease(tmp_path)
 

@@ -11,7 +11,7 @@ def test_a_file_where_a_run_keeps_a_folder_is_named_at_start(tmp_path, name):
     (tmp_path / name).write_text("")
     for call in (check_run_folder, Lease):
         with pytest.raises(
-            ValueError, match=rf"{name} is no folder, but a run keeps a folder under this name. Move it away"
+            ValueError, match=rf"{name} is not a folder, but a run keeps a folder under this name. Move it away"
         ):
             call(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from titan_train.run_folder import temporary
-from titan_train.run_folder.temporary import owned_folder
+from titan_train import child_processes as temporary
+from titan_train.child_processes import owned_folder
 
-MAKE = "import sys, time; from pathlib import Path; from titan_train.run_folder.temporary import owned_folder as own; \
+MAKE = "import sys, time; from pathlib import Path; from titan_train.child_processes import owned_folder as own; \
 print(own('titan-x-', Path(sys.argv[1])), flush=True); time.sleep(600)"
 
 
@@ -41,8 +41,7 @@ def test_the_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_stays(
     ("owner", "age_s", "swept"),
     [
         ({"pid": 2**22 + 1}, 0, True), ({"started": "1"}, 0, True), ({}, 0, False),
-        ({"place": "this-host other-boot"}, 0, False), ({"place": "this-host other-boot"}, 10**9, True),
-        ({"host": "elsewhere", "place": "elsewhere boot"}, 10**9, False),
+        ({"boot": "another"}, 0, False), ({"boot": "another"}, 10**9, True), ({"host": "elsewhere"}, 10**9, False),
         ({"pid": "x"}, 10**9, False),
     ],
 )  # fmt: skip
@@ -56,7 +55,7 @@ def test_a_folder_goes_only_where_its_owner_is_proven_gone(tmp_path, owner, age_
 
 
 def test_what_names_no_owner_or_is_another_users_stays(tmp_path, monkeypatch):
-    for name, content in (("titan-x-old", None), ("titan-x-torn", '{"pid"'), ("another", '{"place": ""}')):
+    for name, content in (("titan-x-old", None), ("titan-x-torn", '{"pid"'), ("another", '{"host": ""}')):
         (tmp_path / name).mkdir()
         if content is not None:
             (tmp_path / name / ".owner").write_text(content)

@@ -226,8 +226,8 @@ def test_an_installed_package_is_used_only_if_it_is_named(folder, monkeypatch, c
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Tiny.load", "after the colon must stand one name"),
-        ("nn.Linear", "after the colon must stand one name"),
+        ("Tiny.load", "one name must follow the colon"),
+        ("nn.Linear", "one name must follow the colon"),
         ("nn", "has no 'nn'"),
         ("Only_imported", "is defined in torch.nn.modules.linear: foreign_model only imports it"),
     ],

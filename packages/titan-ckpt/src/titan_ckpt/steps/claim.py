@@ -45,10 +45,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, distinct from a later one with the same id.
+    """A process, distinct from a later one with the same id: to name the owner of a file, and to know whether it lives.
 
     A process id is valid in one process namespace only. Containers of one machine have their own namespaces and may share
-    a host name.
+    a host name. ``dataclasses.asdict`` gives what JSON can hold, `decode` reads it.
     """
 
     host: str
@@ -67,8 +67,13 @@ class Process:
 
     @classmethod
     def decode(cls, value: dict[str, Any]) -> "Process":
-        """Undo ``dataclasses.asdict``. Ignores other keys; raises KeyError if one is missing."""
-        return cls(*(value[name] for name in ("host", "pid", "started", "boot", "namespace")))
+        """Undo ``dataclasses.asdict``. Other keys are ignored.
+
+        Raises:
+            KeyError: A key is missing.
+            ValueError: ``pid`` is not a number; or TypeError.
+        """
+        return cls(str(value["host"]), int(value["pid"]), value["started"], value["boot"], value["namespace"])
 
     @property
     def local(self) -> bool:

@@ -99,9 +99,8 @@ class Launcher(Protocol):
         ...
 
     def adopt(self, run_dir: Path) -> tuple[Attempt, RunningJob] | None:
-        """The attempt that a supervisor before this one left running; None if there is none."""
-        ...
+        """The attempt that a supervisor before this one left running; None if its ranks ended with it."""
+        return None
 
     def close(self, exit_code: int = 1) -> None:
-        """Give back everything, also what keeps restarts fast."""
-        ...
+        """Give back everything, also what keeps restarts fast; nothing where that ends with this process."""

@@ -29,7 +29,7 @@ from titan_train.report.ranks import rank_tables
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
 from titan_train.report.timeline import memory_timeline, time_split
-from titan_train.trust.pages import content_policy
+from titan_train.trust.published import content_policy
 
 REPORT_NAME = "report.html"
 _MOST_EVENTS = 200

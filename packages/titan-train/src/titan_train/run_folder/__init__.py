@@ -15,9 +15,9 @@
               lease.json      the process that runs it now
               staged/         an attempt whose ranks have not restored yet
 
-`contents` reads the folder. `place` tells whether a run can use it. `lease` makes sure that one run at a time writes to it.
-`staging` holds back the configuration and the run information of an attempt until all its ranks have restored: whatever is
-refused before that leaves the folder as it was. `durable` brings its files to the disk before each checkpoint.
+`contents` reads the folder and brings it to the disk. `place` checks whether a run can use it. `lease` makes sure that one run
+at a time writes to it. `staging` holds back the configuration and the run information of an attempt until all its ranks have
+restored: a refusal before that leaves the folder as it was.
 
 No torch: the command line and the report use it.
 """
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
         pipeline_file,
         read_config,
         run_folder,
+        sync_run_folder,
         with_kept_model,
     )
-    from titan_train.run_folder.durable import sync_run_folder
     from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder

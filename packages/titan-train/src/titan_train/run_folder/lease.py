@@ -4,9 +4,9 @@ The lease is a small file that names its owner: host, process, attempt. It appea
 write to the folder and goes when the owner ends. A second run reads it and is refused.
 
 An owner that died leaves its lease behind, which the next run takes over. On the owner's own host the process table
-tells: the process is gone, or its number belongs to a process that started at another time. From another host only time
-tells: the owner touches the file every 10 s, so a lease that nobody touched for two minutes has no owner. That time is
-the file system's own, of a file written there now: the clocks of two hosts may differ by more.
+shows that the process is gone, or that its number belongs to a later process. From another host only time shows it: the
+owner touches the file every 10 s, so a lease that was not touched for two minutes has no owner. That time is the file
+system's own, of a file written there now: the clocks of two hosts may differ by more.
 
 Time can deceive: an owner that was stopped, or cut off from the file system, may live on. So an owner reads its lease
 whenever it touches it and before every attempt, and stops if it names another one: who came last is in the right.
@@ -25,9 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt import Process
+
+from titan_train.child_processes import before_this_boot
 from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.run_folder.place import check_run_folder
-from titan_train.run_folder.processes import before_this_boot, process_place, process_start
 
 TAKEN_OVER = 75
 """Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
@@ -41,12 +43,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 class _Owner:
     """Who holds a lease."""
 
-    host: str
-    pid: int
-    place: str
-    """Where the process number is valid."""
-    started: str
-    """When the process started, so that a reused process number is told from its former owner."""
+    process: Process
     since: float
     """Seconds since the epoch."""
     attempt: int = 0
@@ -68,7 +65,7 @@ class Lease:
             run_dir: The run's folder.
             chain: The lease of an owner with the same one is taken over at once, on any host: the caller makes sure that
                 this owner is gone. Empty: no such owner.
-            on_lost: Called once with what to tell the user when another run has taken the folder over, by any thread.
+            on_lost: Called once, by any thread, with a message for the user when another run has taken the folder over.
 
         Raises:
             ValueError: Another run holds it; the message names that run. Or `check_run_folder` refuses the folder.
@@ -77,9 +74,7 @@ class Lease:
         self._file = run_dir / _FILE
         self._on_lost = on_lost
         self._lost = ""
-        self._owner = _Owner(
-            platform.node(), os.getpid(), process_place(), process_start(os.getpid()), time.time(), chain=chain
-        )
+        self._owner = _Owner(Process.of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
         check_run_folder(run_dir)
         with _one_at_a_time(run_dir):
@@ -104,7 +99,7 @@ class Lease:
         self.check()
 
     def check(self) -> None:
-        """Make sure that the lease is still this process's, as far as its last touch told.
+        """Make sure that the lease was still this process's at its last touch.
 
         Raises:
             LeaseLostError: Another run has taken the folder over; the message names that run.
@@ -145,7 +140,8 @@ class Lease:
         return True
 
     def _content(self) -> str:
-        return json.dumps(asdict(self._owner))
+        owner = asdict(self._owner)
+        return json.dumps(owner.pop("process") | owner)
 
     def _keep_touching(self) -> None:
         while not self._released.wait(_TOUCH_S):
@@ -201,36 +197,28 @@ def _read(file: Path) -> _Owner | None:
     """The owner; None if the file is gone or damaged."""
     try:
         values = parse_json(read_text(file))
-        return _Owner(
-            host=str(values["host"]),
-            pid=int(values["pid"]),
-            place=str(values["place"]),
-            started=str(values["started"]),
-            since=float(values["since"]),
-            attempt=int(values["attempt"]),
-            chain=str(values.get("chain", "")),
-        )
+        return _Owner(Process.decode(values), float(values["since"]), int(values["attempt"]), str(values["chain"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _same(one: _Owner | None, other: _Owner | None) -> bool:
-    """Whether two readings are of one owner, whatever its attempt."""
+    """Whether two readings are of one owner, in any of its attempts."""
     if one is None or other is None:
         return one is other
     return replace(one, attempt=0) == replace(other, attempt=0)
 
 
 def _alive(owner: _Owner, file: Path, now: Callable[[Path], float]) -> bool:
-    """Whether an owner lives; ``now`` tells the time by which the folder's files are dated."""
-    if owner.place == process_place():
-        return process_start(owner.pid) == owner.started
+    """Whether an owner lives; ``now`` reads the clock by which the folder's files are dated."""
+    if owner.process.local:
+        return owner.process.alive
     try:
         touched = file.stat().st_mtime
     except OSError:
         return False
     here = now(file.parent)
-    rebooted = owner.host == platform.node() and before_this_boot(touched, here)
+    rebooted = owner.process.host == platform.node() and before_this_boot(touched, here)
     return not rebooted and here - touched < _DEAD_S
 
 
@@ -261,17 +249,16 @@ def _create(file: Path, content: str) -> bool:
 
 
 def _refusal(run_dir: Path, owner: _Owner) -> str:
-    here = owner.place == process_place()
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
-    way_out = f"stop it with `kill {owner.pid}`" if here else "stop it there"
+    way_out = f"stop it with `kill {owner.process.pid}`" if owner.process.local else "stop it there"
     return (
-        f"{run_dir} is in use: process {owner.pid} on host {owner.host} has run it since {since} (attempt {owner.attempt}). "
-        f"Wait for it, {way_out}, or choose another --run.name."
+        f"{run_dir} is in use: process {owner.process.pid} on host {owner.process.host} has run it since {since} (attempt "
+        f"{owner.attempt}). Wait for it, {way_out}, or choose another --run.name."
     )
 
 
 def _taken_over(run_dir: Path, owner: _Owner) -> str:
     return (
-        f"{run_dir} was taken over by process {owner.pid} on host {owner.host}, for which this run was gone. This one writes no "
-        "more to it; that one goes on from the last finished checkpoint."
+        f"{run_dir} was taken over by process {owner.process.pid} on host {owner.process.host}, which believed this run dead. "
+        "This run stops writing; the other resumes from the last finished checkpoint."
     )

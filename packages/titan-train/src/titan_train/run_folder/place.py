@@ -26,7 +26,7 @@ def check_run_folder(run_dir: Path) -> None:
         if path.is_dir():
             check_writable(path, "run.dir and run.name")
         elif path.exists() and not path.is_symlink():
-            raise ValueError(_wrong_kind(path, "no folder", "a folder"))
+            raise ValueError(_wrong_kind(path, "not a folder", "a folder"))
     for name in _FILES:
         path = run_dir / name
         if path.is_dir():

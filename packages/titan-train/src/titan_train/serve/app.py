@@ -23,7 +23,7 @@ from titan_train.generation import LoadedRun, TextPiece
 from titan_train.serve.loopback import LocalOnly
 from titan_train.serve.requests import Ask, BadRequestError, Limits, read_chat, read_completion
 from titan_train.serve.worker import Worker
-from titan_train.trust.pages import content_policy
+from titan_train.trust.published import content_policy
 
 _LARGEST_BODY = 1_000_000
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SOURCE_ONLY = "TITAN_TRAIN_CODE"
-"""The environment variable that tells ranks the folders and packages of ``--code``."""
+"""The environment variable that passes the folders and packages of ``--code`` on to ranks."""
 
 # They hold functions that are declared to build a module and that run what their arguments name: a folder's own Python, a
 # pickle, a repository on a hub. A configuration chooses the arguments.
@@ -82,9 +82,9 @@ def use_package_of(model_name: str) -> tuple[str, ...]:
     return (top,)
 
 
-def top_package(model_name: str) -> str:
-    """The package that must be trusted: ``my_package`` of ``"my_package.my_model:build"``."""
-    return _top(model_name.partition(":")[0])
+def top_package(name: str) -> str:
+    """The package that must be trusted: ``my_package`` of ``"my_package.my_model:build"`` or of a module's name."""
+    return name.partition(":")[0].partition(".")[0]
 
 
 def find_code(model_name: str) -> list[Path]:
@@ -130,7 +130,7 @@ def find_code(model_name: str) -> list[Path]:
     for place in found:
         if not place.exists():
             raise ValueError(
-                f"model.name={model_name!r}: {top!r} is no file or folder ({spec.origin or place}). Unpack its archive and "
+                f"model.name={model_name!r}: {top!r} is not a file or folder ({spec.origin or place}). Unpack its archive and "
                 "name the folder with --code DIR: its source must be there to be read."
             )
     return found
@@ -152,8 +152,8 @@ def import_factory(model_name: str) -> "Callable[..., nn.Module]":
     module_name, _, attribute = model_name.partition(":")
     if not attribute.isidentifier():
         raise ValueError(
-            f"model.name={model_name!r}: after the colon must stand one name. Name a class or a function at the top level of "
-            "its module, not what one of them holds."
+            f"model.name={model_name!r}: one name must follow the colon. Name a class or a function at the top level of its "
+            "module, not an attribute of one."
         )
     find_code(model_name)
     _ignore_bytecode()
@@ -168,10 +168,10 @@ def import_factory(model_name: str) -> "Callable[..., nn.Module]":
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles the source whatever bytecode lies beside it, which somebody else may have made from another source."""
+    """Compiles the source and ignores bytecode beside it, which somebody else may have made from another source."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """Say that there is no bytecode."""
+        """There is no bytecode."""
         raise OSError(errno.ENOENT, "bytecode is not used", path)
 
 
@@ -191,8 +191,7 @@ def _finder(path: str) -> FileFinder:
 
 
 def _below_code(path: str) -> bool:
-    folders = filter(os.path.isabs, _listed(SOURCE_ONLY))
-    return any(Path(path).is_relative_to(folder) for folder in folders)
+    return any(Path(path).is_relative_to(word) for word in _listed(SOURCE_ONLY) if Path(word).is_absolute())
 
 
 def _is_trusted(top: str, spec: ModuleSpec) -> bool:
@@ -211,10 +210,6 @@ def _listed(variable: str) -> list[str]:
 def _add_to(variable: str, word: str) -> None:
     if word not in (known := _listed(variable)):
         os.environ[variable] = os.pathsep.join([*known, word])
-
-
-def _top(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _find(top: str) -> ModuleSpec | None:
@@ -249,7 +244,7 @@ def _check_declared(model_name: str, found: Any) -> None:
     from torch import nn
 
     home = getattr(found, "__module__", None)
-    if callable(found) and isinstance(home, str) and _top(home) != top_package(model_name):
+    if callable(found) and isinstance(home, str) and top_package(home) != top_package(model_name):
         raise ValueError(
             f"model.name={model_name!r} is defined in {home}: {top_package(model_name)} only imports it. Write a function in "
             f"{top_package(model_name)} that calls it and is annotated to return a torch.nn.Module."
@@ -257,7 +252,9 @@ def _check_declared(model_name: str, found: Any) -> None:
     if inspect.isclass(found):
         if issubclass(found, nn.Module):
             return
-        raise ValueError(f"model.name={model_name!r} is a class, but no subclass of torch.nn.Module. Name one that is.")
+        raise ValueError(
+            f"model.name={model_name!r} is a class, but not a subclass of torch.nn.Module. Name one that is."
+        )
     if not inspect.isfunction(found):
         raise ValueError(
             f"model.name={model_name!r} is a {type(found).__name__}; it must be a class or a function that returns a "

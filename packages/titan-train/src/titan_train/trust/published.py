@@ -1,10 +1,15 @@
-"""What the JSON files of a published folder may not ask of transformers.
+"""What files that other people made may not ask of the programs that read them: transformers and a browser.
 
-Some of their fields make transformers run code that is in no installed package: ``auto_map`` names Python files in the
-folder, and an attention or experts implementation with a slash names a repository of kernels, which the library `kernels`
-fetches from a hub and imports. No torch, no transformers.
+Some fields of a published folder's JSON files make transformers run code that is in no installed package: ``auto_map`` names
+Python files in the folder, and an attention or experts implementation with a slash names a repository of kernels, which the
+library `kernels` fetches from a hub and imports.
+
+A page that we write or serve runs our script, and nothing that a file's text brings along: a content security policy names the
+page's own scripts by their hashes, so that a text that got past the escaping would still not run. No torch, no transformers.
 """
 
+import base64
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +53,7 @@ def refuse_code_in(folder: Path) -> None:
     """`refuse_foreign_code` of every file of a folder that transformers reads settings from.
 
     Raises:
-        ValueError: One asks for code, or is no JSON.
+        ValueError: One asks for code, or is not JSON.
     """
     for file in (folder / name for name in _FILES):
         if file.is_file():
@@ -57,6 +62,22 @@ def refuse_code_in(folder: Path) -> None:
             except ValueError as err:
                 raise ValueError(f"{file} is not valid JSON ({err}). Fetch the folder again.") from err
             refuse_foreign_code(content, str(file))
+
+
+def content_policy(*scripts: str, connect: bool = False) -> str:
+    """The content of a page's ``Content-Security-Policy``.
+
+    Args:
+        scripts: The text of each of the page's own scripts, all between its tags.
+        connect: The page may ask the server that it comes from.
+    """
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{found}'" for found in hashes) or "'none'"
+    own = "'self'" if connect else "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; connect-src {own}; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
 
 def _fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

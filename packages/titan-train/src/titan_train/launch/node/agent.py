@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.child_processes import interrupts_blocked, without_working_directory
+from titan_train.child_processes import interrupts_blocked, owned_folder, without_working_directory
 from titan_train.config import Config, dump_config
 from titan_train.launch.job import Attempt, RankExit, RankJob
 from titan_train.launch.rank.heartbeat import Beat, Phase, heartbeat_file, read_beat
 from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order, OrderSender, orders_file
 from titan_train.launch.validate import validate_in_child
-from titan_train.run_folder.temporary import owned_folder
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
 _KILL_S = 10.0

@@ -5,8 +5,8 @@ A module that cannot be imported is left to the ranks, whose error names it.
 A signal sent to the whole process group (a batch system, Ctrl-C) must reach the ranks and the launcher, which act on
 it; the server between them must live on, or the ranks' exit codes are lost.
 
-What was imported lives as long as the server: the garbage collector is told to leave it alone, or the first collection
-in every rank would walk all of torch and copy the pages it shares with the server.
+What was imported lives as long as the server, so it is hidden from the garbage collector. Otherwise the first collection in
+every rank would walk all of torch and copy the pages that the rank shares with the server.
 """
 
 import atexit

@@ -6,17 +6,16 @@ a while in elastic mode.
 
 import contextlib
 import time
-from pathlib import Path
 
 from titan_train.config import Config
 from titan_train.config.faults import parse_faults, struck_file
 from titan_train.files import parse_json
-from titan_train.launch.job import Attempt, RankExit
+from titan_train.launch.job import Attempt, Launcher, RankExit
 from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank.info import DeviceType
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts ranks on this machine."""
 
     def __init__(self, places: int, device: DeviceType) -> None:
@@ -41,12 +40,6 @@ class LocalLauncher:
     def start(self, attempt: Attempt) -> "LocalJob":
         """Start all ranks of an attempt."""
         return LocalJob(self._agent, attempt, self._places, self.device)
-
-    def adopt(self, run_dir: Path) -> None:
-        """None: the ranks end with the process that started them."""
-
-    def close(self, exit_code: int = 1) -> None:
-        """Nothing to give back: the server ends with this process."""
 
 
 class LocalJob(NodeRanks):

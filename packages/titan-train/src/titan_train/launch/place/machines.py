@@ -16,6 +16,7 @@ that answered take part. The others keep answering while an attempt runs, which 
 import contextlib
 import errno
 import json
+import math
 import signal
 import socket
 import time
@@ -27,7 +28,7 @@ from typing import Any
 
 from titan_train.config import Config, LaunchConfig
 from titan_train.files import parse_json, write_atomic
-from titan_train.launch.job import Attempt, RankExit
+from titan_train.launch.job import Attempt, Launcher, RankExit
 from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
@@ -97,12 +98,9 @@ class Leader:
         there = [0]
         for machine in range(1, self._all):
             text = _text(self._answer(machine))
-            before, since = self._heard.get(machine, ("", 0.0))
-            if text and text != before:
-                self._heard[machine] = (text, now)
-                if before:  # what lay there at the first look may be old
-                    there.append(machine)
-            elif text and now - since < _FRESH_S and since:
+            before, since = self._heard.get(machine, (text, -math.inf))  # what lies there at the first look may be old
+            self._heard[machine] = (text, since if text == before else now)
+            if text and now - self._heard[machine][1] < _FRESH_S:
                 there.append(machine)
         return tuple(there)
 
@@ -142,7 +140,7 @@ class Leader:
             write_atomic(self._file, json.dumps(asdict(announced) | {"time": time.time()}))
 
 
-class MachinesLauncher:
+class MachinesLauncher(Launcher):
     """Machine 0: starts its own ranks and has the other machines start theirs."""
 
     def __init__(self, launch: LaunchConfig, per_node: int, device: DeviceType, run_dir: Path) -> None:
@@ -187,9 +185,6 @@ class MachinesLauncher:
         job = NodeJob.of(attempt, 0, self._per_node, self.device, store=self._launch.endpoint)
         self._job = MachinesJob(self._agent, job, listener, self._leader, machines)
         return self._job
-
-    def adopt(self, run_dir: Path) -> None:
-        """None: the ranks end with the process that started them."""
 
     def close(self, exit_code: int = 1) -> None:
         """Tell the other machines that all is over."""

@@ -27,7 +27,7 @@ class SlurmJob:
     partition: str = ""
     account: str = ""
     warn_s: int = 120
-    """Seconds before the time limit at which the run is told to save and end."""
+    """Seconds before the time limit at which the run saves and ends."""
     port: int = 29500
     """Where the machines meet, on the first of them."""
     shared: bool = False
@@ -47,7 +47,7 @@ def sbatch_text(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
         ranks_per_node: GPUs (or CPU ranks) of each machine.
 
     Raises:
-        ValueError: The launcher is `local` for more than one machine, or a value is none of Slurm's.
+        ValueError: The launcher is `local` for more than one machine, or Slurm cannot take a value.
     """
     launch = config.launch
     if launch.launcher == "local" and launch.nnodes > 1:
@@ -123,19 +123,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,/+-]*")
 def _refuse_odd(job: SlurmJob) -> None:
     if not _TIME.fullmatch(job.time_limit):
         raise ValueError(
-            f"--time {job.time_limit[:60]!r} is no time limit of Slurm. Write hours:minutes:seconds or days-hours, such as "
+            f"--time {job.time_limit[:60]!r} is not a time limit of Slurm. Write hours:minutes:seconds or days-hours, such as "
             "24:00:00 or 2-12."
         )
     if job.memory and not _MEMORY.fullmatch(job.memory):
         raise ValueError(
-            f"--mem {job.memory[:60]!r} is no amount of memory of Slurm. Write a number and K, M, G or T, such as 512G; 0 "
+            f"--mem {job.memory[:60]!r} is not an amount of memory of Slurm. Write a number and K, M, G or T, such as 512G; 0 "
             "takes all of the machine's."
         )
     for name in ("partition", "account"):
         value = getattr(job, name)
         if value and not _NAME.fullmatch(value):
             raise ValueError(
-                f"--{name} {value[:60]!r} is no name of Slurm: letters, digits and _ . , / + - are allowed. Correct it."
+                f"--{name} {value[:60]!r} is not a name of Slurm. Use letters, digits and _ . , / + - only."
             )
 
 

@@ -22,7 +22,7 @@ def set_cuda_defaults(environ: MutableMapping[str, str], *, pipeline: bool) -> N
     Args:
         environ: The environment of a process that has not used CUDA yet.
         pipeline: Pipeline stages send through NCCL. Kernels are then loaded at the start: loading one at its first use
-            waits for the device, on which a send may wait for a peer that waits for this rank.
+            in mid-step waits for the device, on which a send may wait for a peer that waits for this rank.
     """
     if not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"

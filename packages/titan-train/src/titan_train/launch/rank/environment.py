@@ -33,8 +33,8 @@ def check_environment(environ: Mapping[str, str] = os.environ, *, cuda: bool = F
             fits = any(name == one if exact else name.startswith(one) for name in known for one in wanted)
         if not fits:
             raise ValueError(
-                f"{variable}={asked!r} is no network interface of this machine, which has {', '.join(known)}. Name one of them, "
-                "or unset the variable."
+                f"{variable}={asked!r} is not a network interface of this machine, which has {', '.join(known)}. Name one of "
+                "them, or unset the variable."
             )
 
 
@@ -42,7 +42,7 @@ def whole_number(name: str, environ: Mapping[str, str], *, least: int, most: int
     """The value of a variable.
 
     Raises:
-        ValueError: It is missing, no whole number, or out of range.
+        ValueError: It is missing, not a whole number, or out of range.
     """
     text = environ.get(name, "").strip()
     if (
@@ -63,7 +63,7 @@ def check_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a ``MASTER_ADDR`` and ``MASTER_PORT`` at which no rank could meet another.
 
     Raises:
-        ValueError: The port is none, or the address is still unknown after a minute.
+        ValueError: The port is not one, or the address is still unknown after a minute.
     """
     port = whole_number("MASTER_PORT", environ, least=1, most=65535)
     address = environ.get("MASTER_ADDR", "")
@@ -77,6 +77,6 @@ def check_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
         except (OSError, UnicodeError) as err:
             if not address or time.monotonic() > until:
                 raise ValueError(
-                    f"MASTER_ADDR={address!r} is no address that this machine knows ({err}). Name the host of rank 0."
+                    f"MASTER_ADDR={address!r} is not an address that this machine knows ({err}). Name the host of rank 0."
                 ) from None
         time.sleep(1.0)

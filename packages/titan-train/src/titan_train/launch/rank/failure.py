@@ -19,7 +19,7 @@ from titan_train.files import parse_json, write_atomic
 
 # ValueErrors that a damaged file causes, not a setting
 _DAMAGE = (UnicodeError, json.JSONDecodeError)
-# torch's and gloo's errors about peers, stores and networks: RuntimeErrors, told apart by class name or text
+# torch's and gloo's errors about peers, stores and networks: RuntimeErrors, known by class name or text
 _NETWORK = re.compile(r"gloo|nccl|store|connect|socket|network|timed out|closed by peer", re.IGNORECASE)
 
 
@@ -84,7 +84,7 @@ def first_failure(run_dir: Path) -> Failure | None:
 
 
 def describe_failure(failure: Failure, world_size: int) -> str:
-    """The error as the person sees it."""
+    """The error as the user sees it."""
     head = f"rank {failure.rank} of {world_size} failed: {failure.kind}: {failure.message}"
     return head if failure.users_mistake else f"{failure.traceback.rstrip()}\n\n{head}"
 

@@ -3,7 +3,7 @@
 torch keeps the last collectives of each rank in a ring buffer, the flight recorder. When the launcher finds a hang, each
 rank writes its buffer as JSON, and its Python stacks, into ``hangs/attempt-N/`` of the run's folder, from a thread, so
 that a rank stuck in a collective still can. Then the numbers are compared: ranks of a group count its collectives
-alike, so whoever has the lowest number is the one that did not come.
+alike, so the rank with the lowest number is the one that did not come.
 
 The functions of the recorder are private; checked on torch 2.11 and 2.15, with gloo (CPU) and NCCL (GPU) dumps.
 """
@@ -57,7 +57,7 @@ class Reading:
     """What the dumps say together."""
 
     missing: tuple[int, ...]
-    """Ranks that the others wait for; empty if the dumps do not tell."""
+    """Ranks that the others wait for; empty if the dumps do not show it."""
     text: str
 
 

@@ -38,7 +38,7 @@ def ranks_from_torchrun(launch: LaunchConfig, environ: Mapping[str, str] = os.en
     """Read torchrun's variables.
 
     Raises:
-        ValueError: A variable is no number in its range, or ``launch.nproc`` was set to another number than torchrun started.
+        ValueError: A variable is not a number in its range, or ``launch.nproc`` was set to another number than torchrun started.
     """
     world = whole_number("WORLD_SIZE", environ, least=1)
     rank = whole_number("RANK", environ, least=0, most=world - 1)

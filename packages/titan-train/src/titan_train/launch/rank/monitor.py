@@ -6,6 +6,7 @@ time-out of the start, and the rank that compiles says so in its heartbeat, whic
 """
 
 import contextlib
+import datetime
 import statistics
 import sys
 import threading
@@ -15,13 +16,14 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from titan_train.config import LaunchConfig
 from titan_train.config.faults import parse_faults
 from titan_train.launch.rank.heartbeat import Heartbeat, Phase
 from titan_train.launch.rank.inject import Injector
-from titan_train.launch.rank.timeouts import set_collective_timeout
 from titan_train.observe.timing.collectives import CollectiveMeter
 from titan_train.train.monitor import StepMonitor
 
@@ -109,7 +111,7 @@ class RankMonitor(StepMonitor):
             self._write(Phase.TRAIN)
 
     def _watch_compiler(self) -> None:
-        """Be told of compilations, from when Dynamo is loaded: nothing compiles before."""
+        """Listen for compilations once Dynamo is loaded: nothing compiles before."""
         if self._callbacks is None and "torch._dynamo.callback" in sys.modules:
             self._callbacks = sys.modules["torch._dynamo.callback"].callback_handler
             self._callbacks.register_start_callback(lambda _: self.compiling(True))
@@ -129,3 +131,13 @@ class RankMonitor(StepMonitor):
 
 def _median(values: deque[float]) -> float:
     return statistics.median(values) if values else 0.0
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Give every process group of this rank the time-out ``seconds`` from the next collective on. Local, cheap.
+
+    torch 2.15 has `torch.distributed.set_timeout`; before it, the same function was private. Checked on 2.11 and 2.15.
+    """
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # pyright: ignore[reportDeprecated]
+    for group in list(distributed_c10d._world.pg_map):
+        set_timeout(datetime.timedelta(seconds=seconds), group)

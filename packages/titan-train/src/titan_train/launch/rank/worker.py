@@ -1,6 +1,6 @@
 """One rank: join the process group, train, leave cleanly; report an error once.
 
-The same code whoever starts it: the fork server of a node's agent, or a torchrun that the user runs, where nobody watches.
+The same code under a node's agent, which forks it, and under a torchrun of the user's, where nothing watches it.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         step = train_rank(config, job.ranks, run_dir, monitor, listener)
         monitor.ended(step, config.train.steps)
         code = 0
-    except BaseException as err:  # the launcher reports it, whatever it is
+    except BaseException as err:  # of any kind: the supervisor reports it
         write_failure(run_dir, rank, err, trained=ready.is_set())
     finally:
         sys.stdout.flush()
@@ -112,8 +112,7 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
 
 @contextlib.contextmanager
 def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | None) -> Generator[None]:
-    if ranks.device_type == "cuda":
-        set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)
+    set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)
     import torch
     import torch.distributed as dist
 
@@ -129,8 +128,6 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     )
     if "OMP_NUM_THREADS" in os.environ and ranks.device_type == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if config.parallel.pp > 1:  # loading a kernel in mid-step waits for the device, and so for messages to other stages
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if ranks.device_type == "cuda":
         prepare_gpu(ranks.local_rank, bind_numa=config.launch.bind_numa)
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"

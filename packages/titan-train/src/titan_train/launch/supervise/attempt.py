@@ -48,7 +48,7 @@ class Outcome:
 
 
 class WatchedAttempt:
-    """Takes exits and heartbeats of one attempt, passes orders on, and says how the attempt ended."""
+    """Takes exits and heartbeats of one attempt, passes orders on, and reports how the attempt ended."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class WatchedAttempt:
         can_grow: Callable[[], bool],
         still_ours: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare.
+        """Watch ``job`` from `watch` on.
 
         Args:
             attempt: What was started.
             job: Its ranks.
             requests: What was asked for by signals.
-            journal: Where the person is told.
+            journal: Where events are reported.
             lost_at: When the attempt before this one was lost; None if none was.
             can_grow: Whether more ranks could run than this attempt has.
             still_ours: Raises if another run has taken the folder over.

@@ -1,4 +1,4 @@
-"""What the supervisor tells the person and writes to ``attempts.jsonl``; neither can end the run.
+"""What the supervisor prints for the user and writes to ``attempts.jsonl``; neither can end the run.
 
 A full disk, a file system that turned read-only or a closed terminal is reported and survived: lines that cannot be
 written are kept in memory and written with the next ones.
@@ -21,7 +21,7 @@ class Journal:
         self._torn = False
 
     def say(self, text: str) -> None:
-        """Print a line for the person; a terminal that is gone is no reason to stop."""
+        """Print a line for the user; a terminal that is gone does not end the run."""
         with contextlib.suppress(OSError, ValueError):
             print(text, file=self._out, flush=True)
 

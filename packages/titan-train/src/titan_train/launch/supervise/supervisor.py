@@ -60,7 +60,7 @@ class Supervisor:
         out: TextIO | None = None,
         before: "Before | None" = None,
     ) -> None:
-        """Prepare.
+        """Supervise with ``launcher``; nothing starts before `run`.
 
         Args:
             launcher: Starts the ranks.
@@ -70,7 +70,7 @@ class Supervisor:
             unit: Ranks that come and go together: those of a node.
             on_attempt: Called before each attempt.
             still_ours: Called often; raises if another run has taken the folder over, and the ranks are ended at once.
-            out: Where to tell the user; the default is stderr.
+            out: Where the user reads what happens; the default is stderr.
             before: What a supervisor of the same command left behind, if there was one.
 
         Raises:

@@ -17,7 +17,7 @@ from titan_train.planner.memory.kept import kept_token_bytes
 from titan_train.planner.memory.peak import working_set
 from titan_train.planner.setup import ON_A_V, Setup
 from titan_train.planner.shapes import find_shape
-from titan_train.trust.pages import content_policy
+from titan_train.trust.published import content_policy
 
 MODELS = (
     "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b", "qwen3_8b", "qwen3_32b", "qwen3_30b_a3b",

@@ -5,17 +5,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_train.launch.job import RankExit
 from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
-from titan_train.launch.place.ray.calls import Child, Watch
+from titan_train.launch.place.ray.calls import RayAgent, Watch
 from titan_train.launch.place.ray.cluster import versions
 from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.orders import Order
 
+_BACKLOG = 1024
 _LOOK_S = 0.1  # between looks at heartbeats; a rank's end wakes the agent at once
 _PACE_S = 1.0  # between reports of mere progress
 _ORPHAN_S = 180.0  # longer than Ray takes to start the driver on another node
@@ -41,12 +42,10 @@ class NodeActor:
         if Path(folder).is_dir():
             os.chdir(folder)
         sys.path += [path for path in code.split(os.pathsep) if path not in sys.path and Path(path).is_dir()]
-        address = _own_address()
-        interface = _interface_of(address)
-        if interface:  # or gloo and NCCL take the first one that a name server knows
+        self._address = _own_address()
+        if interface := _interface_of(self._address):  # or gloo and NCCL take the first one that a name server knows
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        self._address = address
         self._agent = NodeAgent(threads_per_rank)
         self._running: _Running | None = None
         self._listener: socket.socket | None = None
@@ -67,13 +66,12 @@ class NodeActor:
         }
 
     def listen(self, port: int) -> dict[str, str]:
-        """Bind the socket that rank 0 will serve the store on, before anyone is told of it."""
+        """Bind the socket that rank 0 will serve the store on, before anyone learns of it; port 0 takes a free one."""
         try:
-            listener = bind(self._address, port)
+            self._listener = socket.create_server((self._address, port), backlog=_BACKLOG)
         except OSError as err:
             return {"error": err.strerror or str(err)}
-        self._listener = listener
-        return {"address": f"{self._address}:{listener.getsockname()[1]}"}
+        return {"address": f"{self._address}:{self._listener.getsockname()[1]}"}
 
     def start(self, job: NodeJob, term: str) -> None:
         """Start this node's ranks."""
@@ -98,7 +96,7 @@ class NodeActor:
         """Bytes that rank 0 has printed, if it is here."""
         return 0 if self._running is None else len(self._running.news(0, 0, 0.0).output)
 
-    def lead(self, children: Sequence[Child], unreachable_s: float) -> None:
+    def lead(self, children: Mapping[int, RayAgent], unreachable_s: float) -> None:
         """Watch other nodes too, and report for them."""
         if self._running is not None:
             self._running.lead(children, unreachable_s)
@@ -152,7 +150,7 @@ class _Running:
         self._followed = threading.Lock()  # held while the board is read, so that it is not removed meanwhile
         threading.Thread(target=self._follow_ranks, name="ranks", daemon=True).start()
 
-    def lead(self, children: Sequence[Child], unreachable_s: float) -> None:
+    def lead(self, children: Mapping[int, RayAgent], unreachable_s: float) -> None:
         threading.Thread(target=self._follow_nodes, args=(children, unreachable_s), name="nodes", daemon=True).start()
 
     def news(self, after: int, output_from: int, timeout_s: float) -> News:
@@ -165,7 +163,7 @@ class _Running:
             self.ranks.end()
 
     def _follow_ranks(self) -> None:
-        told: dict[int, Beat] = {}
+        known: dict[int, Beat] = {}
         exits: tuple[RankExit, ...] = ()
         while not self._over.is_set():
             with self._followed:
@@ -173,12 +171,12 @@ class _Running:
                     return
                 ended = self.ranks.exits(_LOOK_S)
                 beats = self.ranks.beats()
-            if ended or not alike(beats, told):
-                exits, told = (*exits, *ended), beats
+            if ended or not alike(beats, known):
+                exits, known = (*exits, *ended), beats
                 self._mailbox.put(NodeNews(self.job.node, pack_beats(beats), exits))
             self._over.wait(0.0 if ended else _LOOK_S if len(exits) == self.job.per_node else 0.001)
 
-    def _follow_nodes(self, children: Sequence[Child], unreachable_s: float) -> None:
+    def _follow_nodes(self, children: Mapping[int, RayAgent], unreachable_s: float) -> None:
         import ray
 
         watch = Watch(ray, children, unreachable_s=unreachable_s)
@@ -195,23 +193,6 @@ class _Running:
                 return file.read()
         except OSError:  # not there yet, or its disk fails: what ranks print does not end a run
             return b""
-
-
-def bind(address: str, port: int) -> socket.socket:
-    """Listen on this address alone; port 0 takes a free one.
-
-    Raises:
-        OSError: The port is taken.
-    """
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _own_address() -> str:

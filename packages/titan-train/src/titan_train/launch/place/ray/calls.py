@@ -2,14 +2,14 @@
 
 Each agent holds one call open and answers it when something changed, or after 0.5 s: that answer says that it lives.
 With more than 32 nodes the first agent of each group watches the others and answers for all of them, so the driver of
-1,000 nodes has 32 calls open. The tree is made anew with each attempt; a lost leader ends the attempt like any lost node.
+1,000 nodes has 32 calls open. Each attempt has a new tree; a lost leader ends the attempt like any lost node.
 
 A broken connection is seen at once. A node that loses power breaks none: when an answer is 0.3 s overdue, its raylet is
 asked for a connection, all silent nodes at once. Refused means lost, now. Accepted means busy: the kernel accepts for a
-process that has no time, so nothing follows for half a minute. No reply means that the packet was lost, or the node: the
-question is put again, and a node that leaves three in a row without reply counts as lost, 1.4 s after its last answer. A
+process that has no time, so nothing follows for half a minute. No reply means that the packet was lost, or the node: it is
+asked again, and a node that leaves three requests in a row without reply counts as lost, 1.4 s after its last answer. A
 packet is lost once in a thousand on a poor network; three of them in a row, to a node that had just missed its answer, are
-not expected in years of 1,000 nodes. What three packets cannot tell from a dead node is a switch that is away for longer:
+not expected in years of 1,000 nodes. A switch that pauses for longer looks like a dead node:
 ``launch.ray.unreachable_s`` waits for it.
 """
 
@@ -32,17 +32,22 @@ _PROBES = 3  # without reply, one after the other
 _BUSY_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
-    """An agent to watch."""
+@dataclass(slots=True, eq=False)
+class RayAgent:
+    """A node's actor, as those see it who call it."""
 
-    node: int
     handle: Any
-    """Ray's handle of the agent's actor."""
-    name: str
-    """For messages."""
-    raylet: tuple[str, int]
+    """Ray's handle of the actor."""
+    address: str
+    node_id: str
+    raylet: tuple[str, int] = ("", 0)
     """Address and port of the process of Ray that every node has."""
+    lost: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages: the node's address and the start of its id."""
+        return f"node {self.address} ({self.node_id[:8]})"
 
 
 def groups(nodes: int) -> list[range]:
@@ -54,20 +59,22 @@ def groups(nodes: int) -> list[range]:
 class Watch:
     """Some agents, each with one call open. For one thread."""
 
-    def __init__(self, ray: Any, children: Sequence[Child], output_from: int = 0, unreachable_s: float = 0.0) -> None:
-        """Prepare.
+    def __init__(
+        self, ray: Any, children: Mapping[int, RayAgent], output_from: int = 0, unreachable_s: float = 0.0
+    ) -> None:
+        """Watch ``children``, by their nodes' numbers in the attempt.
 
         Args:
             ray: The module, connected.
             children: Whom to watch.
             output_from: Bytes of rank 0's output that are known already.
-            unreachable_s: Seconds from its last answer until a node that nothing comes back from counts as lost; less than
-                three questions take is no less.
+            unreachable_s: Seconds from its last answer until a node that nothing comes back from counts as lost; at least
+                as long as three questions take.
         """
         self._ray = ray
         self._probes = max(_PROBES, round((unreachable_s - ANSWER_S - _OVERDUE_S) / _PROBE_S))
         self._unanswered: dict[int, int] = {}
-        self._children = {child.node: child for child in children}
+        self._children = children
         self._versions = dict.fromkeys(self._children, 0)
         self._open: dict[Any, int] = {}
         self._asked: dict[int, float] = {}
@@ -75,7 +82,7 @@ class Watch:
         self._lost: set[int] = set()
         self.output_from = output_from
         self.output = b""
-        """What rank 0 printed and nobody has taken yet."""
+        """What rank 0 printed and no reader has taken yet."""
 
     def look(self, timeout_s: float) -> list[NodeNews]:
         """What changed; waits for it up to ``timeout_s`` seconds."""

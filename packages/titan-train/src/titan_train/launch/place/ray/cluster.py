@@ -22,11 +22,11 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     """
     address = launch.ray.address
     if not address:
-        # Ray listens on the node's address, and takes loopback for it if told that there is no cluster to join.
+        # Ray listens on the node's address; with this set it takes loopback, since there is no cluster to join.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray prints pages of its own state when a node dies; the supervisor says it in a line
+    # Ray prints pages of its own state when a node dies; the supervisor reports it in a line
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Raylet is terminated|has been marked dead|A worker died")
     try:
         import ray

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_train.child_processes import owned_folder
 from titan_train.config import Config, dump_config
 from titan_train.launch.place.ray.cluster import connect, first_line
 from titan_train.launch.place.ray.launcher import NAMESPACE, agent_prefix, forwarded
 from titan_train.run_folder import TAKEN_OVER
-from titan_train.run_folder.temporary import owned_folder
 
 KEPT = "--kept"
 """Before the configuration: this process is a supervisor that an actor keeps. Its value is ``first`` or ``again``."""
@@ -42,7 +42,7 @@ class Shown:
     """What the supervisor printed since the last time, and its exit code once it has ended."""
 
     life: str
-    """The actor's process: a new one begins its texts anew."""
+    """The actor's process: the texts of a new one start at zero."""
     out: bytes
     err: bytes
     exit_code: int | None
@@ -69,7 +69,7 @@ class Driver:
         (self._here / "run.toml").write_text(config_toml, encoding="utf-8")
         self._life = self._here.name
         self._folder = folder if Path(folder).is_dir() else None
-        # what Ray tells its workers is not for a process that connects by itself
+        # what Ray sets for its workers is not for a process that connects by itself
         mine = {name: value for name, value in os.environ.items() if name not in _OF_A_WORKER}
         self._environ = mine | environ | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
         self._process: subprocess.Popen[bytes] | None = None

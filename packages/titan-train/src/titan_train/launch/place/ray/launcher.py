@@ -21,15 +21,18 @@ import platform
 import time
 import tomllib
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titan_train.config import Config, LaunchConfig, parse_config
-from titan_train.launch.job import Attempt
+from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.node.agent import NodeJob
 from titan_train.launch.place.ray.actor import NodeActor
-from titan_train.launch.place.ray.cluster import connect, first_line
-from titan_train.launch.place.ray.job import RayAgent, RayJob
+from titan_train.launch.place.ray.calls import RayAgent
+from titan_train.launch.place.ray.cluster import connect, first_line, versions
+from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.nodes import RayNodes
 from titan_train.launch.place.ray.topology import order
 from titan_train.launch.rank.info import DeviceType
@@ -45,7 +48,7 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Starts ranks on the nodes of a Ray cluster."""
 
     def __init__(self, launch: LaunchConfig, per_node: int, outlives: Path | None = None) -> None:
@@ -92,21 +95,13 @@ class RayLauncher:
             self._ray.wait(
                 [handle.end.remote(self._term) for handle in handles], num_returns=len(handles), timeout=_ADOPT_S
             )
-            for handle in handles:
-                self._ray.kill(handle)
+            self._kill(handles)
             return None
         job = found[0][0]
         self._agents = self._described([handle for _, handle in found], self._token(run_dir))
         attempt = Attempt(job.attempt, parse_config(tomllib.loads(job.config_toml)), run_dir, job.world_size)
         printed = self._ray.get(self._agents[0].handle.printed.remote(), timeout=_ADOPT_S)
-        return attempt, RayJob(
-            self._ray,
-            self._agents,
-            self._per_node,
-            term=self._term,
-            printed=printed,
-            unreachable_s=self._launch.ray.unreachable_s,
-        )
+        return attempt, self._watched(printed)
 
     def capacity(self) -> int:
         """Ranks on whole nodes: before the first attempt those that are large enough, later those held and those free."""
@@ -126,16 +121,38 @@ class RayLauncher:
         while True:
             self._hold(nodes, attempt.run_dir)
             try:
-                return RayJob.started(
-                    self._ray, self._agents, attempt, self._per_node, self.device, self._start_s, self._term
-                )
+                self._start_ranks(attempt)
             except self._ray.exceptions.RayActorError:  # the first node was lost this instant: it alone was waited for
                 self._agents[0].lost = True
+            else:
+                return self._watched()
 
     def close(self, exit_code: int = 1) -> None:
         """Give back the nodes and disconnect; a cluster started here ends."""
-        self._give_back()
+        self._kill([agent.handle for agent in self._agents])
+        self._agents = []
+        self._nodes.release()
         self._ray.shutdown()
+
+    def _start_ranks(self, attempt: Attempt) -> None:
+        port, first = attempt.config.launch.port, self._agents[0]
+        store = self._ray.get(first.handle.listen.remote(port), timeout=self._start_s)
+        if "error" in store:
+            raise ValueError(
+                f"launch.port={port} cannot be used on node {first.address}: {store['error']}. Free it, or set launch.port to 0."
+            )
+        here = replace(attempt, run_dir=attempt.run_dir.resolve())  # actors may be in other folders
+        job = NodeJob.of(here, 0, self._per_node, self.device, store=store["address"])
+        starting = [
+            agent.handle.start.remote(replace(job, node=node), self._term) for node, agent in enumerate(self._agents)
+        ]
+        self._ray.wait(starting, num_returns=len(starting), timeout=self._start_s)  # a failure shows at the first look
+
+    def _watched(self, printed: int = 0) -> RayJob:
+        unreachable_s = self._launch.ray.unreachable_s
+        return RayJob(
+            self._ray, self._agents, self._per_node, term=self._term, printed=printed, unreachable_s=unreachable_s
+        )
 
     def _living(self) -> list[RayAgent]:
         """The agents whose nodes are there, as far as anyone knows."""
@@ -143,7 +160,7 @@ class RayLauncher:
             if agent.lost:
                 self._nodes.suspect(agent.node_id)
         alive = self._nodes.alive()
-        return [agent for agent in self._agents if agent.alive(alive)]
+        return [agent for agent in self._agents if not agent.lost and agent.node_id in alive]
 
     def _device(self) -> DeviceType:
         wanted = self._launch.device
@@ -162,9 +179,7 @@ class RayLauncher:
         """Have an agent on each of ``nodes`` nodes: those that live stay, with their warm fork servers."""
         held = self._living()
         keep = held[:nodes] if self._nodes.spread or len(held) == len(self._agents) == nodes else []
-        for agent in self._agents:
-            if agent not in keep:
-                agent.kill()
+        self._kill([agent.handle for agent in self._agents if agent not in keep])
         self._agents = keep
         if len(keep) < nodes:
             self._agents = [*keep, *self._new_agents(nodes - len(keep), run_dir)]
@@ -180,12 +195,11 @@ class RayLauncher:
             node_ids = self._nodes.reserve(count, [agent.node_id for agent in self._agents], wait_s)
             handles = [self._start_agent(node_id) for node_id in node_ids]
             try:
-                agents = self._described(handles, token)
-                break
+                return self._described(handles, token, refuse=True)
             except self._ray.exceptions.RayError as err:
-                for handle, node_id in zip(handles, node_ids, strict=True):
+                self._kill(handles)
+                for node_id in node_ids:
                     self._nodes.suspect(node_id)
-                    self._ray.kill(handle)
                 if isinstance(err, self._ray.exceptions.GetTimeoutError):
                     raise ValueError(
                         f"an agent did not start on its node within {self._start_s:g} s. Look at the nodes' load and at Ray's "
@@ -193,20 +207,28 @@ class RayLauncher:
                     ) from err
                 if time.monotonic() > deadline:
                     raise ValueError(f"an agent could not start on its node: {first_line(err)}") from err
-        problems = [problem for agent in agents for problem in agent.problems()]
-        if problems:
-            for agent in agents:
-                agent.kill()
-            raise ValueError("the Ray cluster cannot run this job:\n  " + "\n  ".join(problems))
-        return agents
 
-    def _described(self, handles: list[Any], token: Path) -> list[RayAgent]:
-        told = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
+    def _described(self, handles: list[Any], token: Path, *, refuse: bool = False) -> list[RayAgent]:
+        """The actors with their nodes; with ``refuse``, those are ended if one of the nodes cannot run the job.
+
+        Raises:
+            ValueError: One cannot; the message names all problems.
+        """
+        facts = self._ray.get([h.describe.remote(str(token.resolve())) for h in handles], timeout=self._start_s)
         raylets = self._nodes.raylets()
-        return [
-            RayAgent(self._ray, handle, **facts, raylet=raylets.get(str(facts["node_id"]), ("", 0)))
-            for handle, facts in zip(handles, told, strict=True)
+        agents = [
+            RayAgent(handle, fact["address"], fact["node_id"], raylets.get(fact["node_id"], ("", 0)))
+            for handle, fact in zip(handles, facts, strict=True)
         ]
+        found = [
+            line
+            for agent, fact in zip(agents, facts, strict=True)
+            for line in problems(agent.name, fact["versions"], sees_run_folder=fact["sees"])
+        ]
+        if refuse and found:
+            self._kill(handles)
+            raise ValueError("the Ray cluster cannot run this job:\n  " + "\n  ".join(found))
+        return agents
 
     def _token(self, run_dir: Path) -> Path:
         """A file that nodes with the same file system see."""
@@ -237,16 +259,25 @@ class RayLauncher:
         threads = max(1, int(self._launch.ray.cpus_per_rank))
         agent = self._ray.remote(NodeActor).options(**options)
         code = os.environ.get("PYTHONPATH", "")
-        return agent.remote(str(Path.cwd()), self._forwarded(), code, threads, outlives_driver=bool(self._prefix))
+        environ = forwarded(self._launch)
+        return agent.remote(str(Path.cwd()), environ, code, threads, outlives_driver=bool(self._prefix))
 
-    def _forwarded(self) -> dict[str, str]:
-        return forwarded(self._launch)
+    def _kill(self, handles: Sequence[Any]) -> None:
+        """End actors; their ranks end with them."""
+        for handle in handles:
+            self._ray.kill(handle)
 
-    def _give_back(self) -> None:
-        for agent in self._agents:
-            agent.kill()
-        self._agents = []
-        self._nodes.release()
+
+def problems(node: str, theirs: Mapping[str, str], *, sees_run_folder: bool) -> list[str]:
+    """What keeps a node from running the job: other versions than here, or another file system."""
+    found = [
+        f"{node} has {package} {theirs.get(package, 'not installed')}, this machine has {mine}: install the same version"
+        for package, mine in versions().items()
+        if theirs.get(package) != mine
+    ]
+    if not sees_run_folder:
+        found.append(f"{node} cannot see the run folder: set run.dir to a file system that all nodes share")
+    return found
 
 
 def agent_prefix(run_dir: Path) -> str:

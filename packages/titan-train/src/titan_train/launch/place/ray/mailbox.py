@@ -3,7 +3,7 @@
 Problem: a driver that asks each of 1,000 nodes ten times a second does nothing else.
 
 Idea: a node reports when something changed. Its `Mailbox` keeps the latest state of each node behind it, with a version;
-who reads it names the version that he has and gets what is newer. Losing a message, asking twice, or asking from a new
+a reader names the version that it has and gets what is newer. Losing a message, asking twice, or asking from a new
 process therefore loses nothing. What ends an attempt is passed on at once; heartbeats are collected for a second.
 """
 
@@ -56,7 +56,7 @@ class Mailbox:
     """The latest state of some nodes; written by one thread or several, read by whoever watches them."""
 
     def __init__(self, pace_s: float) -> None:
-        """Prepare.
+        """Start empty.
 
         Args:
             pace_s: Seconds between two answers that hold nothing urgent.

@@ -1,8 +1,8 @@
 """Which nodes of a Ray cluster a job may have: asked for together, held one by one, replaced one by one.
 
 Problem: a placement group lives and dies as a whole. Giving it back after the loss of one node throws away the warm fork
-servers of all others; keeping it, Ray places the lost bundle anew only when it believes in the loss (15 s measured, a
-killed raylet), on a node nobody asked for.
+servers of all others; keeping it, Ray places the lost bundle again only when it believes in the loss (15 s measured, a
+killed raylet), on a node of its own choice.
 
 Idea: a placement group is only the question. It reserves the nodes together, so two jobs cannot each hold half of what
 they need, and autoscalers see the demand; then it is given back and each node is held by its agent, placed on that node
