@@ -31,7 +31,7 @@ def test_a_run_outlives_a_full_disk_and_ends_with_the_same_losses(job, undisturb
     words = shlex.join(
         # slow, so that the disk fills up while steps are made; on a busy machine a slow step is no hang
         job.command(
-            "full", "--launch.faults", "slow rank=0 factor=30", "--launch.straggler-factor", "0",
+            "full", "--launch.faults", "slow rank=0 factor=30 step=5 steps=3", "--launch.straggler-factor", "0",
             "--launch.hang-least-s", "3000",
         )
     )  # fmt: skip

@@ -30,9 +30,10 @@ def validate(config: Config, world_size: int) -> None:
     config = with_kept_model(config, run_folder(config))
     plan = plan_run(config, world_size)
     check_schedule(config.schedule, config.train.steps)
-    model = build_model(config.model, vocab_size=load_task(config).vocab_size(config), device="meta")
+    task = load_task(config)
+    model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
     freeze(model, config.train.freeze)
-    check_model(config, plan.layout, plan.batch, model)
+    check_model(config, plan.layout, plan.batch, model, task)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
         check_init(config.model.init, model, config.model)
         check_tokenizer(config)
