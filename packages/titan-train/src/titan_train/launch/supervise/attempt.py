@@ -251,12 +251,6 @@ def record_of(attempt: Attempt, outcome: Outcome) -> dict[str, object]:
     }
 
 
-def free(job: RunningJob) -> None:
-    """Kill what still runs and free what the attempt held; a full disk does not keep that from happening."""
-    with contextlib.suppress(OSError):
-        job.end()
-
-
 def _is_cause(exit: RankExit) -> bool:
     """A rank ended by a signal, or lost with its node, is the cause, even where a peer's own error was seen first.
 

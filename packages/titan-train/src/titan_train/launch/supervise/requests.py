@@ -2,7 +2,8 @@
 
 import contextlib
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 
 class Requests:
@@ -35,10 +36,16 @@ class Requests:
         def save(_number: int, _frame: object) -> None:
             self._save = True
 
-        handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: save}
-        saved = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
+        with signal_handlers({signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: save}):
             yield
-        finally:
-            for number, handler in saved.items():
-                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signal_handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], object]]) -> Generator[None]:
+    """Handle signals so inside the block."""
+    saved = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)

@@ -22,7 +22,7 @@ from titan_train.config import Config
 from titan_train.config.faults import check_faults, forget_struck, parse_faults
 from titan_train.launch.job import Attempt, Launcher, RunningJob
 from titan_train.launch.rank.failure import clear_failures
-from titan_train.launch.supervise.attempt import Outcome, WatchedAttempt, free, record_of, saved_step
+from titan_train.launch.supervise.attempt import Outcome, WatchedAttempt, record_of, saved_step
 from titan_train.launch.supervise.elastic import fit_layout
 from titan_train.launch.supervise.journal import Journal
 from titan_train.launch.supervise.requests import Requests
@@ -188,7 +188,8 @@ class Supervisor:
         try:
             outcome = watched.watch()
         finally:
-            free(job)
+            with contextlib.suppress(OSError):  # a full disk does not keep the ranks from being ended
+                job.end()
         if outcome.recovered_s is not None:
             self._lost_at = None
         return outcome

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from titan_train.child_processes import owned_folder
 from titan_train.config import Config, dump_config
 from titan_train.launch.place.ray.cluster import connect, first_line
 from titan_train.launch.place.ray.launcher import NAMESPACE, agent_prefix, forwarded
+from titan_train.launch.supervise.requests import signal_handlers
 from titan_train.run_folder import TAKEN_OVER
 
 KEPT = "--kept"
 """Before the configuration: this process is a supervisor that an actor keeps. Its value is ``first`` or ``again``."""
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_CRASHES = 10
 _LOOK_S = 0.3
 _UNCOLLECTED_S = 60.0  # how long a finished run's actor waits for a command to show its end
@@ -164,24 +166,21 @@ def run_under_driver(config: Config, run_dir: Path, code: Sequence[str] = ()) ->
     """
     ray = connect(config.launch, 0)
     try:
-        driver, text = _driver_of(ray, config, run_dir, code)
-        try:
-            running = ray.get(driver.config.remote())
-        except ray.exceptions.RayError:  # it is being restarted elsewhere
-            running = text
-        if running != text:
-            raise ValueError(
-                f"{run_dir.name} is under way on this Ray cluster with another configuration. Run the same command to watch "
-                "it, stop it there with Ctrl-C, or choose another --run.name."
-            )
+        text = dump_config(config)
+        driver = _driver_of(ray, config, text, run_dir, code)
+        with contextlib.suppress(ray.exceptions.RayError):  # it is being restarted elsewhere
+            if ray.get(driver.config.remote()) != text:
+                raise ValueError(
+                    f"{run_dir.name} is under way on this Ray cluster with another configuration. Run the same command to "
+                    "watch it, stop it there with Ctrl-C, or choose another --run.name."
+                )
         return _Window(ray, driver).show()
     finally:
         ray.shutdown()
 
 
-def _driver_of(ray: Any, config: Config, run_dir: Path, code: Sequence[str]) -> tuple[Any, str]:
-    """The run's actor, made if there is none, and the configuration that it shall run."""
-    text = dump_config(config)
+def _driver_of(ray: Any, config: Config, text: str, run_dir: Path, code: Sequence[str]) -> Any:
+    """The run's actor, made if there is none."""
     name = f"{agent_prefix(run_dir)[:-1]}:driver"
     options: dict[str, Any] = {
         "name": name,
@@ -194,7 +193,7 @@ def _driver_of(ray: Any, config: Config, run_dir: Path, code: Sequence[str]) -> 
     try:
         driver = ray.get_actor(name, NAMESPACE)
         print(f"driver   watching the one at {ray.get(driver.place.remote())}", flush=True)
-        return driver, text
+        return driver
     except ValueError:
         environ = forwarded(config.launch)
         made = ray.remote(Driver).options(**options).remote(text, str(Path.cwd()), environ, tuple(code))
@@ -207,7 +206,7 @@ def _driver_of(ray: Any, config: Config, run_dir: Path, code: Sequence[str]) -> 
                 f"the run's driver could not start on a node of this Ray cluster: {last}. Install the same titan-train on "
                 "every node, for the Python that `ray start` runs there."
             ) from err
-        return made, text
+        return made
 
 
 class _Window:
@@ -222,7 +221,7 @@ class _Window:
     def show(self) -> int:
         """Show what is printed, pass signals on, until the supervisor has ended. Returns its exit code."""
         heard = time.monotonic()
-        with self._signals_caught():
+        with signal_handlers(dict.fromkeys(_PASSED_ON, lambda number, _: self._signals.append(number))):
             while True:
                 while self._signals:
                     self._driver.signal.remote(self._signals.pop(0))
@@ -251,13 +250,3 @@ class _Window:
                 stream.flush()
         self._out += len(shown.out)
         self._err += len(shown.err)
-
-    @contextlib.contextmanager
-    def _signals_caught(self) -> Generator[None]:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        saved = {number: signal.signal(number, lambda n, _: self._signals.append(n)) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in saved.items():
-                signal.signal(number, handler)
