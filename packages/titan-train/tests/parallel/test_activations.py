@@ -2,13 +2,18 @@
 
 import collections
 import copy
+import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
+from titan_testing import run_ranks
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.activations.recompute import apply_activation_checkpointing, check_patterns
+from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing, check_patterns
 from titan_train.parallel.structure import blocks_of
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.styles import table_for
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,3 +127,52 @@ def test_selective_keeps_choices_that_the_model_changes_in_place() -> None:
         model(x).sum().backward()
     assert torch.equal(plain.gate.weight.grad, kept.gate.weight.grad)
     assert plain.gate.weight.grad.abs().max() > 0
+
+
+def kept_under_tensor_parallelism(checkpoint: str) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that the regions of two blocks keep on this rank, and its gradients."""
+    torch.manual_seed(0)
+    model = Llama(dataclasses.replace(ARGS, num_layers=2))
+    apply_tensor_parallel(model, dist.group.WORLD, table=table_for(model), sequence_parallel=True)
+    regions: list[KeepCostly] = []
+    enter = KeepCostly.__enter__
+    KeepCostly.__enter__ = lambda self: (regions.append(self), enter(self))[1]
+    try:
+        apply_activation_checkpointing(model, blocks_of(model), ActivationsConfig(checkpoint=checkpoint))
+        loss = model(torch.arange(512).reshape(4, 128) % 128).square().sum()
+    finally:
+        KeepCostly.__enter__ = enter
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for r in regions for t in r.kept_tensors()}
+    loss.backward()
+    assert not any(region.kept for region in regions)  # all of it was read
+    return sum(storage.nbytes() for storage in storages.values()), [p.grad for p in model.parameters()]
+
+
+def test_selective_keeps_no_partial_sum_that_backward_does_not_read() -> None:
+    """The last product of a block is row-parallel: on every rank as large as all tokens are wide."""
+    selective, plain = (run_ranks(kept_under_tensor_parallelism, 2, kind) for kind in ("selective", "none"))
+    half = (
+        64 // 2 + 32 // 2 + 256 // 2 + 64 // 2 + 4 // 2
+    )  # queries, values, the gate, attention's result, its log-sum-exp
+    for (kept, gradients), (_, want) in zip(selective, plain, strict=True):
+        assert kept == 2 * 4 * 512 * half
+        assert all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
+
+
+def test_a_kept_result_that_the_model_changes_in_place_is_an_error() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            z = self.second(y)
+            with torch.no_grad():
+                y.mul_(2)
+            return z.square()
+
+    model = Doubled()
+    apply_activation_checkpointing(model, [model], ActivationsConfig(checkpoint="selective"))
+    with pytest.raises(RuntimeError, match="changed in place afterwards"):
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()

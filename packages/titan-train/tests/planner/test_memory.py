@@ -6,11 +6,14 @@ import pytest
 import torch
 from titan_train.config import load_config
 from titan_train.models import build_model
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
-from titan_train.planner.memory.kept import block_token_bytes
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.styles import table_for
+from titan_train.planner.memory.kept import block_bytes, tokens_of
 from titan_train.planner.memory.peak import memory_peak
-from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.ranks import estimate_ranks, pretended_group
 from titan_train.planner.setup import Setup
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
@@ -59,7 +62,8 @@ COMPILED = {
 }  # fmt: skip
 
 
-def compare(case: tuple, *, closed_form: bool) -> None:
+def both(case: tuple, *, closed_form: bool):
+    """The planner's peak, and what each pipeline rank holds."""
     name, gpus, settings = case
     base = name if name.startswith("flux") else "llama3_1b"
     given = {"model.name": name, "train.dtype": "bf16", "train.global_batch": 2 * gpus}
@@ -78,10 +82,26 @@ def compare(case: tuple, *, closed_form: bool) -> None:
         schedule=plan.schedule,
         closed_form=closed_form,
     )
-    peak = memory_peak(shape_of_config(config), setup_of_config(config, gpus))
+    return memory_peak(shape_of_config(config), setup_of_config(config, gpus)), ranks
+
+
+def compare(case: tuple, *, closed_form: bool) -> None:
+    peak, ranks = both(case, closed_form=closed_form)
     # communicators and cuBLAS have workspaces, which only a GPU allocates
     planned = peak.allocated - peak.parts["workspace"]
     assert planned == pytest.approx(max(rank.peak for rank in ranks), rel=0.05)
+
+
+@pytest.mark.parametrize("closed_form", [True, False])
+def test_405b_at_128k_with_selective_recomputation_keeps_no_whole_tensors(closed_form):
+    """A block's last product, whole on every rank, would be half of what tensor parallelism of 8 keeps."""
+    settings = {"parallel.tp": 8, "model.args.num_layers": 4, "model.seq_len": 131072}
+    peak, (rank,) = both(
+        ("llama3_405b", 1024, settings | {"activations.checkpoint": "selective"}), closed_form=closed_form
+    )
+    tokens, dim = 131072, 16384
+    ends = 9 * tokens + tokens // 8 * 4 * (2 * dim + 1)  # of the embedding and the last norm
+    assert peak.parts["activations"] + ends == rank.activations
 
 
 @pytest.mark.parametrize("case", CASES | RECOMPUTED | COMPILED)
@@ -105,26 +125,37 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_a_compiled_block_keeps_what_the_planner_says(name):
+@pytest.mark.parametrize(("recompute", "tp"), [("none", 1), ("none", 2), ("selective", 1), ("selective", 2)])
+def test_a_compiled_block_keeps_what_the_planner_says(name, recompute, tp):
     """Counted while torch's own partitioner decides; what one more block adds."""
-    config = load_config("llama3_1b", ["--model.name", name, "--model.seq_len", "512"])
-    tokens, found = 512, []
+    config = load_config(
+        "llama3_1b", ["--model.name", name, "--model.seq_len", "512", "--activations.checkpoint", recompute]
+    )
+    found = []
     for layers in (1, 2):
         args = {**SMALL[name], "vocab_size": 256, "num_layers": layers}
         sized = dataclasses.replace(config, model=dataclasses.replace(config.model, args=args))
-        found.append(compiled_bytes(sized, tokens))
+        found.append(compiled_bytes(sized, 512, tp))
     shape = shape_of_config(sized)
-    setup = Setup(seq_len=tokens, global_batch=1, stack="compile")
+    setup = Setup(seq_len=512, global_batch=1, stack="compile", recompute=recompute, tp=tp)
     # a CPU pads the narrow values of latent attention, and small models keep a few gate weights beside their tokens
-    assert block_token_bytes(shape.blocks[-1], shape.dim, setup) == pytest.approx(
-        (found[1] - found[0]) / tokens, rel=0.08
+    assert block_bytes(shape.blocks[-1], shape.dim, setup, tokens_of(setup)) == pytest.approx(
+        found[1] - found[0], rel=0.08
     )
 
 
-def compiled_bytes(config, tokens):
-    """Bytes that forward saves for backward, parameters left out."""
+def compiled_bytes(config, tokens, tp):
+    """Bytes that forward saves for backward, parameters left out; the other ranks pretend."""
     model = build_model(config.model, vocab_size=256, device="cpu").to(torch.bfloat16)
     torch._dynamo.reset()
+    with pretended_group(tp) as group:
+        if group is not None:
+            apply_tensor_parallel(model, group, table=table_for(model), sequence_parallel=True)
+        apply_activation_checkpointing(model, blocks_of(model), config.activations)
+        return saved_by_compiled_blocks(model, tokens)
+
+
+def saved_by_compiled_blocks(model, tokens):
     for block in blocks_of(model):
         block.compile(backend="aot_eager_decomp_partition")
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}

@@ -18,14 +18,18 @@ torch.compile's min-cut solver.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_train.config import ActivationsConfig
@@ -44,7 +48,7 @@ _KEPT = (
     "topk",
 )
 _KEPT_PACKED = (("titan_train", "document_attention"), ("torch_attn", "_varlen_attn"))
-_KEPT_COMMUNICATION = ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce")
+_KEPT_COMMUNICATION = ("all_to_all_single", "reduce_scatter_tensor", "all_reduce")
 
 
 def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
@@ -83,18 +87,17 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
 
 
 def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one region: forward marks what to keep, recomputation reads it back."""
-    keeps = {False: SelectivePolicy(matmul_every), True: SelectivePolicy(matmul_every)}
+    """Contexts of one region: forward keeps the costly results, recomputation reads them back."""
+    if torch.compiler.is_compiling():  # the compiler reads the policy from torch's own classes
+        policies = {False: SelectivePolicy(matmul_every), True: SelectivePolicy(matmul_every)}
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = keeps[context.is_recompute].keeps(op)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            kept = policies[context.is_recompute].keeps(op)
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = create_selective_checkpoint_contexts(policy)
-    if torch.compiler.is_compiling():
-        return contexts  # the compiler reads the policy from torch's own classes
-    watched = keeps[False].watched
-    return _Watch(contexts[0], watched), _Watch(contexts[1], watched)
+        return create_selective_checkpoint_contexts(policy)
+    forward = KeepCostly(SelectivePolicy(matmul_every))
+    return forward, _ReadBack(forward)
 
 
 class SelectivePolicy:
@@ -138,27 +141,124 @@ def _costly_operators() -> tuple[set[Any], set[Any]]:
     return matmuls, kept
 
 
-class _Watch(TorchDispatchMode):
-    """Shows torch's mode only the operators that may be kept; the others run as if it were not there.
+class KeepCostly(TorchDispatchMode):
+    """Forward of one region: keeps the results that the policy chooses, as far as recomputation will ask for them.
 
-    torch demands that recomputation runs the same operators as forward, each as often. Hooks inside the region do not:
-    FSDP gathers an expert unit in forward and may find it gathered in recomputation, or the other way round, and it marks
-    its work for the profiler differently. None of that is kept, so none of it has to match.
+    Recomputation ends at the last tensor that autograd packs, so a result that comes after the last pack is never read: the
+    last product of a pre-norm block, which is added to the residual stream. Under tensor parallelism it is a partial sum over
+    all tokens, as large as several of the others together. A result therefore waits until the next pack, and those that
+    still wait at the end are let go.
+
+    torch's own caching mode demands that recomputation runs the same operators as forward, each as often. Hooks inside the
+    region do not: FSDP gathers an expert unit in forward and may find it gathered in recomputation, or the other way round,
+    and it marks its work for the profiler differently. None of that is kept, so none of it has to match here.
     """
 
-    def __init__(self, mode: Any, watched: set[Any]) -> None:
+    def __init__(self, policy: SelectivePolicy) -> None:
+        """Start before the region's first operator."""
         super().__init__()
-        self._mode = mode
-        self._watched = watched
+        self.policy = policy
+        self.kept: dict[tuple[Any, int], Any] = {}
+        """Results and their versions, by operator and the number of its call."""
+        self._waiting: dict[tuple[Any, int], Any] = {}
+        self._calls: Counter[Any] = Counter()
+        self._packs: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Self:
+        """Watch operators and packs."""
+        # Hooks do not nest: those of the checkpoint are called by ours.
+        private: Any = torch._C
+        hooks = private._autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None, "a region is entered inside torch's checkpoint"
+        pack, unpack = hooks
+
+        def settle_and_pack(tensor: Tensor) -> Any:
+            self.settle()
+            return pack(tensor)
+
+        self._packs = saved_tensors_hooks(settle_and_pack, unpack)
+        self._packs.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        """Let go of what recomputation will not ask for."""
+        super().__exit__(*exc)
+        assert self._packs is not None
+        self._packs.__exit__(*exc)
+        self._packs = None
+        self._waiting.clear()
+
+    def settle(self) -> None:
+        """Autograd packs a tensor: recomputation will come this far."""
+        if self._waiting:
+            self.kept |= self._waiting
+            self._waiting.clear()
+
+    def kept_tensors(self) -> list[Tensor]:
+        """What is held for recomputation."""
+        return [leaf.tensor for leaf in tree_leaves(self.kept) if isinstance(leaf, _Kept)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and keep its result if the policy wants it."""
+        out = func(*args, **(kwargs or {}))
+        if func in self.policy.watched:
+            if self.policy.keeps(func):
+                self._waiting[func, self._calls[func]] = tree_map(_with_version, out)
+            self._calls[func] += 1
         if func is torch.ops.aten.topk.default:
             # routers of transformers divide the values in place; what is kept must stay as it is
-            kept = self._mode.__torch_dispatch__(func, types, args, kwargs)
-            return tuple(result.clone() for result in kept)
-        if func in self._watched:
-            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+            return tuple(result.clone() for result in out)
+        return out
+
+
+class _ReadBack(TorchDispatchMode):
+    """Recomputation of the region: what forward kept is read once instead of computed."""
+
+    def __init__(self, forward: KeepCostly) -> None:
+        super().__init__()
+        self._forward = forward
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Self:
+        self._calls.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._forward.policy.watched:
+            key = func, self._calls[func]
+            self._calls[func] += 1
+            if key in self._forward.kept:
+                return tree_map(_unchanged, self._forward.kept.pop(key))
         return func(*args, **(kwargs or {}))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A tensor, and its version when it was kept."""
+
+    tensor: Tensor
+    version: int
+
+
+def _with_version(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Without the graph, which would hold itself; with the version counter, which detaching below autograd would leave behind.
+    key = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore[reportPrivateUsage]
+        tensor = value.detach()
+    return _Kept(tensor, tensor._version)  # pyright: ignore[reportPrivateUsage]
+
+
+def _unchanged(value: Any) -> Any:
+    if not isinstance(value, _Kept):
+        return value
+    if value.tensor._version != value.version:  # pyright: ignore[reportPrivateUsage]
+        raise RuntimeError(
+            f"activations.checkpoint='selective' kept a result of shape {tuple(value.tensor.shape)} that the model changed in "
+            "place afterwards, so backward would read the wrong values. Use checkpoint='full', or change a copy in the model."
+        )
+    return value.tensor
 
 
 def check_patterns(model: nn.Module, config: ActivationsConfig) -> None:

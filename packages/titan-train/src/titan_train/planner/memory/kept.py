@@ -1,83 +1,187 @@
-"""Bytes that one block keeps for backward, for one token of one microbatch, before tensor parallelism cuts them.
+"""The account of what forward leaves for backward on one rank: the tensors that a block's program keeps, by operator and
+sharding. `check`, `estimate`, `plan`, `dry-run` and the report count by it.
 
-Eager blocks without recomputation have an exact form (`saved`). Compiled ones keep what the partitioner of torch.compile
-leaves for backward; a test counts it. Of a selective region every other product's result is kept. `titan-train check` counts
-by these formulas too. The TransformerEngine stacks are estimated: two elements of a gated feed-forward are kept for each
-hidden channel in front of the gate and one behind it; of recomputed modules only the input. With sequence parallelism
-everything is cut over tp.
+| program | kept of a block | held by |
+|---|---|---|
+| eager | what autograd saves, byte for byte | a run on fake tensors |
+| compiled | what the partitioner of torch.compile leaves for backward | torch's partitioner |
+| selective recomputation | the input, attention's result, every other product if backward reads it | real ranks' caches |
+| full recomputation | the block's input | |
+| Megatron's stacks, state-space and cross-attending blocks | an estimate for each token, cut over tp | published rows |
+
+Tensor parallelism cuts what lies between a column- and a row-parallel product. Norms and the residual stream have a share of the
+tokens (with sequence parallelism); inputs of column-parallel products, latents and partial sums are whole on every rank.
+
+Eager counts are those of a CPU: RMSNorm is taken apart there (its float32 input and result), and attention pads narrow values.
+Each tensor counts once, however many operators save it. Parameters do not count. The exact eager forms are in `saved`.
+
+Letters: d width, n tokens of a rank, r those of its share of the residual stream, e bytes of an element.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
-from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form
+from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form, share_of
 from titan_train.planner.setup import Setup
 
 _FLOAT8_INPUTS = 0.5
 """Kept inputs of float8 products are float8 already."""
+_INDEX, _WIDE = 8, 4  # bytes of int64, float32
 
 
-def kept_token_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes a token, for all blocks."""
-    key = (
-        "kept",
-        setup.recompute,
-        setup.recompute_modules,
-        setup.recompute_share,
-        setup.stack,
-        setup.float8,
-        setup.ep > 1,
+def tokens_of(setup: Setup) -> RankTokens:
+    """One microbatch on one rank."""
+    return RankTokens(
+        rows=setup.microbatch,
+        seq_len=setup.seq_len // setup.cp,
+        element=4 if setup.precision == "fp32" else 2,
+        tp=setup.tp,
+        float8=0 if not setup.float8 else 2 if setup.precision == "blockwise" else 1,
+        fused_norms=setup.float8 and setup.tp == setup.pp == 1,
     )
-    if setup.stack == "eager":
-        key = (*key, setup.tp, setup.tokens)
+
+
+def kept_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of one microbatch on one rank, for all blocks."""
+    return _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
+
+
+def working_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
+
+    def working(block: Block, at: RankTokens) -> float:
+        return _recomputed(block, shape.dim, setup, at) + 2 * 2.0 * _widest(block, shape.dim) * at.whole / at.tp
+
+    return _memo(shape, setup, "working", working, lambda found: max(found, default=0.0))
+
+
+def _memo(
+    shape: ModelShape,
+    setup: Setup,
+    name: str,
+    of_block: Callable[[Block, RankTokens], float],
+    combine: Callable[[Iterator[float]], float],
+) -> float:
+    key = (
+        name, setup.recompute, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack, setup.precision,
+        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.seq_len // setup.cp,
+    )  # fmt: skip
     if key not in shape.memo:
-        shape.memo[key] = sum(b.count * block_token_bytes(b, shape.dim, setup) for b in shape.blocks)
+        at = tokens_of(setup)
+        shape.memo[key] = combine(of_block(block, at) for block in shape.blocks)
     return shape.memo[key]
 
 
-def block_token_bytes(block: Block, dim: int, setup: Setup) -> float:
-    """Bytes a token, for a block of this recomputation."""
+def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
+    """Bytes that one block of this recomputation keeps."""
     if setup.recompute == "full":
         share = setup.recompute_share
-        return share * 2.0 * dim + (1 - share) * _everything(block, dim, setup)
+        return share * at.element * dim * at.residual + (1 - share) * _everything(block, dim, setup, at)
     if setup.recompute == "selective":
-        return _selective(block, dim, setup)
-    return _everything(block, dim, setup)
+        return _selective(block, dim, setup, at)
+    return _everything(block, dim, setup, at)
 
 
-def _selective(block: Block, dim: int, setup: Setup) -> float:
-    """The block's input, attention's result, and of the products' results each other one, as the policy counts them."""
-    kept = 2.0 * dim + 2.0 * sum(_products(block, dim)[::2])
-    if block.attention is not None:
-        a = block.attention
-        kept += 2.0 * a.heads * (a.head_dim if a.latent else a.v_dim) + 4.0 * a.heads  # latent: as wide as keys
+def _recomputed(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
+    """Bytes that come to life again while backward passes through one block of this recomputation."""
+    if setup.recompute == "none" and not setup.recompute_modules:
+        return 0.0
+    kept = block_bytes(block, dim, replace(setup, recompute_share=1.0), at)
+    plain = replace(setup, recompute="none", recompute_modules=())
+    return max(0.0, _everything(block, dim, plain, at) - kept)
+
+
+def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
+    """Bytes of a block that recomputes nothing, or modules of Megatron's."""
+    f = block.ffn
+    plain = block.attention is not None and f is not None and not (block.ssm or block.modulation)
+    if plain and not setup.recompute_modules and not block.attention.cross_tokens:  # pyright: ignore[reportOptionalMemberAccess]
+        if setup.stack == "compile" and not (isinstance(f, ExpertsShape) and f.latent_dim):
+            return _compiled(block, dim, at)
+        if setup.stack == "eager" and has_closed_form(block):
+            return block_saved_bytes(block, dim, at)
+    return _estimated(block, dim, setup) * at.whole / at.tp
+
+
+def _compiled(block: Block, dim: int, at: RankTokens) -> float:
+    """The partitioner keeps products' inputs, attention's, and statistics of norms; what is between them is run again."""
+    a, f, e, n, r = block.attention, block.ffn, at.element, at.whole, at.residual
+    assert a is not None
+    layer_norm = block.norms > 2
+    total = 2.0 * e * dim * r + 2 * r * (2 * e if layer_norm else _WIDE)  # inputs and statistics of both norms
+    heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
+    total += e * n * dim + _WIDE * n * heads  # gathered input, log-sum-exp
+    if a.latent:
+        total += 2 * e * n * (a.q_lora + a.kv_lora) + _WIDE * n * (2 if a.q_lora else 1)
+        total += 2 * e * n * heads * (a.head_dim + a.v_dim)
+    else:
+        total += e * n * 2 * (heads + kv_heads) * a.head_dim
+    if a.qk_norm:
+        total += n * (heads + kv_heads) * (e * a.head_dim + _WIDE)
+    if not layer_norm:
+        total += _WIDE * at.seq_len * (a.rope_dim or a.head_dim)
+    if isinstance(f, FeedForwardShape):
+        return total + e * n * (dim + f.matrices * (f.hidden // at.tp))
+    assert isinstance(f, ExpertsShape)
+    k = f.per_token
+    total += r * (_WIDE * (dim + f.num_experts) + (3 * _INDEX + _WIDE) * k) + _WIDE * f.num_experts * dim  # router
+    total += r * k * e * (2 * dim + f.matrices * f.hidden)
+    if f.shared_hidden:
+        total += e * n * (dim + f.matrices * (f.shared_hidden // at.tp))
+    return total
+
+
+def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
+    """The block's input, attention's result, and of the products' results each other one that recomputation reads."""
+    e, n, r = at.element, at.whole, at.residual
+    results = _products(block, dim, at)
+    needed = list(range(0, len(results), 2))
+    routed = isinstance(block.ffn, ExpertsShape)
+    # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
+    if setup.early_stop and not (setup.stack == "eager" and setup.float8):
+        ends_in_product = not routed or block.ffn.shared_hidden  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        if ends_in_product and not block.modulation and len(results) - 1 in needed:
+            needed.remove(len(results) - 1)
+    kept = e * dim * r + sum(results[i] for i in needed)
+    a = block.attention
+    if a is not None:
+        heads = share_of(a.heads, at.tp)
+        kept += n * heads * (e * (a.head_dim if a.latent else a.v_dim) + _WIDE)  # latent: as wide as keys
+        if setup.stack == "compile" and at.tp > 1:  # the scattered sum, and not the partial one
+            out = (4 if a.q_lora else 3) if a.latent else 3
+            kept += e * dim * r - (results[out] if out in needed else 0)
     if isinstance(block.ffn, ExpertsShape):
-        kept += 12.0 * block.ffn.per_token  # which experts, with which scores
+        k = block.ffn.per_token
+        kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
         if setup.ep > 1:  # what was sent to experts, and what came back
-            kept += 2.0 * 2.0 * block.ffn.per_token * (block.ffn.latent_dim or dim)
+            kept += 2 * e * r * k * (block.ffn.latent_dim or dim)
     if block.ssm is not None:
-        kept += 4.0 * block.ssm.inner
+        kept += 2 * e * n * block.ssm.inner / at.tp
     return kept
 
 
-def _products(block: Block, dim: int) -> list[int]:
-    """Elements a token of each product's result, in the order of forward."""
-    a, f = block.attention, block.ffn
+def _products(block: Block, dim: int, at: RankTokens) -> list[float]:
+    """Bytes of each product's result on one rank, in the order of forward."""
+    a, f, n, r, e = block.attention, block.ffn, at.whole, at.residual, at.element
     if block.modulation and a is not None and isinstance(f, FeedForwardShape):
-        return _modulated_products(block, a.heads * a.head_dim, dim, f.hidden)
-    out: list[int] = []
-    if a is not None and a.latent:
-        queries = a.heads * a.head_dim
-        out += [a.q_lora, a.kv_lora + a.rope_dim, queries] if a.q_lora else [queries, a.kv_lora + a.rope_dim]
-        out += [a.heads * (a.head_dim - a.rope_dim + a.v_dim), dim]
-    elif a is not None:
-        out += [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.head_dim, dim]
+        return [e * n * width / at.tp for width in _modulated_products(block, a.heads * a.head_dim, dim, f.hidden)]
+    out: list[float] = []
+    if a is not None:
+        heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
+        queries = heads * a.head_dim
+        if a.latent:  # the latents are whole on every rank
+            out += [a.q_lora, a.kv_lora + a.rope_dim, queries] if a.q_lora else [queries, a.kv_lora + a.rope_dim]
+            out += [heads * (a.head_dim - a.rope_dim + a.v_dim), dim]
+        else:
+            out += [queries, kv_heads * a.head_dim, kv_heads * a.head_dim, dim]
     if isinstance(f, FeedForwardShape):
-        out += [f.hidden] * (f.matrices - 1) + [dim]
-    elif isinstance(f, ExpertsShape):
-        shared = [f.shared_hidden] * (f.matrices - 1) + [dim] if f.shared_hidden else []
-        routed = [f.per_token * f.hidden] * (f.matrices - 1) + [f.per_token * (f.latent_dim or dim)]
-        out += [2 * f.num_experts, *routed, *shared]  # the router's scores are float32
+        out += [f.hidden // at.tp] * (f.matrices - 1) + [dim]
+    out = [e * n * width for width in out]
+    if isinstance(f, ExpertsShape):
+        rows = e * r * f.per_token
+        shared = [e * n * (f.shared_hidden // at.tp)] * (f.matrices - 1) + [e * n * dim] if f.shared_hidden else []
+        out += [_WIDE * r * f.num_experts, *[rows * f.hidden] * (f.matrices - 1), rows * (f.latent_dim or dim), *shared]
     return out
 
 
@@ -88,22 +192,9 @@ def _modulated_products(block: Block, heads: int, dim: int, hidden: int) -> list
     return [0, 0, 0, 0, 0, heads, heads, heads, 0, dim, 0, 0, hidden, dim]
 
 
-def recomputed_token_bytes(block: Block, dim: int, setup: Setup) -> float:
-    """Bytes a token that come to life again while backward passes through one block of this recomputation."""
-    if setup.recompute == "none" and not setup.recompute_modules:
-        return 0.0
-    kept = block_token_bytes(block, dim, replace(setup, recompute_share=1.0))
-    plain = replace(setup, recompute="none", recompute_modules=())
-    return max(0.0, _everything(block, dim, plain) - kept)
-
-
-def _everything(block: Block, dim: int, setup: Setup) -> float:
+def _estimated(block: Block, dim: int, setup: Setup) -> float:
+    """Bytes for each token, before tensor parallelism cuts them. Of recomputed modules the input alone is kept."""
     modules = set(setup.recompute_modules)
-    if setup.stack == "eager" and not modules and not setup.float8 and has_closed_form(block):
-        tokens = max(setup.tokens, setup.tp)
-        element = 4 if setup.precision == "fp32" else 2
-        at = RankTokens(rows=1, seq_len=tokens, element=element, tp=setup.tp)
-        return block_saved_bytes(block, dim, at) * setup.tp / tokens
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
     halves = min(block.norms, 2) or 2
     kept = 2.0 * dim * halves  # inputs of the norms
@@ -174,3 +265,17 @@ def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str], *, ret
     hidden = 2.0 * e.hidden * (e.matrices - 1) + (0.0 if "moe_act" in modules else 2.0 * e.hidden * inputs)
     shared = 2.0 * e.shared_hidden * (e.matrices - 1 + inputs)
     return e.per_token * (routed + hidden) + shared + 8.0 * e.num_experts
+
+
+def _widest(block: Block, dim: int) -> float:
+    """Elements a token of the largest tensor in a block."""
+    widest = float(dim)
+    if block.attention is not None:
+        widest = max(widest, block.attention.heads * block.attention.head_dim)
+    if isinstance(block.ffn, FeedForwardShape):
+        widest = max(widest, block.ffn.hidden)
+    elif isinstance(block.ffn, ExpertsShape):
+        widest = max(widest, block.ffn.per_token * max(block.ffn.hidden, block.ffn.latent_dim or dim))
+    if block.ssm is not None:
+        widest = max(widest, 2 * block.ssm.inner)
+    return widest

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from titan_pipeline import balanced_cut
 
-from titan_train.models.shape import Block, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.models.shape import ModelShape
 from titan_train.planner.cost.schedules import schedule_cost
-from titan_train.planner.memory.kept import kept_token_bytes, recomputed_token_bytes
+from titan_train.planner.memory.kept import kept_bytes, working_bytes
 from titan_train.planner.memory.states import (
     dummy_gradient_bytes,
     gathered_block_bytes,
@@ -98,8 +98,7 @@ def in_flight(setup: Setup, *, first: bool) -> float:
 def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> MemoryPeak:
     tokens, tp = setup.tokens, setup.tp
     parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))
-    layers = kept_token_bytes(shape, setup) * (share or 1 / setup.pp)
-    kept = layers * tokens / tp * in_flight(setup, first=first)
+    kept = kept_bytes(shape, setup) * (share or 1 / setup.pp) * in_flight(setup, first=first)
     parts["activations"] = kept * (1 - setup.offload_activations)
     if tp > 1:
         parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
@@ -107,7 +106,7 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0
         messages = setup.stages_per_rank * setup.microbatches if setup.receive_ahead else 2 + 1
         parts["messages"] = 2 * messages * 2.0 * tokens * shape.dim / tp
     parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
-    working = working_set(shape, setup) * tokens / tp
+    working = working_bytes(shape, setup)
     if setup.sharding == "zero1":
         parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
         backward = {"block working set": working}
@@ -139,30 +138,3 @@ def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0
     rank = f" on the {where} pipeline rank" if setup.pp > 1 else ""
     instant = ("the loss's backward" if at_loss else "backward of a block") + rank
     return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)
-
-
-def working_set(shape: ModelShape, setup: Setup) -> float:
-    """Bytes a token of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
-    key = ("working", setup.recompute, setup.recompute_modules, setup.stack, setup.float8, setup.ep > 1)
-    if setup.stack == "eager":
-        key = (*key, setup.tp, setup.tokens)
-    if key not in shape.memo:
-        shape.memo[key] = max(
-            (recomputed_token_bytes(b, shape.dim, setup) + 4.0 * _widest(b, shape.dim) for b in shape.blocks),
-            default=0.0,
-        )
-    return shape.memo[key]
-
-
-def _widest(block: Block, dim: int) -> float:
-    """Elements a token of the largest tensor in a block."""
-    widest = float(dim)
-    if block.attention is not None:
-        widest = max(widest, block.attention.heads * block.attention.head_dim)
-    if isinstance(block.ffn, FeedForwardShape):
-        widest = max(widest, block.ffn.hidden)
-    elif isinstance(block.ffn, ExpertsShape):
-        widest = max(widest, block.ffn.per_token * max(block.ffn.hidden, block.ffn.latent_dim or dim))
-    if block.ssm is not None:
-        widest = max(widest, 2 * block.ssm.inner)
-    return widest

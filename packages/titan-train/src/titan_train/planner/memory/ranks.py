@@ -23,21 +23,21 @@ from titan_train.config import Config
 from titan_train.models import count_parameters
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.registry import find_model, is_shipped
-from titan_train.models.shape import Block, ModelShape
+from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
 from titan_train.parallel.data_parallel import fsdp_policy
+from titan_train.parallel.float8 import convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
-from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
-from titan_train.planner.memory.kept import block_token_bytes
-from titan_train.planner.memory.peak import working_set
+from titan_train.planner.memory.kept import block_bytes, tokens_of, working_bytes
 from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing
-from titan_train.planner.memory.saved import RankTokens, stage_saved_bytes
+from titan_train.planner.memory.saved import stage_saved_bytes
 from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
@@ -85,7 +85,7 @@ def estimate_ranks(
         schedule: The pipeline's; None without one.
         closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
     """
-    with _pretended_group(layout.spec.tp) as group:
+    with pretended_group(layout.spec.tp) as group:
         rank = _Rank(config, layout, mode, batch, whole, group, closed_form)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
@@ -166,7 +166,7 @@ class _Rank:
         activations = self._closed_form(layers)
         if activations is None:
             # with all its experts: as many rows meet them, whoever holds them
-            running = self._cut(make(), fused_loss=config.train.fused_loss)
+            running = self._cut(make(), running=True)
             activations = self._trace(running, sizes, last=last)
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
@@ -186,13 +186,16 @@ class _Rank:
 
     def _closed_form(self, layers: range | None) -> int | None:
         """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
-        config, spec = self.config, self.layout.spec
+        config = self.config
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
         if (
             not self._is_known()
             or not self.closed_form
             or frozen
             or config.parallel.tp_plan
+            or (
+                config.float8.recipe != "none" and not config.compile.enabled
+            )  # which linears are cast, the model knows
             or (task_name(config) != "text" and not config.compile.enabled)
         ):
             return None
@@ -203,22 +206,16 @@ class _Rank:
         selective = config.activations.checkpoint == "selective" and config.activations.matmul_every == 2
         if again is None and not selective:
             return None
-        plain = replace(setup, recompute="selective" if selective else "none")
-
-        def block_bytes(block: Block) -> int:
-            return int(block_token_bytes(block, shape.dim, plain) * setup.tokens / spec.tp)
-
-        planned = selective or config.compile.enabled
-        at = RankTokens(
-            rows=self.batch.microbatch,
-            seq_len=config.model.seq_len // spec.cp,
-            element=2 if config.train.dtype == "bf16" else 4,
-            tp=spec.tp,
-            sequence_parallel=config.parallel.sequence_parallel,
-        )
-        again = again or [False] * len(layers)
+        setup = replace(setup, recompute="selective" if selective else "none", recompute_share=1.0)
+        at = replace(tokens_of(setup), rows=self.batch.microbatch, sequence_parallel=config.parallel.sequence_parallel)
         return stage_saved_bytes(
-            shape, layers, again, at, chunked_loss=config.train.fused_loss, block_bytes=block_bytes if planned else None
+            shape,
+            layers,
+            again or [False] * len(layers),
+            at,
+            chunked_loss=config.train.fused_loss,
+            block_bytes=lambda block: block_bytes(block, shape.dim, setup, at),
+            shared_angles=not selective and not config.compile.enabled,
         )
 
     def _is_known(self) -> bool:
@@ -239,8 +236,7 @@ class _Rank:
         if not self._is_known():
             return 0
         setup = self._setup()
-        shape = self._shape()
-        return int(working_set(shape, setup) * setup.tokens / setup.tp)
+        return int(working_bytes(self._shape(), setup))
 
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
         """The same, counted while a micro-batch runs on fake tensors."""
@@ -249,9 +245,17 @@ class _Rank:
         loss = _loss if last else None
         return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
 
-    def _cut(self, part: nn.Module, *, fused_loss: bool = False) -> nn.Module:
-        """Tensor parallelism's cut, as the first of its ranks has it; the loss in the head, where it is computed there."""
-        head = fuse_head_loss(part, z_loss=0.0, vocab_size=1) if fused_loss else None
+    def _cut(self, part: nn.Module, *, running: bool = False) -> nn.Module:
+        """Tensor parallelism's cut, as the first of its ranks has it. One that runs has its float8 layers, and the loss in the
+        head where it is computed there.
+        """
+        config, head = self.config, None
+        if running and config.float8.recipe != "none":
+            tokens = tokens_at_once(self.batch, config, self.layout)
+            whole = self.layout.spec.tp == 1 and self.layout.spec.pp == 1
+            convert_to_float8(part, config.float8, tokens=tokens, fuse_norms=whole, eager=not config.compile.enabled)
+        if running and config.train.fused_loss:
+            head = fuse_head_loss(part, z_loss=0.0, vocab_size=1)
         if self.group is not None:
             parallel = self.config.parallel
             apply_tensor_parallel(
@@ -309,7 +313,7 @@ def _cut_experts(part: nn.Module, ep: int) -> None:
 
 
 @contextmanager
-def _pretended_group(size: int) -> Generator[dist.ProcessGroup | None]:
+def pretended_group(size: int) -> Generator[dist.ProcessGroup | None]:
     """A group of ``size`` ranks that sends nothing; None for one rank."""
     if size == 1:
         yield None

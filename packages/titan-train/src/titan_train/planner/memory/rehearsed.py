@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_train.config import ActivationsConfig
-from titan_train.parallel.activations.recompute import SelectivePolicy, recomputed_modules
+from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 
 
 def recomputed_layers(config: ActivationsConfig, count: int) -> list[bool] | None:
@@ -51,28 +50,14 @@ def _rehearse(module: nn.Module, matmul_every: int | None) -> None:
             if matmul_every is None:
                 output = inner(*args, **kwargs)
             else:
-                with _Record(SelectivePolicy(matmul_every), results):
+                with KeepCostly(SelectivePolicy(matmul_every)) as region:
                     output = inner(*args, **kwargs)
+                results = region.kept_tensors()
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         _Keep.apply(torch.empty(0, requires_grad=True), *given, *results)
         return output
 
     module.forward = forward
-
-
-class _Record(TorchDispatchMode):
-    """Writes down the results that a policy keeps."""
-
-    def __init__(self, policy: SelectivePolicy, results: list[Tensor]) -> None:
-        super().__init__()
-        self._policy = policy
-        self._results = results
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._policy.keeps(func):
-            self._results += [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
-        return out
 
 
 class _Keep(torch.autograd.Function):

@@ -1,14 +1,7 @@
-"""Bytes that eager autograd saves in one microbatch, in closed form, for the model families that are shipped.
+"""What eager autograd saves in one microbatch, byte for byte, for the blocks of the shipped families.
 
 `titan_train.planner.memory.ranks` counts the same by running the model on fake tensors, which takes seconds and works for any
-model; a test holds the two equal, byte for byte, over families, layouts and recomputation. Both `titan-train check` and
-the planner count by these formulas.
-
-Counted is what a CPU saves: RMSNorm is taken apart there (its float32 input and result), and attention pads narrow values.
-Each tensor counts once, however many operators save it. Parameters do not count.
-
-Letters: d width, n tokens of a rank, r those of its share of the residual stream (sequence parallelism), e bytes of an
-element.
+model; a test holds the two equal over families, layouts and recomputation. `kept` is the account that both belong to.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +25,15 @@ class RankTokens:
     """Bytes of an element in compute: 2 for bf16, 4 for float32."""
     tp: int = 1
     sequence_parallel: bool = True
+    float8: int = 0
+    """Bytes of an element that a float8 product keeps of its input; 0 computes in ``element``."""
+    fused_norms: bool = False
+    """Norms in front of float8 products normalize and cast in one pass, and keep their input."""
+
+    @property
+    def input(self) -> int:
+        """Bytes of an element of a product's kept input."""
+        return self.float8 or self.element
 
     @property
     def whole(self) -> int:
@@ -51,7 +53,8 @@ def stage_saved_bytes(
     at: RankTokens,
     *,
     chunked_loss: bool,
-    block_bytes: Callable[[Block], int] | None = None,
+    block_bytes: Callable[[Block], float],
+    shared_angles: bool,
 ) -> int:
     """Bytes that forward of some blocks leaves for backward, with the embedding and the head where they belong to them.
 
@@ -61,20 +64,17 @@ def stage_saved_bytes(
         recomputed: For each of them, whether backward runs it again; it then keeps its input alone.
         at: The microbatch.
         chunked_loss: The head computes the loss and keeps no logits.
-        block_bytes: Bytes of a block that is not recomputed as a whole, angles included; `block_saved_bytes` if not given.
+        block_bytes: Bytes of a block that is not recomputed as a whole.
+        shared_angles: All blocks keep the same rotary angles, which `block_bytes` leaves out.
     """
     first, last = layers.start == 0, layers.stop == shape.num_layers
-    total = _embedding(shape, at) if first else 0
+    total = float(_embedding(shape, at)) if first else 0.0
     kinds = [block for block in shape.blocks for _ in range(block.count)]
     for layer, again in zip(layers, recomputed, strict=True):
-        if again:
-            total += at.element * shape.dim * at.residual
-        else:
-            kind = kinds[layer]
-            total += block_bytes(kind) if block_bytes else block_saved_bytes(kind, shape.dim, at)
-    if block_bytes is None and not all(recomputed):
+        total += at.element * shape.dim * at.residual if again else block_bytes(kinds[layer])
+    if shared_angles and not all(recomputed):
         total += _rotary(shape, at)
-    return total + (_head(shape, at, chunked_loss=chunked_loss) if last else 0)
+    return int(total) + (_head(shape, at, chunked_loss=chunked_loss) if last else 0)
 
 
 def has_closed_form(block: Block) -> bool:
@@ -89,8 +89,12 @@ def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     """Bytes of one block that is not recomputed, without the rotary angles, which all blocks share."""
     assert block.attention is not None
     assert block.ffn is not None
-    layer_norm = block.norms > 2
-    total = 2 * (_layer_norm(dim, at.residual, at.element) if layer_norm else _rms_norm(dim, at.residual))
+    if at.fused_norms:
+        total = 2 * at.residual * (at.element * dim + _WIDE)
+    elif block.norms > 2:
+        total = 2 * _layer_norm(dim, at.residual, at.element)
+    else:
+        total = 2 * _rms_norm(dim, at.residual)
     if block.attention.latent:
         total += _latent_attention(block.attention, dim, at)
     else:
@@ -109,14 +113,15 @@ def _layer_norm(width: int, tokens: int, element: int) -> int:
     return tokens * element * (width + 2)
 
 
-def _share(heads: int, tp: int) -> int:
+def share_of(heads: int, tp: int) -> int:
     """Heads of one rank; where there are fewer than ranks, several ranks have the same one."""
     return max(1, heads // tp)
 
 
 def _attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
-    heads, kv_heads = _share(a.heads, at.tp), _share(a.kv_heads, at.tp)
-    total = at.element * at.whole * (dim + (2 * heads + 2 * kv_heads) * a.head_dim)  # input, q, k, v, result
+    heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
+    total = at.whole * (at.input * dim + at.element * (2 * heads + 2 * kv_heads) * a.head_dim)  # input, q, k, v, result
+    total += at.float8 * at.whole * heads * a.head_dim * (at.float8 < at.element)  # the result's cast
     total += _WIDE * at.whole * heads  # log-sum-exp
     if a.qk_norm:
         total += _rms_norm(a.head_dim, at.whole * (heads + kv_heads))
@@ -124,7 +129,7 @@ def _attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
 
 
 def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
-    heads, n, e = _share(a.heads, at.tp), at.whole, at.element
+    heads, n, e = share_of(a.heads, at.tp), at.whole, at.element
     total = e * n * dim + e * n * (a.q_lora + a.kv_lora)  # inputs of the projections
     total += _rms_norm(a.q_lora, n) if a.q_lora else 0
     total += _rms_norm(a.kv_lora, n)
@@ -137,7 +142,10 @@ def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
 
 
 def _feed_forward(hidden: int, dim: int, at: RankTokens, *, gated: bool) -> int:
-    return at.element * at.whole * (dim + (4 if gated else 2) * (hidden // at.tp))
+    hidden //= at.tp
+    if at.float8:  # the activation and the product's cast are one pass
+        return at.whole * (at.input * dim + ((2 if gated else 1) * at.element + at.float8) * hidden)
+    return at.element * at.whole * (dim + (4 if gated else 2) * hidden)
 
 
 def _experts(f: ExpertsShape, dim: int, at: RankTokens) -> int:
