@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from titan_pipeline.runtime import NORM_RULES, TorchStage, WeightGradEngine, grouped_linear  # noqa: E402
-from titan_pipeline.runtime.weight_grad.accumulate import has_hooks  # noqa: E402
+from titan_pipeline.runtime.weight_grad.queue import has_hooks  # noqa: E402
 from titan_pipeline.runtime.weight_grad.rules import LinearHook, others_save  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402

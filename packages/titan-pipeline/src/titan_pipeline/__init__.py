@@ -26,8 +26,7 @@ from titan_pipeline.ir.placement import Placement, loop_placement, placement_fro
 from titan_pipeline.ir.schedule import Action, Kind, Schedule
 from titan_pipeline.solver.annealing import SolveProgress
 from titan_pipeline.solver.search import Solution, pareto, solve
-from titan_pipeline.view.html import draw_html
-from titan_pipeline.view.svg import draw_executed_svg, draw_svg
+from titan_pipeline.view.svg import draw_executed_svg, draw_html, draw_svg
 from titan_pipeline.view.trace import chrome_trace
 
 __all__ = [

@@ -27,12 +27,10 @@ from titan_pipeline.families import FAMILIES, build_schedule, load_installed_fam
 from titan_pipeline.ir.costs import Costs
 from titan_pipeline.ir.csv import from_torch_csv, to_torch_csv
 from titan_pipeline.ir.lower import lower
-from titan_pipeline.ir.schedule import Schedule
-from titan_pipeline.ir.text_file import read_text
+from titan_pipeline.ir.schedule import Schedule, read_text
 from titan_pipeline.solver.annealing import SolveProgress
 from titan_pipeline.solver.search import solve
-from titan_pipeline.view.html import draw_html
-from titan_pipeline.view.svg import draw_executed_svg, draw_svg
+from titan_pipeline.view.svg import draw_executed_svg, draw_html, draw_svg
 from titan_pipeline.view.trace import chrome_trace
 
 

@@ -19,9 +19,7 @@ from typing import Any, cast
 from titan_pipeline.analysis.simulate import Breakdown, Simulation, Slot, Transfer, idle_by_phase, memory_curve
 from titan_pipeline.errors import ScheduleError
 from titan_pipeline.ir.costs import Costs, Link
-from titan_pipeline.ir.graph import consumers
-from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule
-from titan_pipeline.ir.text_file import read_text
+from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule, consumers, read_text
 
 _FORMAT = "titan-pipeline/measurement"
 

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from titan_pipeline.analysis.memory import memory_levels
+from titan_pipeline.analysis.simulate import memory_levels
 from titan_pipeline.errors import ScheduleError
 from titan_pipeline.ir.costs import Costs
-from titan_pipeline.ir.graph import consumers, producers, transfer_of
 from titan_pipeline.ir.lower import lower
-from titan_pipeline.ir.schedule import COMPUTE, SENDS, Action, Kind, Schedule
+from titan_pipeline.ir.schedule import COMPUTE, SENDS, Action, Kind, Schedule, consumers, producers, transfer_of
 
 Delivery = Literal["buffered", "rendezvous"]
 

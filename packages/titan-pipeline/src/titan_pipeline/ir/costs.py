@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from titan_pipeline.ir.schedule import Action, Kind
-from titan_pipeline.ir.text_file import read_text
+from titan_pipeline.ir.schedule import Action, Kind, read_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,7 +49,7 @@ def from_torch_csv(text: str, *, name: str = "torch", placement: Placement | Non
         placement: Rank of each stage; read off the rows if None.
 
     Raises:
-        ScheduleError: Code ``format``: a cell that is no action, or a stage that appears on two ranks.
+        ScheduleError: Code ``format``: a cell that is not an action, or a stage that appears on two ranks.
     """
     ranks: list[tuple[Action, ...]] = []
     overlaps: list[tuple[int, ...]] = []

@@ -15,8 +15,7 @@ import heapq
 from dataclasses import replace
 
 from titan_pipeline.ir.costs import Costs
-from titan_pipeline.ir.graph import consumers, producers
-from titan_pipeline.ir.schedule import Action, Schedule
+from titan_pipeline.ir.schedule import Action, Schedule, consumers, producers
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:

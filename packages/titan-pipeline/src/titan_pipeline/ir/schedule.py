@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, cast
 
 from titan_pipeline.errors import ScheduleError
 from titan_pipeline.ir.placement import Placement, check_placement
-from titan_pipeline.ir.text_file import read_text
 
 FORMAT = "titan-pipeline/schedule"
 FORMAT_VERSION = 1
@@ -58,7 +57,6 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
 class Action(NamedTuple):
@@ -333,3 +331,51 @@ def schedule_from_programs(
     """A schedule from plain tuples, as the family generators make them."""
     ranks = tuple(tuple(Action(*a) for a in program) for program in programs)
     return Schedule(name, num_microbatches, placement, ranks)
+
+
+def producers(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
+    """The results ``action`` needs; each entry lists the alternatives that can provide it."""
+    kind, s, mb = action
+    if kind is Kind.F:
+        return ((Action(Kind.F, s - 1, mb),),) if s > 0 else ()
+    if kind is Kind.W:
+        return ((Action(Kind.I, s, mb),),)
+    needs: tuple[tuple[Action, ...], ...] = ((Action(Kind.F, s, mb),),)
+    if s + 1 < num_stages:
+        needs += ((Action(Kind.I, s + 1, mb), Action(Kind.B, s + 1, mb)),)
+    return needs
+
+
+def consumers(action: Action, num_stages: int) -> tuple[tuple[int, Kind, Kind], ...]:
+    """Stages that wait for the result of ``action``, with the kinds of the send and of the receive between them."""
+    kind, s, _ = action
+    if kind is Kind.F and s + 1 < num_stages:
+        return ((s + 1, Kind.SEND_F, Kind.RECV_F),)
+    if kind in (Kind.I, Kind.B) and s > 0:
+        return ((s - 1, Kind.SEND_B, Kind.RECV_B),)
+    return ()
+
+
+def transfer_of(action: Action) -> tuple[int, int, Kind]:
+    """``(producer stage, consumer stage, F or B)`` of a communication action."""
+    kind, s, _ = action
+    if kind is Kind.SEND_F:
+        return s, s + 1, Kind.F
+    if kind is Kind.RECV_F:
+        return s - 1, s, Kind.F
+    if kind is Kind.SEND_B:
+        return s, s - 1, Kind.B
+    return s + 1, s, Kind.B
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file, in UTF-8.
+
+    Raises:
+        ValueError: It is a folder, a pipe or a device, which could be read without end; or it is not text.
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a folder, a pipe or a device. Give a file; write to one what a pipe would bring.")
+    return path.read_text(encoding="utf-8")

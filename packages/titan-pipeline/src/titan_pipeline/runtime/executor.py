@@ -4,9 +4,9 @@ The executor compiles the rank's program (with communication, see `titan_pipelin
 runs them in order. What happens inside a stage is the stage's business, how messages move is the transport's; between
 the two lies only this loop, at a few microseconds an action.
 
-PeerFailure: a rank that raises tells everyone who still waits for it, they stop at their next action, and all meet at the
-end of the step, where every rank learns who failed first. The failing rank raises its own error, the others
-`PipelineAborted` with the name, action and error of the first. `reset` makes the next step possible.
+Failure: a rank that raises announces a `PeerFailure` to the ranks that still wait for it. They stop at their next action, and
+all ranks meet at the end of the step, where each learns who failed first. The failing rank raises its own error, the others
+`PipelineAborted` with the rank, action and error of the first. `reset` makes the next step possible.
 
 Loss: stages return sums over tokens; the step divides by the number of tokens of *all* microbatches, so uneven and
 ragged microbatches weigh what they should.
@@ -65,7 +65,7 @@ class Executor:
         trace: Record when each action ran; see `measured`. `Executor.trace` may be set between steps, to trace one of many.
         hang_timeout_s: If no rank has made progress for so long, all of them raise `PipelineAborted`, which names the rank
             that hangs and its action. Longer than the longest action, compilation included; None waits for ever.
-        clock: What tells the time while tracing: the host's by default. Stages on an accelerator need a `DeviceClock`, since
+        clock: The clock of traces: the host's by default. Stages on an accelerator need a `DeviceClock`, since
             their work is only queued when an action returns.
 
     Raises:

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from titan_pipeline.ir.graph import transfer_of
 from titan_pipeline.ir.lower import lower
-from titan_pipeline.ir.schedule import COMPUTE, SENDS, Kind, Schedule
+from titan_pipeline.ir.schedule import COMPUTE, SENDS, Kind, Schedule, transfer_of
 from titan_pipeline.runtime.stage.tied import TiedWeight, tied_messages
 from titan_pipeline.runtime.transport.messages import Key
 

@@ -5,7 +5,7 @@ travel as they do in the simulator's uncontended links; activations and weight c
 memory from the start of a forward to the end of its gradients. Microbatches are alike, so every stage may see them in
 order (exchange two that do not, and nothing gets later): that removes all permutations of microbatches.
 
-Times become integers. Where the costs are no multiples of a common unit they are rounded *down*, so that the solver's
+Times become integers. Where the costs are not multiples of a common unit they are rounded *down*, so that the solver's
 bound stays a bound for the true costs; the schedule it finds is judged by the simulator with the true costs. A whole
 backward cheaper than its halves enters the bound with that cheaper time.
 

@@ -6,7 +6,7 @@ The numbers are those of `titan_pipeline.simulate` and `titan_pipeline.verify`, 
 from typing import NamedTuple
 
 from titan_pipeline.analysis.bounds import Objective
-from titan_pipeline.analysis.memory import memory_levels
+from titan_pipeline.analysis.simulate import memory_levels
 from titan_pipeline.ir.costs import Costs
 from titan_pipeline.ir.schedule import Kind, Schedule
 

@@ -104,101 +104,156 @@ def solve(
     if method not in ("search", "exact"):
         raise ValueError(f"method={method!r} is unknown. Use 'search' or 'exact'.")
     started = time.monotonic()
-    place = _placement(costs, placement, num_ranks)
-    bound = lower_bound(
-        costs, num_microbatches=num_microbatches, placement=place, mem_limit=mem_limit, objective=objective
-    )
-    limits = expand_limits(mem_limit, place)
-    problem = Problem(costs, place, num_microbatches, limits)
-    until = started + 0.25 * time_limit if time_limit > 0 else math.inf
-    known, played_s = _candidates(problem, objective, until)
-    search = Annealing(problem, objective, random.Random(seed))
+    solver = _Solver(costs, num_microbatches, _placement(costs, placement, num_ranks), mem_limit, objective, progress)
+    known, played_s = solver.candidates(started + 0.25 * time_limit if time_limit > 0 else math.inf)
     # what is found is decoded, played and proven once more; this belongs to the limit
     deadline = started + (time_limit if method == "search" else 0.25 * time_limit) - _PROOF * played_s
-    found = None
-    if time.monotonic() < deadline:
-        found = search.run(_starts(problem, known[0].schedule), deadline, max_tries, bound, progress)
-    if found is not None and (found.makespan if objective == "makespan" else found.span) < known[0].value * (1 - 1e-12):
-        known.append(_played("search", problem.schedule("solved", found), problem, objective))
-    best = _first_proven(sorted(known, key=lambda c: c.value), costs, limits, bound, search.tries)
-    if method == "exact":
-        best = _exactly(
-            costs, best, limits, objective, started + time_limit - time.monotonic(), workers, seed, progress
+    best = solver.search(known, deadline, max_tries, seed)
+    return solver.exactly(best, started + time_limit - time.monotonic(), workers, seed) if method == "exact" else best
+
+
+class _Candidate(NamedTuple):
+    """A schedule that ends within the limits, not proven yet."""
+
+    value: float
+    origin: str
+    schedule: Schedule
+
+
+class _Solver:
+    """The steps of `solve` for one problem: candidates, annealing from the best of them, then the constraint solver."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        num_microbatches: int,
+        place: Placement,
+        mem_limit: float | Sequence[float] | None,
+        objective: Objective,
+        progress: Callable[[SolveProgress], None] | None,
+    ) -> None:
+        self.costs, self.progress = costs, progress
+        self.objective: Objective = objective
+        self.bound = lower_bound(
+            costs, num_microbatches=num_microbatches, placement=place, mem_limit=mem_limit, objective=objective
         )
-    return best
+        self.limits = expand_limits(mem_limit, place)
+        self.problem = Problem(costs, place, num_microbatches, self.limits)
 
+    def candidates(self, until: float) -> tuple[list[_Candidate], float]:
+        """Families that fit, the best first, one microbatch at a time if none does; and the longest time to play one.
 
-def _first_proven(known: "list[_Candidate]", costs: Costs, limits: list[float], bound: float, tries: int) -> Solution:
-    """The best that verifies. Playing a schedule shows that it ends; families of other packages may still be wrong."""
-    for value, origin, schedule in known:
+        Families are tried in turn; after ``until`` those found so far are taken.
+        """
+        costs, problem = self.costs, self.problem
+        found: list[_Candidate] = []
+        longest = 0.0
+        load_installed_families()
+        # the best ones first: split backwards in a fixed order
+        for name, family in sorted(FAMILIES.items(), key=lambda x: (not x[1].splits_backward, x[1].takes_costs)):
+            if found and time.monotonic() > until:
+                break
+            try:
+                made = build_schedule(
+                    name, problem.num_ranks, problem.m, num_chunks=problem.num_stages // problem.num_ranks,
+                    costs=costs if family.takes_costs else None, mem_limit=problem.limits if family.takes_costs else None,
+                )  # fmt: skip
+            except ValueError:
+                continue  # not for this number of ranks, chunks or microbatches
+            if made.placement == problem.placement:
+                began = time.monotonic()
+                candidate = self._played(name, made)
+                longest = max(longest, time.monotonic() - began)
+                found += [candidate] if candidate.value < math.inf else []
+        if not found:
+            decoded = problem.decode(problem.throttled(1), [0.0] * problem.num_ranks, record=True)
+            if decoded is not None:
+                found.append(self._played("one microbatch at a time", problem.schedule("one_at_a_time", decoded)))
+        if not found:
+            self._first_proven([], 0)
+        return sorted(found, key=lambda c: c.value), longest
+
+    def search(self, known: list[_Candidate], deadline: float, max_tries: int | None, seed: int) -> Solution:
+        """Anneal until the deadline; the best schedule that verifies, of what was found and ``known``."""
+        annealing = Annealing(self.problem, self.objective, random.Random(seed))
+        if time.monotonic() < deadline:
+            starts = self._starts(known[0].schedule)
+            found = annealing.run(starts, deadline, max_tries, self.bound, self.progress)
+            if found is not None:
+                value = found.makespan if self.objective == "makespan" else found.span
+                if value < known[0].value * (1 - 1e-12):
+                    known.append(self._played("search", self.problem.schedule("solved", found)))
+        return self._first_proven(sorted(known, key=lambda c: c.value), annealing.tries)
+
+    def exactly(self, known: Solution, time_limit: float, workers: int, seed: int) -> Solution:
+        """Continue with the constraint solver; keep the better schedule and the sharper bound."""
+        from titan_pipeline.solver.exact import solve_exactly  # the extra is imported only where it is asked for
+
+        schedule = known.schedule
+        if 3 * schedule.num_stages * schedule.num_microbatches * _SECONDS_PER_ACTION > time_limit:
+            return known  # the limit would pass while the program is written
+        began = time.monotonic()
+
+        def report(best: float, bound: float) -> None:
+            if self.progress is not None:
+                elapsed = time.monotonic() - began
+                self.progress(SolveProgress(elapsed, known.tries, best, max(bound, known.bound)))
+
+        exact = solve_exactly(
+            self.costs, schedule.num_microbatches, schedule.placement, self.limits, objective=self.objective,
+            start=simulate(schedule, self.costs), floor=known.bound, time_limit=time_limit, workers=workers, seed=seed,
+            progress=report,
+        )  # fmt: skip
+        bound = min(max(known.bound, exact.bound), known.value)
+        best = replace(known, bound=bound)
+        if exact.schedule is None:
+            return best
         try:
-            proof = verify(schedule, costs=costs, mem_limit=limits)
+            proof = verify(exact.schedule, costs=self.costs, mem_limit=self.limits)
         except ScheduleError:
-            continue
-        return Solution(schedule, value, bound, proof.peak, origin, tries)
-    raise ValueError(
-        f"no schedule fits mem_limit={limits}: the weight gradients' context of one microbatch does not. Raise it."
-    )
-
-
-def _starts(problem: Problem, known: Schedule) -> Iterator[list[Order]]:
-    """Orders to search from: the best family's, and greedy ones, the most promising first."""
-    yield problem.orders_of(known)
-    m = problem.m
-    fits = m
-    if min(problem.limits) < math.inf:
-        held = _held(problem.costs, problem.placement)
-        fits = min(math.floor(x / h) if h else m for x, h in zip(problem.limits, held, strict=True))
-    fits = max(1, min(fits, m))
-    yield problem.throttled(fits)
-    stages = problem.num_stages
-    for in_flight in dict.fromkeys(
-        max(1, min(fits, x)) for x in (stages, stages // 2, 3 * stages // 4, 3 * stages // 2)
-    ):
-        for charge in (1.0, 0.5, 0.0):
-            yield problem.throttled(in_flight, charge)
-
-
-def _exactly(
-    costs: Costs,
-    known: Solution,
-    limits: list[float],
-    objective: Objective,
-    time_limit: float,
-    workers: int,
-    seed: int,
-    progress: Callable[[SolveProgress], None] | None,
-) -> Solution:
-    """Continue with the constraint solver; keep the better schedule and the sharper bound."""
-    from titan_pipeline.solver.exact import solve_exactly  # the extra is imported only where it is asked for
-
-    schedule = known.schedule
-    if 3 * schedule.num_stages * schedule.num_microbatches * _SECONDS_PER_ACTION > time_limit:
-        return known  # the limit would pass while the program is written
-    began = time.monotonic()
-
-    def tell(best: float, bound: float) -> None:
-        if progress is not None:
-            progress(SolveProgress(time.monotonic() - began, known.tries, best, max(bound, known.bound)))
-
-    exact = solve_exactly(
-        costs, schedule.num_microbatches, schedule.placement, limits, objective=objective,
-        start=simulate(schedule, costs), floor=known.bound, time_limit=time_limit, workers=workers, seed=seed,
-        progress=tell,
-    )  # fmt: skip
-    bound = min(max(known.bound, exact.bound), known.value)
-    best = replace(known, bound=bound)
-    if exact.schedule is None:
+            return best  # rounding let it exceed the limit by a hair
+        result = simulate(exact.schedule, self.costs)
+        value = result.makespan if self.objective == "makespan" else result.span
+        if value < known.value:
+            return Solution(exact.schedule, value, min(bound, value), proof.peak, "exact", known.tries)
         return best
-    try:
-        proof = verify(exact.schedule, costs=costs, mem_limit=limits)
-    except ScheduleError:
-        return best  # rounding let it exceed the limit by a hair
-    result = simulate(exact.schedule, costs)
-    value = result.makespan if objective == "makespan" else result.span
-    if value < known.value:
-        return Solution(exact.schedule, value, min(bound, value), proof.peak, "exact", known.tries)
-    return best
+
+    def _starts(self, known: Schedule) -> Iterator[list[Order]]:
+        """Orders to search from: the best family's, and greedy ones, the most promising first."""
+        problem = self.problem
+        yield problem.orders_of(known)
+        m = problem.m
+        fits = m
+        if min(problem.limits) < math.inf:
+            held = _held(self.costs, problem.placement)
+            fits = min(math.floor(x / h) if h else m for x, h in zip(problem.limits, held, strict=True))
+        fits = max(1, min(fits, m))
+        yield problem.throttled(fits)
+        stages = problem.num_stages
+        for in_flight in dict.fromkeys(
+            max(1, min(fits, x)) for x in (stages, stages // 2, 3 * stages // 4, 3 * stages // 2)
+        ):
+            for charge in (1.0, 0.5, 0.0):
+                yield problem.throttled(in_flight, charge)
+
+    def _first_proven(self, known: Sequence[_Candidate], tries: int) -> Solution:
+        """The best that verifies. Playing a schedule shows that it ends; families of other packages may still be wrong."""
+        for value, origin, schedule in known:
+            try:
+                proof = verify(schedule, costs=self.costs, mem_limit=self.limits)
+            except ScheduleError:
+                continue
+            return Solution(schedule, value, self.bound, proof.peak, origin, tries)
+        raise ValueError(
+            f"no schedule fits mem_limit={self.limits}: the weight gradients' context of one microbatch does not. Raise it."
+        )
+
+    def _played(self, origin: str, schedule: Schedule) -> _Candidate:
+        """The schedule's value; infinity if it never ends or does not fit."""
+        played = score(schedule.compute_only(), self.costs)
+        if played is None or any(x > limit for x, limit in zip(played.peak, self.problem.limits, strict=True)):
+            return _Candidate(math.inf, origin, schedule)
+        return _Candidate(played.value(self.objective), origin, schedule)
 
 
 def pareto(
@@ -249,54 +304,3 @@ def _placement(costs: Costs, placement: str | Sequence[int], num_ranks: int | No
 def _held(costs: Costs, place: Placement) -> list[float]:
     """Memory of one microbatch on each rank."""
     return [sum(a for a, r in zip(costs.activation, place, strict=True) if r == rank) for rank in range(max(place) + 1)]
-
-
-class _Candidate(NamedTuple):
-    """A schedule that ends within the limits, not proven yet."""
-
-    value: float
-    origin: str
-    schedule: Schedule
-
-
-def _candidates(problem: Problem, objective: Objective, until: float) -> tuple[list[_Candidate], float]:
-    """Families that fit, the best first, one microbatch at a time if none does; and the longest time to play one.
-
-    Families are tried in turn; after ``until`` those found so far are taken.
-    """
-    costs, place = problem.costs, problem.placement
-    found: list[_Candidate] = []
-    longest = 0.0
-    load_installed_families()
-    # the best ones first: split backwards in a fixed order
-    for name, family in sorted(FAMILIES.items(), key=lambda x: (not x[1].splits_backward, x[1].takes_costs)):
-        if found and time.monotonic() > until:
-            break
-        try:
-            made = build_schedule(
-                name, problem.num_ranks, problem.m, num_chunks=len(place) // problem.num_ranks,
-                costs=costs if family.takes_costs else None, mem_limit=problem.limits if family.takes_costs else None,
-            )  # fmt: skip
-        except ValueError:
-            continue  # not for this number of ranks, chunks or microbatches
-        if made.placement == place:
-            began = time.monotonic()
-            candidate = _played(name, made, problem, objective)
-            longest = max(longest, time.monotonic() - began)
-            found += [candidate] if candidate.value < math.inf else []
-    if not found:
-        decoded = problem.decode(problem.throttled(1), [0.0] * problem.num_ranks, record=True)
-        if decoded is not None:
-            alone = problem.schedule("one_at_a_time", decoded)
-            found.append(_played("one microbatch at a time", alone, problem, objective))
-    if not found:
-        _first_proven([], costs, problem.limits, 0.0, 0)
-    return sorted(found, key=lambda c: c.value), longest
-
-
-def _played(origin: str, schedule: Schedule, problem: Problem, objective: Objective) -> _Candidate:
-    """The schedule's value; infinity if it never ends or does not fit."""
-    played = score(schedule.compute_only(), problem.costs)
-    if played is None or any(x > limit for x, limit in zip(played.peak, problem.limits, strict=True)):
-        return _Candidate(math.inf, origin, schedule)
-    return _Candidate(played.value(objective), origin, schedule)

@@ -1,8 +1,7 @@
 """Pictures and traces of a simulation, without dependencies.
 
 =============  =====================================================================
-`svg`          one SVG document
-`html`         one self-contained page: drawing and numbers
+`svg`          one SVG document, or one page of HTML with drawing and numbers
 `trace`        Chrome trace events, for Perfetto
 =============  =====================================================================
 """

@@ -8,7 +8,7 @@ from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
 
 
 class StatusBoard(Protocol):
-    """Texts that every rank can read, whatever their main threads do."""
+    """Texts that every rank can read at any time, even while main threads are busy or blocked."""
 
     def get(self, key: str) -> str | None:
         """The text, or None."""

@@ -45,7 +45,7 @@ def register_structure(kind: type[_T]) -> type[_T]:
     """
     if not (dataclasses.is_dataclass(kind) or issubclass(kind, tuple | list | Mapping)):
         raise ValueError(
-            f"{kind.__qualname__} is no dataclass, tuple, list or mapping, so its parts are unknown. Hand over its parts."
+            f"{kind.__qualname__} is not a dataclass, tuple, list or mapping, so its parts are unknown. Pass its parts."
         )
     if _registered.setdefault(_name(kind), kind) is not kind:
         raise ValueError(f"two classes are named {_name(kind)}. Rename one: a message names the class it holds.")
@@ -65,7 +65,7 @@ def decode(data: bytes) -> tuple[Any, list[bool]]:
     """What `encode` was given.
 
     Raises:
-        ValueError: If this is no such structure, or it holds a class that this rank has not registered.
+        ValueError: If this is not such a structure, or it holds a class that this rank has not registered.
     """
     try:
         value, flags = json.loads(data)

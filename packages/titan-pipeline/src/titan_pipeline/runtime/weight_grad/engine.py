@@ -21,7 +21,7 @@ needs no gradient, an autograd function takes its place. It saves the input by a
 recomputation: one recomputation per block. Gradients are bit-equal to autograd's: the products are the ones its formulas
 use.
 
-The parameter is no input of such a function (autograd would call its hooks with None in the I pass); a dummy, the
+The parameter is not an input of such a function (autograd would call its hooks with None in the I pass); a dummy, the
 engine's ``anchor``, takes its place, so that outputs require gradients even where the layer's input does not.
 
 Pluggable: a rule is a function ``rule(engine, module, plain_forward, *args)`` for a module type. A float8 or

@@ -2,7 +2,7 @@
 
 Problem: such a function is one node of the graph, and its backward computes all gradients. No operation inside can be cut.
 
-Idea: PyTorch tells a backward which gradients are wanted, in ``ctx.needs_input_grad``, and a function that was written with
+Idea: in ``ctx.needs_input_grad`` PyTorch says which gradients a backward must compute, and a function that was written with
 care computes no others. So after a stage's forward its graph is searched for custom functions that take a parameter (or a
 view or a cast of one). Their parameters are struck from ``ctx.needs_input_grad``; the I pass then calls the backward for the
 activations alone, and the W pass calls it once more, for the parameters alone, with the same context, saved tensors and
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from titan_pipeline.runtime.weight_grad.accumulate import has_hooks
-from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring
+from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, has_hooks
 
 COMPILED = "inside a compiled module, whose backward is one piece: compile it with backend=titan_pipeline.runtime.split_backend()"
 WEIGHT_PASS = "titan_pipeline_weight_pass"

@@ -15,7 +15,7 @@ to an unsplit backward where a parameter is used once.
 What depends on parameters alone (a transposed, cast or sliced weight) belongs to the little graph of the operation that
 uses it.
 
-Custom autograd functions are no operations that a mode sees: `titan_pipeline.runtime.weight_grad.functions`.
+A mode does not see custom autograd functions as operations: `titan_pipeline.runtime.weight_grad.functions`.
 
 Not deferred, but right:
 

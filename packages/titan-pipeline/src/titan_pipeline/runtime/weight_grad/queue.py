@@ -1,13 +1,11 @@
 """The weight gradients that wait for their W action."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-
-from titan_pipeline.runtime.weight_grad.accumulate import accumulate
 
 ELSEWHERE = (
     "this forward was recorded by a WeightGradEngine, but its backward runs outside of the engine: its weight gradients "
@@ -114,3 +112,42 @@ class Deferring(Protocol):
     def defer(self, parameter: Tensor, compute: Callable[..., Tensor], *given: Any) -> None:
         """Note a weight gradient for later: ``compute(*given)``, which keeps what is given alive until then."""
         ...
+
+
+def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], through_autograd: bool = False) -> None:
+    """Add each gradient to its parameter's ``.grad``, with every hook that a backward would have called.
+
+    Call without grad mode; each parameter once. Autograd's own accumulation costs about 9 us per parameter when called from
+    Python, adding directly 1 us. Adding directly is the same unless someone listens (`has_hooks`).
+
+    Args:
+        pairs: ``(parameter, gradient)``.
+        through_autograd: Use autograd's accumulation for all, not only for parameters with hooks.
+    """
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    for parameter, grad in pairs:
+        if through_autograd or has_hooks(parameter):
+            parameters.append(parameter)
+            grads.append(grad)
+            continue
+        known = parameter.grad
+        if known is not None:
+            known.add_(grad)
+        else:
+            # FSDP2 asks for sums in the precision of its reduction
+            wanted = getattr(parameter, "grad_dtype", None)
+            parameter.grad = grad if wanted is None or wanted == grad.dtype else grad.to(wanted)
+    if parameters:
+        torch.autograd.backward(parameters, grads)
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether a gradient hook or a post-accumulate hook is registered on the tensor.
+
+    Two attributes that are not documented say so. They are read here and nowhere else; checked on torch 2.11 and 2.15 by
+    ``test_hooked_parameters_are_recognised``.
+    """
+    return bool(getattr(parameter, "_backward_hooks", None)) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
