@@ -23,8 +23,7 @@ from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.validate import check_index
 from titan_ckpt.load.copies import box_copies
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.save.plan import Held, encode_held, encode_pieces, plan_told
-from titan_ckpt.save.prepare import index_tensors
+from titan_ckpt.save.plan import Held, encode_held, encode_pieces, plan_encoded
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.claim import Process
 
@@ -59,11 +58,11 @@ def make_step(root: Path, step: int, args: argparse.Namespace) -> tuple[Path, di
     said = [encode_held(held(rank, args)) for rank in range(args.ranks)]
     times: dict[str, float] = {}
     began = time.process_time()
-    plan = plan_told(said)
+    plan = plan_encoded(said)
     texts = {id(pieces): pieces for pieces in plan.pieces}
     for pieces in texts.values():
         encode_pieces(pieces)
-    names, tensors = index_tensors(plan)
+    names, tensors = plan.index_tensors()
     times["plan"] = time.process_time() - began
     folder, save_id = commit.begin_save(root, step, Process.of(0))
     records: list[FileRecord] = []

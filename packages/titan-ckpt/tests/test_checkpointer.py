@@ -157,6 +157,6 @@ def test_a_forked_child_cannot_save_beside_its_parent(tmp_path):
         [sys.executable, "-W", "ignore", "-c", FORKED_SAVE, str(tmp_path)], capture_output=True, text=True, check=True
     )
     inherited, made, restored, steps = ran.stdout.splitlines()
-    assert "is a fork: both would save there" in inherited
+    assert "is a fork of it: both would save there" in inherited
     assert "is being saved to by process" in made
     assert (restored, steps) == ("1", "[1]")

@@ -15,9 +15,9 @@ from titan_ckpt.format.manifest import _self_digest
 from titan_ckpt.interop.hf import import_hf_step
 from titan_ckpt.interop.views import StoredView, unequal_elements
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit
 from titan_ckpt.steps.claim import Process
+from titan_ckpt.terminal import ByteProgress
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -290,7 +290,7 @@ def test_every_long_command_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, cap
     rest = {"diff": [step, step], "verify": [step], "export-hf": [step, root]}.get(command, [folder, root])
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("titan_ckpt.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("titan_ckpt.terminal._EVERY_S", 0.0)
     assert main([command, *rest]) == 0
     assert "% " in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\033[K"), "the bar is gone when the result is printed"

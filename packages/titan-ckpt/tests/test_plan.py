@@ -16,10 +16,9 @@ from titan_ckpt.save.plan import (
     decode_pieces,
     encode_held,
     encode_pieces,
+    plan_encoded,
     plan_save,
-    plan_told,
 )
-from titan_ckpt.save.prepare import index_tensors
 
 
 def row(rank: int, ranks: int, rows: int = 8, key: str = "w") -> Held:
@@ -264,9 +263,9 @@ def test_planning_for_256_ranks_with_900_tensors_takes_seconds_and_the_index_und
     told = [encode_held(held(rank, num_ranks)) for rank in range(num_ranks)]
     said_s = time.process_time() - began
     began = time.process_time()
-    plan = plan_told(told)  # all that rank 0 does, from here
+    plan = plan_encoded(told)  # all that rank 0 does, from here
     sent = [encode_pieces(pieces) for pieces in plan.pieces]
-    names, tensors = index_tensors(plan)
+    names, tensors = plan.index_tensors()
     data = 900 * 16 * 1024 * 4
     blocks = -(-data // BLOCK_BYTES)
     draw = random.Random(0)  # digests do not compress

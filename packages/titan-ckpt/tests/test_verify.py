@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.format.names import BLOCK_BYTES
-from titan_ckpt.load.copies import assign_blocks, tell_blocks
+from titan_ckpt.load.copies import assign_blocks, encode_reads
 from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
@@ -92,7 +92,7 @@ def test_every_machine_checks_for_itself():
     machines = ["one", "one", "two", "two"]
     told = []
     for machine, mine in zip(machines, reads, strict=True):
-        said = json.loads(tell_blocks(mine, Path(), 0))
+        said = json.loads(encode_reads(mine, Path(), 0))
         told.append(json.dumps(said | {"memory": [machine, 1, 2]}).encode())
     shares = [assign_blocks(mine, told, rank) for rank, mine in enumerate(reads)]
     assert all(share <= mine for share, mine in zip(shares, reads, strict=True))
@@ -108,5 +108,5 @@ def test_blocks_that_come_over_the_network_are_checked_by_each_reader():
 
     path = RemotePath(fsspec.filesystem("memory"), "/nowhere")
     blocks = {(0, 0), (0, 1)}
-    told = [tell_blocks(blocks, path, rank) for rank in range(2)]
+    told = [encode_reads(blocks, path, rank) for rank in range(2)]
     assert [assign_blocks(blocks, told, rank) for rank in range(2)] == [blocks, blocks]

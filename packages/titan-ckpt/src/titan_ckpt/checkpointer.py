@@ -18,7 +18,7 @@ from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.restore import restore_newest
-from titan_ckpt.save.prepare import PlanCache, begin_job, plan_layout, plan_step, save_now
+from titan_ckpt.save.prepare import SavePreparer, save_now
 from titan_ckpt.state.train_state import TrainState
 from titan_ckpt.steps import leftovers, listing
 from titan_ckpt.steps.claim import Process, release_root, take_root
@@ -86,7 +86,6 @@ class Checkpointer:
         path = as_path(root)
         # The saver process may have another working folder.
         self.root: StorePath = path.absolute() if isinstance(path, Path) else path
-        self._compress = compress == "auto"
         self.retention = Retention(
             None if keep_last is None else _whole(keep_last, "keep_last"),
             None if keep_every is None else _whole(keep_every, "keep_every"),
@@ -95,7 +94,7 @@ class Checkpointer:
         )
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
         self._comm = ByteComm(group, ranks_per_node)
-        self._cache = PlanCache()
+        self._preparer = SavePreparer(self._comm, compress=compress == "auto")
         self._saver: BackgroundSaver | None = None
         self._flight: SaveJob | None = None
         self._passed_over: list[tuple[int, DamageError]] = []
@@ -134,22 +133,13 @@ class Checkpointer:
         if self._async and self._skips(step):
             return SaveJob(step, skipped=True)
         self.wait()
-        planned = plan_step(step, state, self._comm, self._cache, metrics)
+        planned = self._preparer.plan(step, state, metrics)
         self._open()
         owners = [Process.of(os.getpid())]
         if self._async:
             self._saver, owners = start_savers(self._comm, self._saver)
-        job = begin_job(
-            self.root,
-            step,
-            planned,
-            self._comm,
-            self._cache,
-            retention=self.retention,
-            compress=self._compress,
-            owner=owners[0],
-            distrusted=sorted(self._distrusted),
-        )
+        doubted = sorted(self._distrusted)
+        job = self._preparer.begin(self.root, planned, retention=self.retention, owner=owners[0], distrusted=doubted)
         self._distrusted.discard(step)
         if self._saver is None:
             return SaveJob(step, save_now(job, planned, self._comm))
@@ -168,11 +158,11 @@ class Checkpointer:
         if not self._async:
             return
         self.wait()
-        planned = plan_step(0, state, self._comm, self._cache)
+        planned = self._preparer.plan(0, state)
         self._open()
         self._saver, _ = start_savers(self._comm, self._saver)
         devices = {view.device for view in planned.views() if view.is_cuda}
-        self._saver.prepare(plan_layout(planned, self._comm, self._cache, self._compress), devices)
+        self._saver.prepare(planned.layout, devices)
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
@@ -350,8 +340,8 @@ class Checkpointer:
             raise ValueError(f"the Checkpointer of {self.root} is closed. Make a new one.")
         if to_write and self._pid != os.getpid():
             raise ValueError(
-                f"the Checkpointer of {self.root} was made in process {self._pid}, of which process {os.getpid()} is a "
-                "fork: both would save there. Make a new Checkpointer in this process, with its own folder."
+                f"the Checkpointer of {self.root} was made in process {self._pid}, and process {os.getpid()} is a fork of it: "
+                "both would save there. Make a new Checkpointer in this process, with its own folder."
             )
 
 

@@ -19,11 +19,10 @@ from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, SECTIONS, parse_object, parse_step_name
 from titan_ckpt.interop.key_map import load_key_map
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.progress import ByteProgress
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path
-from titan_ckpt.terminal import clean_output, printable
+from titan_ckpt.terminal import ByteProgress, clean_output, printable
 
 _NAMES_HELP = "key map of the model's family: an installed one or a JSON file (default: keep the names)"
 
@@ -298,7 +297,7 @@ def _difference(
 def _gc(args: argparse.Namespace) -> int:
     root: StorePath = args.root
     retention = Retention(args.keep_last, args.keep_every, args.keep_best, args.best_is)
-    _steps_below(root)  # refuses what is no folder of steps
+    _steps_below(root)  # refuses anything but a folder of steps
     surplus: list[StorePath] = []
     if retention != Retention(best_is=args.best_is):
         valid = listing.open_steps(root, lambda path, err: print(f"left alone, invalid: {path.name}: {_why(err)}"))

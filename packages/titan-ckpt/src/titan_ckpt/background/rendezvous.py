@@ -1,7 +1,7 @@
 """The rendezvous of one step's savers: in the step's folder, not over a network.
 
 Each saver writes two files. ``.life-r<rank>`` is its note. It is created first, with a fixed size, and overwritten in
-place: with a count while the saver works, so that a slow saver on another machine is told from a lost one, and with the
+place: with a count while the saver works, which distinguishes a slow saver on another machine from a lost one, and with the
 reason if its part fails. On a full disk no new file can be written, but this one can. ``.report-r<rank>.json`` holds the
 records of its files once they are on disk. Rank 0's saver waits for all reports and commits, which deletes the notes. The
 other savers wait until the unfinished folder is gone, committed or not.

@@ -89,7 +89,7 @@ def _carry_out(
 
 
 def _failed(job: WriteJob, err: Exception) -> dict[str, Any]:
-    """The answer for the trainer; the other savers are told too."""
+    """The answer for the trainer. Also notifies the other savers."""
     if isinstance(err, NotCommitted):
         text = f"step {job.step} was not committed: {err}"
     elif isinstance(err, FileNotFoundError) and not in_place(job):

@@ -86,7 +86,7 @@ def unpack_json(data: Buffer) -> bytes:
 
 
 def _decompressed(data: Buffer, most: int, what: str) -> bytes:
-    """Decompress one frame, to at most ``most`` bytes whatever its header says."""
+    """Decompress one frame, to at most ``most`` bytes, even if its header promises more."""
     try:
         claimed = zstandard.get_frame_parameters(data).content_size
         if claimed not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):

@@ -43,10 +43,11 @@ from titan_ckpt.interop.stream import plain_state
 from titan_ckpt.load.copies import Copy, box_copies, check_copies, read_tensor, run_copies
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save.job import Lead, SaveLayout, WriteJob, commit_now, write_job
-from titan_ckpt.save.prepare import VERSIONS, merge_shared
+from titan_ckpt.save.prepare import VERSIONS
 from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
+from titan_ckpt.state.train_state import merge_shared
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, discard
 from titan_ckpt.steps.retention import Retention
@@ -170,9 +171,9 @@ class TitanStorageWriter(StorageWriter):
 
     def _commit(self, metadata: Metadata, results: list[WriteResult]) -> StorePath:
         assert self._folder is not None
-        told = {r.storage_data.rank: r.storage_data.record for r in results if r.storage_data.record}
-        files = [FileRecord.from_json(told[rank]) for rank in sorted(told)]
-        number = {rank: i for i, rank in enumerate(sorted(told))}
+        records = {r.storage_data.rank: r.storage_data.record for r in results if r.storage_data.record}
+        files = [FileRecord.from_json(records[rank]) for rank in sorted(records)]
+        number = {rank: i for i, rank in enumerate(sorted(records))}
         chunks: dict[str, list[StoredChunk]] = {}
         extra: dict[str, Any] = {}
         kinds = metadata.state_dict_metadata

@@ -11,8 +11,9 @@ from titan_ckpt.format.tagged_json import dump_json
 from titan_ckpt.interop.views import View, read_box, row_pieces, whole_box
 from titan_ckpt.save.job import Lead, SaveLayout, WriteJob, commit_now, write_job
 from titan_ckpt.save.plan import Held, plan_save
-from titan_ckpt.save.prepare import VERSIONS, index_tensors, layout_files, merge_shared
+from titan_ckpt.save.prepare import VERSIONS, layout_files
 from titan_ckpt.state.leaves import tensor_bytes
+from titan_ckpt.state.train_state import merge_shared
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, discard
 from titan_ckpt.steps.retention import Retention
@@ -35,7 +36,7 @@ def write_step(
     held = [Held(section, key, view.dtype, view.shape, (whole_box(view.shape),)) for section, key, view in listed]
     plan = plan_save([held])
     pieces = plan.pieces[0]
-    layout = SaveLayout(layout_files(held, pieces, 0), *index_tensors(plan))
+    layout = SaveLayout(layout_files(held, pieces, 0), *plan.index_tensors())
     state = dump_json(merge_shared(step, [plain_state(**shared)])).decode()
     lead = Lead({}, VERSIONS, {}, Retention())
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))

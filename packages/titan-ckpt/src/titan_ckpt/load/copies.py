@@ -29,12 +29,12 @@ Block = tuple[int, int]
 """A file's number in the index, and the block's number in the file."""
 
 
-def assign_blocks(mine: Iterable[Block], told: list[bytes], rank: int) -> set[Block]:
+def assign_blocks(mine: Iterable[Block], reads: list[bytes], rank: int) -> set[Block]:
     """Which of the blocks that ``rank`` reads (``mine``) it must check: on each machine, one reader checks a block.
 
-    ``told`` is the result of `tell_blocks` on each rank, in rank order.
+    ``reads`` is the result of `encode_reads` on each rank, in rank order.
     """
-    replies = [json.loads(reply) for reply in told]
+    replies = [json.loads(reply) for reply in reads]
     readers: dict[Block, list[int]] = {block: [] for block in mine}
     for mate, reply in enumerate(replies):
         for block in _expand(reply["runs"]) if reply["memory"] == replies[rank]["memory"] else ():
@@ -44,7 +44,7 @@ def assign_blocks(mine: Iterable[Block], told: list[bytes], rank: int) -> set[Bl
     return {block for block, those in readers.items() if those[(block[0] + block[1]) % len(those)] == rank}
 
 
-def tell_blocks(blocks: Iterable[Block], path: StorePath, rank: int) -> bytes:
+def encode_reads(blocks: Iterable[Block], path: StorePath, rank: int) -> bytes:
     """What a rank sends to the others: the blocks that it reads, and an id of the memory that it maps them from.
 
     The id is equal on two ranks if they map the same pages: same machine, file system and folder. Ranks that read from a

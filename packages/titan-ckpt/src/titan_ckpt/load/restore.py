@@ -27,10 +27,10 @@ from titan_ckpt.load.copies import (
     Verify,
     assign_blocks,
     check_blocks,
+    encode_reads,
     plan_copies,
     read_tensor,
     run_copies,
-    tell_blocks,
     touched_blocks,
 )
 from titan_ckpt.load.reader import StepReader
@@ -170,8 +170,8 @@ class _Restore:
             return set()
         blocks = touched_blocks(self.reader, self.copies)
         if self.comm.size > 1:
-            told = self.comm.all_gather(tell_blocks(blocks, self.reader.path, self.comm.rank))
-            blocks = assign_blocks(blocks, told, self.comm.rank)
+            reads = self.comm.all_gather(encode_reads(blocks, self.reader.path, self.comm.rank))
+            blocks = assign_blocks(blocks, reads, self.comm.rank)
         if verify == "all":
             files = self.reader.index.files
             for file in range(self.comm.rank, len(files), self.comm.size):
@@ -190,8 +190,8 @@ class _Restore:
             return None
         names = None if self.state.model is None else [*self.model.tensors, *self.model.tied, *self.model.leaves]
         optim = None if self.optim_used is None else sorted(self.optim_used)
-        told = {*self.comm.all_gather(json.dumps([names, optim]).encode())}
-        models, optims = zip(*(json.loads(reply) for reply in told), strict=True)
+        replies = {*self.comm.all_gather(json.dumps([names, optim]).encode())}
+        models, optims = zip(*(json.loads(reply) for reply in replies), strict=True)
         if any(model is not None for model in models):
             known = {name for model in models for name in model or ()}
             known |= {first for alias, first in self.reader.index.tied.items() if alias in known}
@@ -288,7 +288,7 @@ class _Restore:
         self.apply_steps.append(restore.finish)
 
     def _copy(self, stored: StoredTensor, target: Tensor, section: str, key: str, note: str = "") -> None:
-        """Plan to fill ``target``, which is called ``key`` here, whatever its name in the step."""
+        """Plan to fill ``target``, which is called ``key`` here and may have another name in the step."""
         shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
         path = f"{section}.{key}{note}"
         self.copies[path] = plan_copies(stored, target, path, cast=not self.strict, shard=shard)

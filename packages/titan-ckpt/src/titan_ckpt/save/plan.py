@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from titan_ckpt.format.boxes import Box, find_overlap, is_tiling
 from titan_ckpt.format.columns import Column, pack_column
-from titan_ckpt.format.names import ITEM_BYTES, SECTIONS
+from titan_ckpt.format.index import StoredTensor
+from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, shard_name
 
 Numbers = NDArray[np.int64]
 
@@ -86,6 +87,32 @@ class SavePlan:
     kinds: dict[tuple[str, str], tuple[str, tuple[int, ...]]]
     """(section, key) to dtype and shape."""
 
+    def index_tensors(self) -> tuple[tuple[str, ...], dict[str, dict[str, StoredTensor]]]:
+        """The safetensors files, and the tensors as the index holds them."""
+        names: list[str] = []
+        numbers = {section: np.zeros(len(self.pieces), dtype=np.int64) for section in SECTIONS}  # rank to file
+        sections: dict[int, set[str]] = {}
+        for rank, pieces in enumerate(self.pieces):
+            if id(pieces) not in sections:
+                sections[id(pieces)] = {piece.section for piece in pieces}
+            for section in SECTIONS:
+                if section in sections[id(pieces)]:
+                    numbers[section][rank] = len(names)
+                    names.append(shard_name(section, rank))
+        tensors: dict[str, dict[str, StoredTensor]] = {section: {} for section in SECTIONS}
+        for (section, key), places in self.placed.items():
+            dtype, shape = self.kinds[section, key]
+            offsets, sizes = places.boxes.columns
+            columns = {
+                "count": len(places.ranks),
+                "file": pack_column(numbers[section][places.ranks]),
+                "start": pack_column(places.starts),
+                "offsets": offsets,
+                "sizes": sizes,
+            }
+            tensors[section][key] = StoredTensor(dtype, shape, columns)
+        return tuple(names), tensors
+
 
 def plan_save(ranks: Sequence[Sequence[Held]]) -> SavePlan:
     """Assign every distinct box to one rank, given what each rank holds.
@@ -94,10 +121,10 @@ def plan_save(ranks: Sequence[Sequence[Held]]) -> SavePlan:
         ValueError: If ranks disagree on a tensor's dtype or shape, boxes overlap without being equal, or no rank holds an
             element.
     """
-    return plan_told([encode_held(tensors) for tensors in ranks])
+    return plan_encoded([encode_held(tensors) for tensors in ranks])
 
 
-def plan_told(encoded: Sequence[bytes]) -> SavePlan:
+def plan_encoded(encoded: Sequence[bytes]) -> SavePlan:
     """`plan_save` on what the ranks sent (`encode_held`)."""
     # The garbage collector would walk hundreds of thousands of small tuples again and again. That doubles the time.
     collecting = gc.isenabled()

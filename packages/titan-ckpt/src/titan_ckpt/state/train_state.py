@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from titan_ckpt.format.tagged_json import child
 from titan_ckpt.state.leaves import TensorSink, rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
-from titan_ckpt.state.optimizer import optim_state
+from titan_ckpt.state.optimizer import merge_groups, optim_state
 from titan_ckpt.state.sharding import LocalShard
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class TrainState:
     optim: Optimizer | Sequence[Optimizer] | None = None
     """The optimizer or optimizers of ``model``'s parameters."""
     own_settings: bool = False
-    """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state begin anew, and saved
+    """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state start from scratch, and saved
     state of parameters that the optimizer does not have is left out. False gives groups the settings that they had when saved,
     and refuses other parameters."""
     sched: Stateful | Sequence[Stateful] | None = None
@@ -94,7 +94,7 @@ class TrainState:
 
 
 def check_state(state: Any) -> None:
-    """Raise a TypeError for anything but a `TrainState`, and for keys of ``extra`` that are no strings."""
+    """Raise a TypeError for anything but a `TrainState`, and for keys of ``extra`` that are not strings."""
     if not isinstance(state, TrainState):
         raise TypeError(f"state is a {type(state).__name__}. Pass a TrainState, such as TrainState(model=model).")
     for key in cast("dict[Any, Any]", state.extra):
@@ -181,6 +181,23 @@ def collect(state: TrainState, rank: int, size: int) -> Collected:
     tensors += [("optim", key, tensor) for key, tensor in optim.tensors.items()]
     tensors += [("extra", key, tensor) for key, tensor in sink.tensors.items()]
     return Collected(model, tensors, shared, own)
+
+
+def merge_shared(step: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plain data of all ranks as one: rank 0's, and every rank's part of model and optimizer."""
+    return {
+        "step": step,
+        "dp": [shared["dp"] for shared in ranks],
+        "has": sorted({name for shared in ranks for name in shared["has"]}),
+        "model": {key: value for shared in ranks for key, value in shared["model"].items()},
+        "optim": {
+            "groups": merge_groups(shared["optim"]["groups"] for shared in ranks),
+            "leaves": {key: value for shared in ranks for key, value in shared["optim"]["leaves"].items()},
+            "others": ranks[0]["optim"].get("others", []),
+        },
+        "sched": ranks[0]["sched"],
+        "extra": ranks[0]["extra"],
+    }
 
 
 def listed(value: "_T | Sequence[_T] | None") -> "list[_T]":

@@ -175,7 +175,7 @@ def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequen
         for gone in [*revisions_of(root, step), *_surplus(others, retention, doubted, newest)]:
             if gone.name != newest.name:
                 left += [trash] if (trash := retire(gone)) else []
-    except Exception as err:  # whatever a store raises
+    except Exception as err:  # stores raise errors of any type
         _log.warning("steps older than %s were not deleted; the next save tries again: %s", newest, err)
     return left
 
