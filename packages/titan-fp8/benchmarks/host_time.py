@@ -17,8 +17,9 @@ from typing import Any
 
 import titan_fp8
 import torch
-from titan_fp8.layers import eager
-from titan_fp8.ops import casts, products, weights
+from titan_fp8 import products
+from titan_fp8.ops import declare
+from titan_fp8.reference.results import empty_block_dual, empty_weight_block
 from torch import Tensor, nn
 
 
@@ -31,10 +32,10 @@ def stub(op: str, *_: Any) -> Callable[..., Any]:
 
     return {
         "scaled_mm": lambda a, sa, b, sb, *rest: empty(a.shape[0], b.shape[0], dtype=rest[2]),
-        "cast_block": lambda x, dtype, pow2: casts.empty_block_dual(x, dtype, False)[:2],
-        "cast_block_dual": lambda x, dtype, pow2: casts.empty_block_dual(x, dtype),
-        "cast_weight_rows": lambda w, dtype, pow2: weights.empty_weight_rows(w, dtype),
-        "cast_weight_block": lambda w, dtype, pow2: weights.empty_weight_block(w, dtype),
+        "cast_block": lambda x, dtype, pow2: empty_block_dual(x, dtype, False)[:2],
+        "cast_block_dual": lambda x, dtype, pow2: empty_block_dual(x, dtype),
+        "cast_weight_rows": lambda w, dtype, pow2: empty_weight_block(w, dtype, dual=False)[:2],
+        "cast_weight_block": lambda w, dtype, pow2: empty_weight_block(w, dtype),
         "cast_tensor": lambda x, dtype, pow2, amax: tensorwise(x, dtype)[::2],
         "cast_tensor_dual": lambda x, dtype, pow2, amax: tensorwise(x, dtype),
     }[op]
@@ -64,7 +65,7 @@ def main() -> None:
     x, g = torch.randn(size, size).bfloat16().requires_grad_(), torch.randn(size, size).bfloat16()
     small = torch.randn(16, 16, requires_grad=True)
     found = {"nn.Linear": microseconds(forward_and_backward(nn.Linear(16, 16, bias=False), small, torch.randn(16, 16)))}
-    for module in (casts, products, weights, eager):
+    for module in (declare, products):
         module.implementation = stub
     for recipe in ("blockwise", "tensorwise"):
         layer = titan_fp8.Float8Linear(size, size, bias=False, dtype=torch.bfloat16, recipe=recipe)

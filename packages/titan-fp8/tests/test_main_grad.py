@@ -183,14 +183,19 @@ def test_the_products_that_add_take_these_operands_on_cuda(monkeypatch):
         monkeypatch.setattr(accumulate, "implementation", lambda *_: scaled_mm_cublaslt)
         a, b = (torch.empty(n, 512, device="cuda", dtype=torch.float8_e4m3fn) for n in (256, 384))
         one = torch.empty((), device="cuda")
-        products = SimpleNamespace(weight_gradient=lambda *_, **__: pytest.fail("the product that adds was not taken"))
+        products = SimpleNamespace(
+            recipe=Recipe.get("tensorwise"),
+            weight_gradient=lambda *_, **__: pytest.fail("the product that adds was not taken"),
+        )
         q = [QTensor(512, size, data_t=data, scale_t=one) for size, data in ((256, a), (384, b))]
-        accumulate.add_float8(main, products, *q, Recipe.get("tensorwise"))
+        accumulate.add_float8(main, products, *q)
         scale_a, scale_b = (torch.empty(4, n, device="cuda").t() for n in (256, 384))
         q = [QTensor(512, size, data_t=d, scale_t=s) for size, d, s in ((256, a, scale_a), (384, b, scale_b))]
-        accumulate.add_float8(main, products, *q, Recipe.get("blockwise"))
+        products.recipe = Recipe.get("blockwise")
+        accumulate.add_float8(main, products, *q)
         narrow = torch.zeros(250, 384, device="cuda")  # the codes are padded: no product adds to a part of its result
         plain = SimpleNamespace(
-            weight_gradient=lambda *_, out_dtype: torch.empty(250, 384, device="cuda", dtype=out_dtype)
+            recipe=products.recipe,
+            weight_gradient=lambda g, x, dtype: torch.empty(250, 384, device="cuda", dtype=dtype),
         )
-        accumulate.add_float8(narrow, plain, *q, Recipe.get("blockwise"))
+        accumulate.add_float8(narrow, plain, *q)

@@ -40,39 +40,26 @@ class BackendReport:
 _TRITON = "titan_fp8.kernels.triton"
 _REFERENCE = "titan_fp8.reference"
 
-
-_TRITON_MODULES = {
-    "amax": "tensor",
-    "cast_tensor": "tensor",
-    "cast_tensor_dual": "tensor",
-    "cast_row": "row",
-    "cast_row_dual": "tensor",
-    "cast_block": "block",
-    "cast_block_dual": "block",
-    "cast_weight_block": "weights",
-    "cast_weight_rows": "weights",
-    "transpose_codes": "transpose",
-    "cast_weights_block": "weights",
-    "cast_mx": "mx",
-    "cast_mx_dual": "mx",
-    "cast_grouped": "grouped_cast",
-    "grouped_scaled_mm": "grouped_mm",
-    "grouped_scaled_mm_wgrad": "grouped_mm",
-    "rmsnorm": "elementwise",
-    "swiglu": "elementwise",
-    "swiglu_backward": "elementwise",
-    "rmsnorm_cast_block": "fused",
-    "rmsnorm_backward": "fused",
-    "swiglu_cast_block": "fused",
-    "layernorm_cast_block": "layer_norm",
-    "gelu_cast_block": "layer_norm",
-    "swiglu_backward_cast_block": "fused",
+_TRITON_OPS = {
+    "tensor": "amax cast_tensor cast_tensor_dual cast_row_dual",
+    "row": "cast_row",
+    "block": "cast_block cast_block_dual",
+    "weights": "cast_weight_block cast_weight_rows cast_weights_block",
+    "transpose": "transpose_codes",
+    "mx": "cast_mx cast_mx_dual",
+    "grouped_cast": "cast_grouped",
+    "grouped_mm": "grouped_scaled_mm grouped_scaled_mm_wgrad",
+    "elementwise": "rmsnorm swiglu swiglu_backward",
+    "fused": "rmsnorm_cast_block rmsnorm_backward swiglu_cast_block swiglu_backward_cast_block",
+    "layer_norm": "layernorm_cast_block gelu_cast_block",
 }
+"""Module to its ops."""
 
 # In order of preference. Every list ends with the reference, which always works.
 _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     op: (Candidate("triton", f"{_TRITON}.{module}:{op}"), Candidate("reference", f"{_REFERENCE}:{op}"))
-    for op, module in _TRITON_MODULES.items()
+    for module, ops in _TRITON_OPS.items()
+    for op in ops.split()
 }
 _CANDIDATES["cast_block_dual"] = (
     # half of the Triton kernel's instructions
@@ -108,22 +95,17 @@ def implementation(op: str, device: torch.device, backend: str = "auto", case: s
         ValueError: If there is no such candidate, or it does not work on this device.
     """
     if backend == "auto":
-        return _load(_CANDIDATES[op][_first_working(op, device, case)])
-    for candidate in _CANDIDATES[op]:
-        if candidate.name == backend:
-            problem = _problem(candidate, device, case)
-            if problem:
-                raise ValueError(f"{op} with backend={backend!r} on {device}: {problem}. Use backend='auto'.")
-            return _load(candidate)
-    names = ", ".join(["auto", *(candidate.name for candidate in _CANDIDATES[op])])
-    raise ValueError(f"backend={backend!r} does not implement {op}. Its backends are: {names}.")
-
-
-@functools.cache
-def implementation_below(name: str, op: str, device: torch.device) -> Callable[..., Any]:
-    """What runs on ``device`` where the candidate ``name`` of ``op`` cannot: the first after it that works."""
+        return _load(op, _first_working(op, device, case), device)
     names = [candidate.name for candidate in _CANDIDATES[op]]
-    return _load(_CANDIDATES[op][_first_working(op, device, "", names.index(name) + 1)])
+    if backend not in names:
+        raise ValueError(
+            f"backend={backend!r} does not implement {op}. Its backends are: {', '.join(['auto', *names])}."
+        )
+    index = names.index(backend)
+    problem = _problem(_CANDIDATES[op][index], device, case)
+    if problem:
+        raise ValueError(f"{op} with backend={backend!r} on {device}: {problem}. Use backend='auto'.")
+    return _load(op, index, device)
 
 
 def backends(device: torch.device | str | None = None) -> list[BackendReport]:
@@ -151,9 +133,20 @@ def _first_working(op: str, device: torch.device, case: str, start: int = 0) -> 
     raise AssertionError(f"{op} has no reference")
 
 
-def _load(candidate: Candidate) -> Callable[..., Any]:
-    module, function = candidate.target.split(":")
-    return getattr(importlib.import_module(module), function)
+def _load(op: str, index: int, device: torch.device) -> Callable[..., Any]:
+    """A candidate's function. Where the CUDA kernel returns None for operands it cannot take, the next candidate runs."""
+    candidate = _CANDIDATES[op][index]
+    module, name = candidate.target.split(":")
+    function = getattr(importlib.import_module(module), name)
+    if candidate.name != "cuda":
+        return function
+    below = _load(op, _first_working(op, device, "", index + 1), device)
+
+    def first_or_below(*operands: Any) -> Any:
+        results = function(*operands)
+        return below(*operands) if results is None else results
+
+    return first_or_below
 
 
 @functools.cache
@@ -183,10 +176,10 @@ def _cuda_problem(capability: tuple[int, int]) -> str | None:
     if capability < (9, 0):
         return f"needs compute capability 9.0, the device has {_dotted(capability)}"
     try:
-        launch = importlib.import_module("titan_fp8.kernels.cuda.launch")
+        from titan_fp8.kernels.cuda.launch import build_problem
     except ImportError as err:
         return f"cuda-bindings cannot be imported ({err})"
-    return launch.build_problem("sm_{}{}a".format(*capability))
+    return build_problem("sm_{}{}a".format(*capability))
 
 
 def _cublaslt_problem(capability: tuple[int, int], case: str) -> str | None:

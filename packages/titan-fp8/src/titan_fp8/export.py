@@ -70,7 +70,7 @@ def export_hf_fp8(
     Where parameters are sharded (DTensor) all ranks call this; rank 0 writes.
 
     Args:
-        model: Its `Float8Linear` layers are written in float8, whatever their recipe; all else as it is.
+        model: Its `Float8Linear` layers are written in float8, with any recipe; all else as it is.
         folder: Made if it is missing. Files appear under their names only when complete.
         config: The rest of ``config.json``.
         rename: From this model's names to the published architecture's.

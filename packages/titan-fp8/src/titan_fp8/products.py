@@ -12,20 +12,42 @@ zero-bubble pipeline), or overlaps them with communication, calls them itself::
 
 Every product contracts the last dimension of both operands, the one layout Hopper's float8 tensor cores read. So a
 tensor that is summed over its rows needs its transpose in memory, and a cast makes both layouts in one read. Sizes that
-are no multiple of what the products need are padded with zeros inside the cast and cut off again here.
+are not multiples of what the products need are padded with zeros inside the cast and cut off again here.
+
+`Products` holds these functions for one recipe. They go through the ops of `titan_fp8.ops`, which check operands that a user may
+have made. Between a layer's own casts and its own products that is not needed, and on a GPU it costs more than the kernels of
+a small layer: `products_for` then gives the same functions with the kernels of a device looked up once. They run the same
+kernels on the same operands, and give the same bits.
 """
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_fp8 import ops
-from titan_fp8.ops.direct import run_op
+from titan_fp8.dispatch import implementation
+from titan_fp8.ops.checks import INPUT_DTYPES
+from titan_fp8.ops.declare import run_op, watched
 from titan_fp8.recipe import Recipe, Scaling
 
 Layouts = Literal["rows", "both"]
+Role = Literal["x", "w", "g"]
+
+_CASTS = {
+    "tensor": ("cast_tensor", "cast_tensor_dual"),
+    "row": ("cast_row", "cast_row_dual"),
+    "block1x128": ("cast_block", "cast_block_dual"),
+    "block128": ("cast_weight_rows", "cast_weight_block"),
+    "mx32": ("cast_mx", "cast_mx_dual"),
+}
+"""Granularity to the op that casts rows, and the one that casts both layouts."""
+
+_OPERANDS: tuple[tuple[Role, Role], ...] = (("x", "w"), ("g", "w"), ("g", "x"))
+"""Of the forward product, the input gradient and the weight gradient."""
 
 
 class QTensor(NamedTuple):
@@ -76,27 +98,22 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
         raise ValueError(
             f"amax is only used with one scale per tensor, but gran={scaling.gran!r} has many; leave it out."
         )
-    rows, columns = x.shape
-    x = x.contiguous()
-    if scaling.gran == "block128" and layouts == "rows":
-        return QTensor(rows, columns, *run_op(ops.cast_weight_rows, x, scaling.dtype, scaling.pow2))
-    if scaling.gran == "block128":
-        return QTensor(rows, columns, *run_op(ops.cast_weight_block, x, scaling.dtype, scaling.pow2))
-    if scaling.gran == "tensor":
-        if layouts == "rows":
-            return QTensor(rows, columns, *run_op(ops.cast_tensor, x, scaling.dtype, scaling.pow2, amax))
-        data, data_t, scale = run_op(ops.cast_tensor_dual, x, scaling.dtype, scaling.pow2, amax)
-        return QTensor(rows, columns, data, scale, data_t, scale)
+    op = getattr(ops, _CASTS[scaling.gran][layouts == "both"])
+    return _quantized(x, scaling, run_op(op, x.contiguous(), *_arguments(scaling, amax)))
+
+
+def _arguments(scaling: Scaling, amax: Tensor | None = None) -> tuple[Any, ...]:
+    """What the ops of a granularity take after the matrix."""
     if scaling.gran == "mx32":
-        parts = (
-            run_op(ops.cast_mx, x, scaling.dtype) if layouts == "rows" else run_op(ops.cast_mx_dual, x, scaling.dtype)
-        )
-        return QTensor(rows, columns, *parts)
-    if scaling.gran == "row":
-        op = ops.cast_row if layouts == "rows" else ops.cast_row_dual
-    else:
-        op = ops.cast_block if layouts == "rows" else ops.cast_block_dual
-    return QTensor(rows, columns, *run_op(op, x, scaling.dtype, scaling.pow2))
+        return (scaling.dtype,)
+    return (scaling.dtype, scaling.pow2, amax) if scaling.gran == "tensor" else (scaling.dtype, scaling.pow2)
+
+
+def _quantized(x: Tensor, scaling: Scaling, results: Any) -> QTensor:
+    if scaling.gran == "tensor" and len(results) == 3:
+        data, data_t, scale = results
+        return QTensor(x.shape[0], x.shape[1], data, scale, data_t, scale)
+    return QTensor(x.shape[0], x.shape[1], *results)
 
 
 def cast_input(
@@ -110,62 +127,38 @@ def cast_input(
         for_weight_grad: False where no weight gradient will be computed.
         amax_group: Ranks that hold the other parts of ``x``, for one scale per tensor: the amax is their largest.
     """
-    if recipe.wgrad == "hp":
-        rows = cast(x, recipe.x, layouts="rows")
-        return rows._replace(hp=x) if for_weight_grad else rows
-    layouts: Layouts = "both" if for_weight_grad else "rows"
-    return cast(x, recipe.x, layouts=layouts, amax=group_amax(x, recipe.x, amax_group))
+    return Products(recipe).cast_input(x, for_weight_grad=for_weight_grad, amax_group=amax_group)
 
 
 def cast_weight(
     w: Tensor, recipe: Recipe, *, for_input_grad: bool = True, amax_group: dist.ProcessGroup | None = None
 ) -> QTensor:
     """The weight ``[N, K]``: rows for the forward product, columns for the input gradient."""
-    layouts: Layouts = "both" if for_input_grad else "rows"
-    return cast(w, recipe.w, layouts=layouts, amax=group_amax(w, recipe.w, amax_group))
+    return Products(recipe).cast_weight(w, for_input_grad=for_input_grad, amax_group=amax_group)
 
 
 def cast_grad(
-    g: Tensor,
-    recipe: Recipe,
-    *,
-    for_weight_grad: bool = True,
-    amax_group: dist.ProcessGroup | None = None,
+    g: Tensor, recipe: Recipe, *, for_weight_grad: bool = True, amax_group: dist.ProcessGroup | None = None
 ) -> QTensor:
     """The gradient of the output ``[M, N]``: rows for the input gradient, columns (or itself) for the weight's."""
-    if recipe.wgrad == "hp":
-        rows = cast(g, recipe.g, layouts="rows")
-        return rows._replace(hp=g) if for_weight_grad else rows
-    layouts: Layouts = "both" if for_weight_grad else "rows"
-    return cast(g, recipe.g, layouts=layouts, amax=group_amax(g, recipe.g, amax_group))
+    return Products(recipe).cast_grad(g, for_weight_grad=for_weight_grad, amax_group=amax_group)
 
 
 def forward_product(
     x: QTensor, w: QTensor, recipe: Recipe, *, out_dtype: torch.dtype = torch.bfloat16, bias: Tensor | None = None
 ) -> Tensor:
     """``x · wᵀ + bias``: ``[M, N]``."""
-    if bias is not None:
-        assert w.data is not None
-        padding = w.data.shape[0] - bias.shape[0]
-        bias = torch.nn.functional.pad(bias, (0, padding)) if padding else bias
-        bias = bias.to(out_dtype)
-    return scaled_mm(x, w, recipe.x, recipe.w, out_dtype=out_dtype, fast_accum=recipe.fast_accum[0], bias=bias)
+    return Products(recipe).forward_product(x, w, out_dtype, bias)
 
 
 def input_gradient(g: QTensor, w: QTensor, recipe: Recipe, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``g · w``: ``[M, K]``."""
-    return scaled_mm(g, transposed(w), recipe.g, recipe.w, out_dtype=out_dtype, fast_accum=recipe.fast_accum[1])
+    return Products(recipe).input_gradient(g, w, out_dtype)
 
 
 def weight_gradient(g: QTensor, x: QTensor, recipe: Recipe, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``gᵀ · x``: ``[N, K]``."""
-    if recipe.wgrad == "hp":
-        assert g.hp is not None
-        assert x.hp is not None
-        return (g.hp.t() @ x.hp.to(g.hp.dtype)).to(out_dtype)
-    return scaled_mm(
-        transposed(g), transposed(x), recipe.g, recipe.x, out_dtype=out_dtype, fast_accum=recipe.fast_accum[2]
-    )
+    return Products(recipe).weight_gradient(g, x, out_dtype)
 
 
 def transposed(q: QTensor) -> QTensor:
@@ -210,9 +203,7 @@ def scaled_mm(
     out = run_op(
         ops.scaled_mm, a.data, a.scale, b.data, b.scale, scaling_a.gran, scaling_b.gran, out_dtype, fast_accum, bias
     )
-    if out.shape[0] != a.rows or out.shape[1] != b.rows:
-        out = out[: a.rows, : b.rows].clone()  # a view could not be changed in place, as a linear layer's output can
-    return out
+    return _cut(out, a, b)
 
 
 def group_amax(x: Tensor, scaling: Scaling, group: dist.ProcessGroup | None) -> Tensor | None:
@@ -225,3 +216,120 @@ def group_amax(x: Tensor, scaling: Scaling, group: dist.ProcessGroup | None) -> 
     amax = run_op(ops.amax, x)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
+
+
+class Products:
+    """The casts and products of a recipe, through the ops. Arguments are those of the functions of the same names."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def cast_input(
+        self, x: Tensor, *, for_weight_grad: bool = True, amax_group: dist.ProcessGroup | None = None
+    ) -> QTensor:
+        return self._cast_activation(x, "x", for_weight_grad, amax_group)
+
+    def cast_grad(
+        self, g: Tensor, *, for_weight_grad: bool = True, amax_group: dist.ProcessGroup | None = None
+    ) -> QTensor:
+        return self._cast_activation(g, "g", for_weight_grad, amax_group)
+
+    def cast_weight(
+        self, w: Tensor, *, for_input_grad: bool = True, amax_group: dist.ProcessGroup | None = None
+    ) -> QTensor:
+        return self._cast(w, "w", for_input_grad, group_amax(w, self.recipe.w, amax_group))
+
+    def forward_product(self, x: QTensor, w: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            assert w.data is not None
+            padding = w.data.shape[0] - bias.shape[0]
+            bias = torch.nn.functional.pad(bias, (0, padding)) if padding else bias
+            bias = bias.to(out_dtype)
+        return self._multiply(0, x, w, out_dtype, bias)
+
+    def input_gradient(self, g: QTensor, w: QTensor, out_dtype: torch.dtype) -> Tensor:
+        return self._multiply(1, g, transposed(w), out_dtype)
+
+    def weight_gradient(self, g: QTensor, x: QTensor, out_dtype: torch.dtype) -> Tensor:
+        if self.recipe.wgrad == "hp":
+            assert g.hp is not None
+            assert x.hp is not None
+            return (g.hp.t() @ x.hp.to(g.hp.dtype)).to(out_dtype)
+        return self._multiply(2, transposed(g), transposed(x), out_dtype)
+
+    def _cast_activation(
+        self, x: Tensor, role: Role, for_weight_grad: bool, amax_group: dist.ProcessGroup | None
+    ) -> QTensor:
+        if self.recipe.wgrad == "hp":
+            rows = self._cast(x, role, False, None)
+            return rows._replace(hp=x) if for_weight_grad else rows
+        return self._cast(x, role, for_weight_grad, group_amax(x, self._scaling(role), amax_group))
+
+    def _scaling(self, role: Role) -> Scaling:
+        return getattr(self.recipe, role)
+
+    def _cast(self, x: Tensor, role: Role, both: bool, amax: Tensor | None) -> QTensor:
+        return cast(x, self._scaling(role), layouts="both" if both else "rows", amax=amax)
+
+    def _multiply(
+        self, number: int, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        scaling_a, scaling_b = map(self._scaling, _OPERANDS[number])
+        fast_accum = self.recipe.fast_accum[number]
+        return scaled_mm(a, b, scaling_a, scaling_b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
+
+
+class _Eager(Products):
+    """Through the kernels of a device, for plain tensors without groups of ranks."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(recipe)
+        scalings = {"x": recipe.x, "w": recipe.w, "g": recipe.g}
+        self._casts = {
+            (role, both): (implementation(_CASTS[scaling.gran][both], device), scaling, _arguments(scaling))
+            for role, scaling in scalings.items()
+            for both in (False, True)
+        }
+        grans = [(scalings[a].gran, scalings[b].gran) for a, b in _OPERANDS]
+        self._products = [
+            (implementation("scaled_mm", device, "auto", f"{a}·{b}"), a, b, fast_accum)
+            for (a, b), fast_accum in zip(grans, recipe.fast_accum, strict=True)
+        ]
+
+    def _cast(self, x: Tensor, role: Role, both: bool, amax: Tensor | None) -> QTensor:
+        kernel, scaling, arguments = self._casts[role, both]
+        return _quantized(x, scaling, kernel(x.contiguous(), *arguments))
+
+    def _multiply(
+        self, number: int, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        if bias is not None:
+            return super()._multiply(number, a, b, out_dtype, bias)
+        kernel, gran_a, gran_b, fast_accum = self._products[number]
+        return _cut(kernel(a.data, a.scale, b.data, b.scale, gran_a, gran_b, out_dtype, fast_accum, None), a, b)
+
+
+_eager = functools.cache(_Eager)
+
+
+def products_for(recipe: Recipe, x: Tensor, amax_group: dist.ProcessGroup | None) -> Products:
+    """The recipe's products: a device's kernels where that gives the same and nothing has to see ops as ops."""
+    if amax_group is not None or not _is_plain(x) or not (x.is_cuda or x.is_cpu) or watched():
+        return Products(recipe)
+    return _eager(recipe, x.device)
+
+
+def unwatched(chosen: Products, operands: Iterable[Tensor]) -> Products:
+    """What `products_for` chose, unless something watches now, gradients are recorded, or an operand is special."""
+    if type(chosen) is Products or watched() or torch.is_grad_enabled() or not all(map(_is_plain, operands)):
+        return Products(chosen.recipe)
+    return chosen
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and x.dtype in INPUT_DTYPES
+
+
+def _cut(out: Tensor, a: QTensor, b: QTensor) -> Tensor:
+    """Without the padding; a copy, as a view could not be changed in place like a linear layer's output."""
+    return out if out.shape == (a.rows, b.rows) else out[: a.rows, : b.rows].clone()

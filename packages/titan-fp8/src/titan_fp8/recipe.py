@@ -71,7 +71,7 @@ class Recipe:
     """The weight gradient in float8, or from the input and gradient in high precision (which are then kept)."""
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
     """Hopper's short accumulator (about 14 bits) for forward, input gradient, weight gradient. The last sums over all
-    tokens, where the error would grow to percents; blocks are promoted to float32 every 128 whatever this says."""
+    tokens, where the error would grow to percents; blocks are promoted to float32 every 128 values in any case."""
 
     def __post_init__(self) -> None:
         grans = (self.x.gran, self.w.gran, self.g.gran)

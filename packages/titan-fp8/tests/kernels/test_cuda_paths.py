@@ -84,7 +84,7 @@ def test_layers_run_forward(fake, recipe, dtype):
 @pytest.fixture
 def device(monkeypatch):
     """Pretends a device of some compute capability."""
-    caches = [implementation, dispatch.implementation_below, dispatch._problem]
+    caches = [implementation, dispatch._problem]
 
     def pretend(capability, cuda="13.0"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_fp8.dispatch import implementation
-from titan_fp8.layers.eager import Products
-from titan_fp8.ops.direct import watched
-from titan_fp8.products import QTensor
+from titan_fp8.ops.declare import watched
+from titan_fp8.products import Products, QTensor
 from titan_fp8.recipe import Recipe
 
 
@@ -23,14 +22,14 @@ def main_grad_of(w: Tensor) -> Tensor | None:
     return None if torch.compiler.is_compiling() else getattr(w, "main_grad", None)
 
 
-def add_float8(main: Tensor, products: Products, g: QTensor, x: QTensor, recipe: Recipe) -> None:
+def add_float8(main: Tensor, products: Products, g: QTensor, x: QTensor) -> None:
     """``main += gᵀ · x`` of an output gradient and an input that were cast for a weight gradient."""
-    if recipe.wgrad == "hp":
+    if products.recipe.wgrad == "hp":
         assert g.hp is not None
         assert x.hp is not None
         add_product(main, g.hp, x.hp)
-    elif not _add_scaled(main, g, x, recipe):
-        main.add_(products.weight_gradient(g, x, recipe, out_dtype=torch.float32))
+    elif not _add_scaled(main, g, x, products.recipe):
+        main.add_(products.weight_gradient(g, x, torch.float32))
 
 
 def add_product(main: Tensor, g: Tensor, x: Tensor) -> None:

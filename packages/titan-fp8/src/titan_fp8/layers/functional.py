@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8 import products as plain_products
 from titan_fp8.layers.accumulate import add_float8, main_grad_of
-from titan_fp8.layers.eager import Products, products_for, unwatched
-from titan_fp8.products import QTensor
+from titan_fp8.products import Products, QTensor, products_for, unwatched
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
 from titan_fp8.weights.gathered import GatheredWeight
@@ -149,14 +147,14 @@ class Call:
         weight_grad: bool,
         input_grad: bool,
         amax_group: dist.ProcessGroup | None,
-        products: Products = plain_products,
+        products: Products | None = None,
     ) -> None:
         self.recipe = recipe
         self.out_dtype = out_dtype
         self.weight_grad = weight_grad
         self.input_grad = input_grad
         self.amax_group = amax_group
-        self.products = products
+        self.products = products or Products(recipe)
 
 
 def is_fused(recipe: Recipe) -> bool:
@@ -208,7 +206,7 @@ def fused_call(
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, caches: tuple[WeightCache | None, ...], *parameters: Any) -> Any:
-        xq = call.products.cast_input(x, call.recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
+        xq = call.products.cast_input(x, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
         ctx.x_dtype = x.dtype
         return multiply(ctx, call, caches, parameters, xq)
 
@@ -234,7 +232,7 @@ def multiply(
     count = len(caches)
     weights, biases = parameters[:count], parameters[count:]
     outs = tuple(
-        call.products.forward_product(xq, weight_cast(w, call, cache), call.recipe, out_dtype=call.out_dtype, bias=bias)
+        call.products.forward_product(xq, weight_cast(w, call, cache), call.out_dtype, bias)
         for w, bias, cache in zip(weights, biases, caches, strict=True)
     )
     ctx.call, ctx.caches, ctx.count = call, caches, count
@@ -257,7 +255,7 @@ def gradients(
         need: Whether each parameter's is.
     """
     call: Call = ctx.call
-    recipe, products = call.recipe, unwatched(call.products, grads)
+    products = unwatched(call.products, grads)
     data_t, scale_t, hp, *weights = saved
     xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
     dx: Tensor | None = None
@@ -269,16 +267,16 @@ def gradients(
         dbs.append(bias_gradient(g, ctx.bias_dtypes[i]) if need_b else None)
         if not need_x and not need_w:
             continue
-        gq = products.cast_grad(g, recipe, for_weight_grad=need_w, amax_group=call.amax_group)
+        gq = products.cast_grad(g, for_weight_grad=need_w, amax_group=call.amax_group)
         if need_x:
             wq = weight_cast(w, call, ctx.caches[i], in_backward=True)
-            part = products.input_gradient(gq, wq, recipe, out_dtype=ctx.x_dtype)
+            part = products.input_gradient(gq, wq, ctx.x_dtype)
             dx = part if dx is None else dx + part
         main = main_grad_of(w) if need_w else None
         if main is not None:
-            add_float8(main, products, gq, xq, recipe)
+            add_float8(main, products, gq, xq)
         elif need_w:
-            dws[i] = products.weight_gradient(gq, xq, recipe, out_dtype=w.dtype)
+            dws[i] = products.weight_gradient(gq, xq, w.dtype)
     return dx, [*dws, *dbs]
 
 
@@ -294,10 +292,10 @@ class _Deferred(torch.autograd.Function):
         bias: Tensor | None,
         owners: tuple[Tensor, Tensor | None, Callable[..., None]],
     ) -> Tensor:
-        recipe, products = call.recipe, call.products
-        xq = products.cast_input(x, recipe, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
+        products = call.products
+        xq = products.cast_input(x, for_weight_grad=call.weight_grad, amax_group=call.amax_group)
         wq = weight_cast(owners[0], call, cache)
-        out = products.forward_product(xq, wq, recipe, out_dtype=call.out_dtype, bias=bias)
+        out = products.forward_product(xq, wq, call.out_dtype, bias)
         ctx.call, ctx.cache, ctx.owners = call, cache, owners
         ctx.rows, ctx.columns, ctx.x_dtype = x.shape[0], x.shape[1], x.dtype
         kept = xq.for_weight_gradient()
@@ -311,23 +309,22 @@ class _Deferred(torch.autograd.Function):
         products = unwatched(call.products, grads)
         data_t, scale_t, hp, w = ctx.saved_tensors
         parameter, bias, defer = ctx.owners
-        gq = products.cast_grad(g, call.recipe, for_weight_grad=parameter.requires_grad, amax_group=call.amax_group)
+        gq = products.cast_grad(g, for_weight_grad=parameter.requires_grad, amax_group=call.amax_group)
         dx = None
         if ctx.needs_input_grad[1]:
             # The cache knows the parameter, not the detached copy that autograd keeps.
             wq = weight_cast(w if ctx.cache is None else parameter, call, ctx.cache, in_backward=True)
-            dx = products.input_gradient(gq, wq, call.recipe, out_dtype=ctx.x_dtype)
+            dx = products.input_gradient(gq, wq, ctx.x_dtype)
         if parameter.requires_grad:
             xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
-            given = (gq.for_weight_gradient(), xq, call.recipe, w.dtype)
-            defer(parameter, _deferred_weight_gradient, call.products, *given)
+            defer(parameter, _deferred_weight_gradient, call.products, gq.for_weight_gradient(), xq, w.dtype)
         if bias is not None and bias.requires_grad:
             defer(bias, bias_gradient, g, bias.dtype)
         return None, dx, None, None, None, None, None
 
 
-def _deferred_weight_gradient(products: Products, g: QTensor, x: QTensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    return unwatched(products, ()).weight_gradient(g, x, recipe, out_dtype=dtype)
+def _deferred_weight_gradient(products: Products, g: QTensor, x: QTensor, dtype: torch.dtype) -> Tensor:
+    return unwatched(products, ()).weight_gradient(g, x, dtype)
 
 
 def open_cache(cache: WeightCache | None, w: Tensor) -> WeightCache | None:
@@ -347,7 +344,7 @@ def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward
     # Without a cache the forward's cast is dropped, and backward makes its own: each then needs one layout.
     both = in_backward or (cache is not None and call.input_grad)
     products = unwatched(call.products, (w,))
-    wq = products.cast_weight(w, call.recipe, for_input_grad=both, amax_group=call.amax_group)
+    wq = products.cast_weight(w, for_input_grad=both, amax_group=call.amax_group)
     if cache is not None and cache.keeps(w):
         cache.keep(w, wq)
     return wq

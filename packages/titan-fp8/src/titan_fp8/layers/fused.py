@@ -25,7 +25,7 @@ from titan_fp8.layers.functional import (
     multiply,
     unflatten,
 )
-from titan_fp8.ops.direct import run_op
+from titan_fp8.ops.declare import run_op
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache

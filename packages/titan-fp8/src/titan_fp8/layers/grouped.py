@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titan_fp8 import ops
 from titan_fp8.layers.functional import output_dtype
-from titan_fp8.ops.direct import run_op
+from titan_fp8.ops.declare import run_op
 from titan_fp8.recipe import Recipe
 from titan_fp8.reference import round_up
 
@@ -73,7 +73,7 @@ def grouped_mm_deferred(
         offs: As in `grouped_mm`.
         recipe: A recipe or its name.
         anchor: Any tensor that requires a gradient; it gets none.
-        parameter: What ``defer`` is told the gradient is of.
+        parameter: Passed to ``defer`` as the owner of the gradient.
         defer: Called in backward as ``defer(parameter, compute, *given)``.
         to_parameter: From ``w``'s gradient to the parameter's, where ``w`` is a view: ``lambda dw: dw.mT``.
     """

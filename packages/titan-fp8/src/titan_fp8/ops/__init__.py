@@ -22,26 +22,39 @@ Conventions:
 
 - NaN and infinity become NaN; finite values saturate; ties go to even, subnormals too; a zero block has scale 1;
   non-finite values take no part in a block's scale.
-- ``backend`` is ``"auto"`` or the name of one implementation; see `titan_fp8.backends`.
+- The last argument of every op, ``backend``, is ``"auto"`` or the name of one implementation; see `titan_fp8.backends`.
+
+Each op is declared once, by a check of its operands and a function that allocates its results (`titan_fp8.ops.declare`).
 """
 
 from titan_fp8.ops.casts import (
     amax,
     cast_block,
     cast_block_dual,
+    cast_grouped,
     cast_mx,
     cast_mx_dual,
     cast_row,
     cast_row_dual,
     cast_tensor,
     cast_tensor_dual,
+    cast_weight_block,
+    cast_weight_rows,
+    cast_weights_block,
+    transpose_codes,
 )
-from titan_fp8.ops.elementwise import rmsnorm, swiglu, swiglu_backward
-from titan_fp8.ops.fused import rmsnorm_backward, rmsnorm_cast_block, swiglu_backward_cast_block, swiglu_cast_block
-from titan_fp8.ops.grouped import cast_grouped
-from titan_fp8.ops.layer_norm import gelu_cast_block, layernorm_cast_block
+from titan_fp8.ops.fused import (
+    gelu_cast_block,
+    layernorm_cast_block,
+    rmsnorm,
+    rmsnorm_backward,
+    rmsnorm_cast_block,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_cast_block,
+    swiglu_cast_block,
+)
 from titan_fp8.ops.products import grouped_scaled_mm, grouped_scaled_mm_wgrad, scaled_mm
-from titan_fp8.ops.weights import cast_weight_block, cast_weight_rows, cast_weights_block, transpose_codes
 
 __all__ = [
     "amax",

@@ -1,188 +1,126 @@
-"""Custom ops: casts of one matrix."""
+"""Casts of one matrix, of weights, and of tokens sorted by expert."""
 
 import torch
 from torch import Tensor
 
-from titan_fp8.dispatch import implementation
-from titan_fp8.ops.checks import check_float8, check_input
-from titan_fp8.ops.direct import custom_op
-from titan_fp8.reference import round_up
+from titan_fp8.ops.checks import check_cast, check_codes, check_grouped_cast, check_weight, check_weights
+from titan_fp8.ops.declare import float8_op
+from titan_fp8.reference.results import (
+    empty_block_dual,
+    empty_grouped,
+    empty_weight_block,
+    padded_shape,
+    round_up,
+)
 
 E4M3 = torch.float8_e4m3fn
 
 
-@custom_op("titan_fp8::amax")
-def amax(x: Tensor, backend: str = "auto") -> Tensor:
+@float8_op(lambda: None)
+def amax(x: Tensor) -> Tensor:
     """The largest finite magnitude of ``x`` (any shape), float32 ``[]``; 0 where there is none."""
-    return implementation("amax", x.device, backend)(x)
-
-
-@amax.register_fake
-def _(x: Tensor, backend: str = "auto") -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@custom_op("titan_fp8::cast_tensor")
+@float8_op(check_cast)
 def cast_tensor(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
+    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One scale: ``x[M, K]`` → ``q[Mp, Kp], scale[]``. Values beyond a given ``amax`` (float32 ``[]``) saturate."""
-    _check(x, dtype)
-    return implementation("cast_tensor", x.device, backend)(x, dtype, pow2, amax)
+    return x.new_empty(padded_shape(x, 16), dtype=dtype), x.new_empty((), dtype=torch.float32)
 
 
-@cast_tensor.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
-    _check(x, dtype)
-    rows, columns = padded_shape(x, 16)
-    return x.new_empty(rows, columns, dtype=dtype), x.new_empty((), dtype=torch.float32)
-
-
-@custom_op("titan_fp8::cast_tensor_dual")
+@float8_op(check_cast)
 def cast_tensor_dual(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
+    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale: ``x[M, K]`` → ``q[Mp, Kp], qt[Kp, Mp], scale[]``. Values beyond a given ``amax`` saturate."""
-    _check(x, dtype)
-    return implementation("cast_tensor_dual", x.device, backend)(x, dtype, pow2, amax)
-
-
-@cast_tensor_dual.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, amax: Tensor | None = None, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, dtype)
     rows, columns = padded_shape(x, 16)
-    return (
-        x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(columns, rows, dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-    )
+    scale = x.new_empty((), dtype=torch.float32)
+    return x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype), scale
 
 
-@custom_op("titan_fp8::cast_row")
-def cast_row(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_row(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor]:
     """One scale per row: ``x[M, K]`` → ``q[Mp, Kp], scale[Mp, 1]``."""
-    _check(x, dtype)
-    return implementation("cast_row", x.device, backend)(x, dtype, pow2)
-
-
-@cast_row.register_fake
-def _(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    _check(x, dtype)
     rows, columns = padded_shape(x, 16)
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty(rows, 1, dtype=torch.float32)
 
 
-@custom_op("titan_fp8::cast_row_dual")
-def cast_row_dual(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_row_dual(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One scale per row and per column: ``x[M, K]`` → ``q[Mp, Kp], scale[Mp, 1], qt[Kp, Mp], scale_t[Kp, 1]``."""
-    _check(x, dtype)
-    return implementation("cast_row_dual", x.device, backend)(x, dtype, pow2)
-
-
-@cast_row_dual.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, dtype)
     rows, columns = padded_shape(x, 16)
-    return (
-        x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(rows, 1, dtype=torch.float32),
-        x.new_empty(columns, rows, dtype=dtype),
-        x.new_empty(columns, 1, dtype=torch.float32),
-    )
+    codes = x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)
+    scales = x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(columns, 1, dtype=torch.float32)
+    return codes[0], scales[0], codes[1], scales[1]
 
 
-@custom_op("titan_fp8::cast_block")
-def cast_block(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_block(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor]:
     """1×128 blocks: ``x[M, K]`` → ``q[Mp, Kp], scale[Mp, Kp/128]`` with strides ``(1, Mp)``."""
-    _check(x, dtype)
-    return implementation("cast_block", x.device, backend)(x, dtype, pow2)
-
-
-@cast_block.register_fake
-def _(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    _check(x, dtype)
     return empty_block_dual(x, dtype, dual=False)[:2]
 
 
-@custom_op("titan_fp8::cast_block_dual")
-def cast_block_dual(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_block_dual(x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1×128 blocks both ways, one read: ``q, scale[Mp, Kp/128], qt[Kp, Mp], scale_t[Kp, Mp/128]``."""
-    _check(x, dtype)
-    return implementation("cast_block_dual", x.device, backend)(x, dtype, pow2)
-
-
-@cast_block_dual.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, dtype)
     return empty_block_dual(x, dtype)
 
 
-@custom_op("titan_fp8::cast_mx")
-def cast_mx(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_mx(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """1×32 blocks: ``x[M, K]`` → ``q[Mp, Kp]``, e8m0 ``scale[Mp, Kp/32]`` (row-major)."""
-    _check(x, dtype)
-    return implementation("cast_mx", x.device, backend)(x, dtype)
+    return _empty_mx(x, *padded_shape(x, 128), dtype)
 
 
-@cast_mx.register_fake
-def _(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    _check(x, dtype)
-    return _empty_mx_dual(x, dtype)[:2]
-
-
-@custom_op("titan_fp8::cast_mx_dual")
-def cast_mx_dual(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@float8_op(check_cast)
+def cast_mx_dual(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1×32 blocks both ways: ``q, scale[Mp, Kp/32], qt[Kp, Mp], scale_t[Kp, Mp/32]``, scales e8m0."""
-    _check(x, dtype)
-    return implementation("cast_mx_dual", x.device, backend)(x, dtype)
-
-
-@cast_mx_dual.register_fake
-def _(x: Tensor, dtype: torch.dtype = E4M3, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, dtype)
-    return _empty_mx_dual(x, dtype)
-
-
-def padded_shape(x: Tensor, multiple: int) -> tuple[int, int]:
-    """Rows and columns of a matrix, each rounded up."""
-    return round_up(x.shape[0], multiple), round_up(x.shape[1], multiple)
-
-
-def empty_block_dual(x: Tensor, dtype: torch.dtype, dual: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of a 1×128 cast, with the strides of the real ones; empty transposes without ``dual``."""
     rows, columns = padded_shape(x, 128)
-    rows_t, columns_t = (rows, columns) if dual else (0, 0)
-    strided = x.new_empty_strided
-    return (
-        x.new_empty(rows, columns, dtype=dtype),
-        strided((rows, columns // 128), (1, rows), dtype=torch.float32),
-        x.new_empty(columns_t, rows_t, dtype=dtype),
-        strided((columns_t, rows_t // 128), (1, columns_t), dtype=torch.float32),
-    )
+    return *_empty_mx(x, rows, columns, dtype), *_empty_mx(x, columns, rows, dtype)
 
 
-def _empty_mx_dual(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = padded_shape(x, 128)
-    return (
-        x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(rows, columns // 32, dtype=torch.float8_e8m0fnu),
-        x.new_empty(columns, rows, dtype=dtype),
-        x.new_empty(columns, rows // 32, dtype=torch.float8_e8m0fnu),
-    )
+def _empty_mx(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(rows, columns, dtype=dtype), x.new_empty(rows, columns // 32, dtype=torch.float8_e8m0fnu)
 
 
-def _check(x: Tensor, dtype: torch.dtype) -> None:
-    check_input(x, "x")
-    check_float8(dtype)
+@float8_op(check_weight)
+def cast_weight_block(w: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """128×128 tiles of ``w[N, K]`` or ``w[E, N, K]``: ``q[Np, Kp], scale[Np/128, L4], qt[Kp, Np], scale_t[Kp/128, L4]``."""
+    return empty_weight_block(w, dtype)
+
+
+@float8_op(check_weight)
+def cast_weight_rows(w: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True) -> tuple[Tensor, Tensor]:
+    """`cast_weight_block` without the transpose: ``q[Np, Kp], scale[Np/128, L4]``."""
+    return empty_weight_block(w, dtype, dual=False)[:2]
+
+
+@float8_op(check_weights)
+def cast_weights_block(weights: list[Tensor], dtype: torch.dtype = E4M3, pow2: bool = True) -> list[Tensor]:
+    """`cast_weight_block` of every weight in one launch: the four results of the first, of the second, …"""
+    return [tensor for w in weights for tensor in empty_weight_block(w, dtype)]
+
+
+@float8_op(check_codes)
+def transpose_codes(codes: Tensor, multiple: int = 128) -> Tensor:
+    """Bytes ``codes[N, K]`` (uint8) to their transpose ``[Kp, Np]``, contiguous, sizes rounded up to ``multiple`` with zeros."""
+    return codes.new_empty(round_up(codes.shape[1], multiple), round_up(codes.shape[0], multiple))
+
+
+@float8_op(check_grouped_cast)
+def cast_grouped(
+    x: Tensor, offs: Tensor, dtype: torch.dtype = E4M3, pow2: bool = True, scaling: str = "block1x128"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cast ``x[M, K]``, rows sorted by group, for the forward product and the weight gradient, in one read.
+
+    Rows need no alignment in ``q``; in ``qt`` every group is padded with zeros to a multiple of 128 tokens, within the
+    static bound ``Mp = round_up(M + 127·E, 128)``. ``offs`` (int32 ``[E]``, group ends) is never read on the host.
+
+    Returns:
+        ``(q[M, Kp], scale, qt[Kp, Mp], scale_t, offs_padded[E])``. ``scale``: ``[]``, ``[M, 1]``, ``[M, Kp/128]`` with
+        strides ``(1, M)``, or e8m0 ``[M, Kp/32]``, by ``scaling``. ``scale_t``: ``[Kp, Mp/128]`` with strides ``(1, Kp)``, or
+        e8m0 ``[Kp, Mp/32]``. ``Kp`` rounds K up to a multiple of 128.
+    """
+    return empty_grouped(x, offs, dtype, scaling)

@@ -7,6 +7,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALINGS = ("tensor", "row", "block1x128", "block128", "mx32")
+GROUPED_SCALINGS = ("tensor", "row", "block1x128", "mx32")
 PAIRS = ("tensor·tensor", "row·row", "block1x128·block128", "block1x128·block1x128", "mx32·mx32")
 ALIGNMENT = {"tensor": 16, "row": 16, "block1x128": 128, "block128": 128, "mx32": 128}
 
@@ -28,6 +29,60 @@ def check_float8(dtype: torch.dtype) -> None:
     if dtype not in FLOAT8:
         raise ValueError(
             f"dtype={dtype} is not a float8 training format. Use torch.float8_e4m3fn or torch.float8_e5m2."
+        )
+
+
+def check_cast(x: Tensor, dtype: torch.dtype) -> None:
+    """A cast of one matrix."""
+    check_input(x, "x")
+    check_float8(dtype)
+
+
+def check_weights(weights: list[Tensor], dtype: torch.dtype) -> None:
+    """Casts of weights in one launch."""
+    check_float8(dtype)
+    if not weights:
+        raise ValueError("weights is empty: there is nothing to cast, and no device to cast on.")
+    for index, w in enumerate(weights):
+        check_input(w, f"weights[{index}]", dims=(2, 3))
+        if w.device != weights[0].device:
+            raise ValueError(
+                f"weights[{index}] is on {w.device} and weights[0] on {weights[0].device}: one launch casts "
+                "weights of one device. Group them by device."
+            )
+
+
+def check_weight(w: Tensor, dtype: torch.dtype) -> None:
+    """The cast of one weight."""
+    check_weights([w], dtype)
+
+
+def check_codes(codes: Tensor, multiple: int) -> None:
+    """Codes to transpose."""
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or multiple < 1:
+        raise ValueError(
+            f"transpose_codes got {codes.dtype} {tuple(codes.shape)} and multiple={multiple}: it takes float8 codes as bytes, "
+            "[N, K], and a positive multiple. Pass codes.view(torch.uint8)."
+        )
+
+
+def check_grouped_cast(x: Tensor, offs: Tensor, dtype: torch.dtype, scaling: str) -> None:
+    """The cast of tokens sorted by expert."""
+    check_input(x, "x")
+    check_offsets(offs)
+    check_float8(dtype)
+    if scaling not in GROUPED_SCALINGS:
+        raise ValueError(f"scaling={scaling!r} is unknown. Use one of {', '.join(GROUPED_SCALINGS)}.")
+
+
+def check_layer_norm(x: Tensor, gain: Tensor, shift: Tensor, dtype: torch.dtype) -> None:
+    """LayerNorm with the cast that follows."""
+    check_cast(x, dtype)
+    check_same_shape(gain, shift, ("gain", "shift"))
+    if gain.ndim != 2 or gain.shape[1] != x.shape[1] or not gain.shape[0] or x.shape[0] % gain.shape[0]:
+        raise ValueError(
+            f"gain has shape {tuple(gain.shape)}, and x {tuple(x.shape)}: it must be [G, {x.shape[1]}] with G rows that divide "
+            f"the {x.shape[0]} rows of x."
         )
 
 

@@ -1,157 +1,12 @@
-"""Custom ops: products of float8 operands, plain and grouped."""
+"""Products of float8 operands, plain and grouped."""
 
 import torch
 from torch import Tensor
 
-from titan_fp8.dispatch import implementation
 from titan_fp8.ops.checks import check_offsets, check_operand, check_product, check_vector
-from titan_fp8.ops.direct import custom_op
+from titan_fp8.ops.declare import float8_op
 
 BF16 = torch.bfloat16
-
-
-@custom_op("titan_fp8::scaled_mm")
-def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    scaling_a: str,
-    scaling_b: str,
-    out_dtype: torch.dtype = BF16,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """``a[M, K] · b[N, K]ᵀ`` (+ ``bias[N]``) → ``[M, N]``, contracting both last dimensions.
-
-    Args:
-        a: Float8, contiguous; any M, 0 too.
-        scale_a: Decode scales of ``a``, as its cast returned them.
-        b: Float8, contiguous, N a multiple of 16.
-        scale_b: Decode scales of ``b``.
-        scaling_a: ``tensor``, ``row``, ``block1x128`` or ``mx32``.
-        scaling_b: The same; with ``block1x128`` for ``a`` also ``block128``.
-        out_dtype: bfloat16, float16 or float32.
-        fast_accum: Allow accumulation in the tensor core's 14 bits. Never for a weight gradient: the error grows with
-            the number of tokens.
-        bias: ``[N]``, ``out_dtype``.
-        backend: ``auto``, ``cublaslt``, ``bf16`` or ``reference``.
-
-    Raises:
-        ValueError: On whatever CUDA would reject, on every device.
-    """
-    _check_scaled_mm(a, scale_a, b, scale_b, scaling_a, scaling_b, out_dtype, bias)
-    run = implementation("scaled_mm", a.device, backend, f"{scaling_a}·{scaling_b}")
-    return run(a, scale_a, b, scale_b, scaling_a, scaling_b, out_dtype, fast_accum, bias)
-
-
-@scaled_mm.register_fake
-def _(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    scaling_a: str,
-    scaling_b: str,
-    out_dtype: torch.dtype = BF16,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    _check_scaled_mm(a, scale_a, b, scale_b, scaling_a, scaling_b, out_dtype, bias)
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
-
-
-@custom_op("titan_fp8::grouped_scaled_mm")
-def grouped_scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    scaling_a: str,
-    scaling_b: str,
-    out_dtype: torch.dtype = BF16,
-    backend: str = "auto",
-) -> Tensor:
-    """Each group of rows of ``a[M, K]`` times its expert's ``b[e]ᵀ``, ``b[E, N, K]`` → ``[M, N]``.
-
-    Forward and input gradient of experts. Rows at or beyond ``offs[-1]`` are zero. ``offs`` stays on the device.
-
-    Args:
-        a: ``q`` of `cast_grouped`.
-        scale_a: Its scale.
-        b: Float8 expert weights (for the input gradient their transposes ``[E, K, N]``), contraction last.
-        scale_b: Their scales, with leading dimension E (or ``[]`` with ``tensor``).
-        offs: Group ends, int32 ``[E]``; groups may be empty and need no alignment.
-        scaling_a: ``tensor``, ``row``, ``block1x128`` or ``mx32``.
-        scaling_b: The same, or ``block128`` beside ``block1x128``.
-        out_dtype: bfloat16, float16 or float32.
-        backend: ``auto``, ``triton`` or ``reference``.
-    """
-    _check_grouped(a, scale_a, b, scale_b, offs, scaling_a, scaling_b, out_dtype)
-    run = implementation("grouped_scaled_mm", a.device, backend, f"{scaling_a}·{scaling_b}")
-    return run(a, scale_a, b, scale_b, offs, scaling_a, scaling_b, out_dtype)
-
-
-@grouped_scaled_mm.register_fake
-def _(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    scaling_a: str,
-    scaling_b: str,
-    out_dtype: torch.dtype = BF16,
-    backend: str = "auto",
-) -> Tensor:
-    _check_grouped(a, scale_a, b, scale_b, offs, scaling_a, scaling_b, out_dtype)
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-
-
-@custom_op("titan_fp8::grouped_scaled_mm_wgrad")
-def grouped_scaled_mm_wgrad(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs_padded: Tensor,
-    scaling: str,
-    out_dtype: torch.dtype = BF16,
-    backend: str = "auto",
-) -> Tensor:
-    """Each group of columns of ``a[N, Mp]`` times those of ``b[K, Mp]`` → ``[E, N, K]``: experts' weight gradients.
-
-    Args:
-        a: ``qt`` of `cast_grouped` of the output gradient.
-        scale_a: Its ``scale_t``.
-        b: ``qt`` of `cast_grouped` of the input, with the same offsets.
-        scale_b: Its ``scale_t``.
-        offs_padded: The padded group ends that both casts returned.
-        scaling: ``mx32`` if both were cast so, else ``block1x128`` (whatever the recipe: the scales are laid out so).
-        out_dtype: bfloat16, float16 or float32.
-        backend: ``auto``, ``triton`` or ``reference``.
-    """
-    _check_wgrad(a, scale_a, b, scale_b, offs_padded, scaling, out_dtype)
-    run = implementation("grouped_scaled_mm_wgrad", a.device, backend, scaling)
-    return run(a, scale_a, b, scale_b, offs_padded, scaling, out_dtype)
-
-
-@grouped_scaled_mm_wgrad.register_fake
-def _(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs_padded: Tensor,
-    scaling: str,
-    out_dtype: torch.dtype = BF16,
-    backend: str = "auto",
-) -> Tensor:
-    _check_wgrad(a, scale_a, b, scale_b, offs_padded, scaling, out_dtype)
-    return a.new_empty(offs_padded.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 def _check_scaled_mm(
@@ -173,6 +28,38 @@ def _check_scaled_mm(
             raise ValueError(f"bias is {bias.dtype} and out_dtype {out_dtype}: they must be the same.")
 
 
+@float8_op(_check_scaled_mm)
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    scaling_a: str,
+    scaling_b: str,
+    out_dtype: torch.dtype = BF16,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``a[M, K] · b[N, K]ᵀ`` (+ ``bias[N]``) → ``[M, N]``, contracting both last dimensions.
+
+    Args:
+        a: Float8, contiguous; any M, 0 too.
+        scale_a: Decode scales of ``a``, as its cast returned them.
+        b: Float8, contiguous, N a multiple of 16.
+        scale_b: Decode scales of ``b``.
+        scaling_a: ``tensor``, ``row``, ``block1x128`` or ``mx32``.
+        scaling_b: The same; with ``block1x128`` for ``a`` also ``block128``.
+        out_dtype: bfloat16, float16 or float32.
+        fast_accum: Allow accumulation in the tensor core's 14 bits. Never for a weight gradient: the error grows with
+            the number of tokens.
+        bias: ``[N]``, ``out_dtype``.
+
+    Raises:
+        ValueError: For operands that CUDA would reject, on every device.
+    """
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
 def _check_grouped(
     a: Tensor,
     scale_a: Tensor,
@@ -191,6 +78,34 @@ def _check_grouped(
         raise ValueError(f"b holds {b.shape[0]} experts and offs {offs.shape[0]} groups: each group needs its expert.")
 
 
+@float8_op(_check_grouped)
+def grouped_scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    scaling_a: str,
+    scaling_b: str,
+    out_dtype: torch.dtype = BF16,
+) -> Tensor:
+    """Each group of rows of ``a[M, K]`` times its expert's ``b[e]ᵀ``, ``b[E, N, K]`` → ``[M, N]``.
+
+    Forward and input gradient of experts. Rows at or beyond ``offs[-1]`` are zero. ``offs`` stays on the device.
+
+    Args:
+        a: ``q`` of `cast_grouped`.
+        scale_a: Its scale.
+        b: Float8 expert weights (for the input gradient their transposes ``[E, K, N]``), contraction last.
+        scale_b: Their scales, with leading dimension E (or ``[]`` with ``tensor``).
+        offs: Group ends, int32 ``[E]``; groups may be empty and need no alignment.
+        scaling_a: ``tensor``, ``row``, ``block1x128`` or ``mx32``.
+        scaling_b: The same, or ``block128`` beside ``block1x128``.
+        out_dtype: bfloat16, float16 or float32.
+    """
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
 def _check_wgrad(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs_padded: Tensor, scaling: str, out_dtype: torch.dtype
 ) -> None:
@@ -200,3 +115,27 @@ def _check_wgrad(
     check_operand(a, scale_a, scaling, "a")
     check_operand(b, scale_b, scaling, "b")
     check_product(a, b, scaling, scaling, out_dtype)
+
+
+@float8_op(_check_wgrad)
+def grouped_scaled_mm_wgrad(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs_padded: Tensor,
+    scaling: str,
+    out_dtype: torch.dtype = BF16,
+) -> Tensor:
+    """Each group of columns of ``a[N, Mp]`` times those of ``b[K, Mp]`` → ``[E, N, K]``: experts' weight gradients.
+
+    Args:
+        a: ``qt`` of `cast_grouped` of the output gradient.
+        scale_a: Its ``scale_t``.
+        b: ``qt`` of `cast_grouped` of the input, with the same offsets.
+        scale_b: Its ``scale_t``.
+        offs_padded: The padded group ends that both casts returned.
+        scaling: ``mx32`` if both were cast so, else ``block1x128`` (for every other recipe the scales have that layout).
+        out_dtype: bfloat16, float16 or float32.
+    """
+    return a.new_empty(offs_padded.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)

@@ -5,7 +5,7 @@ reduce-scatter. What is gathered is then cast to float8 anyway, so cast first an
 
     `all_gather_linears`      gather the tokens of all ranks in float8, multiply by each weight (cut by rows)
     `linear_reduce_scatter`   multiply by a weight (cut by columns), sum over ranks, keep own tokens
-    `all_gather_float8`       gather in float8, for a consumer that is no linear layer
+    `all_gather_float8`       gather in float8, for a consumer that is not a linear layer
 
 Sums are not sent in float8: a reduce-scatter adds, and eight bits do not add.
 
@@ -54,7 +54,7 @@ def all_gather_linears(
         For each weight ``[..., S, N_i]``: the bits of `linears` of the whole input (with its amax, for tensorwise).
 
     Raises:
-        ValueError: If the recipe has scales that span ranks, or (blockwise) s is no multiple of 128.
+        ValueError: If the recipe has scales that span ranks, or (blockwise) s is not a multiple of 128.
     """
     chosen = _communicable(recipe, part.shape[-2])
     check_shapes(part, weights, [None] * len(weights))
@@ -77,7 +77,7 @@ def linear_reduce_scatter(
         ``[..., s, N]``. The sum is taken in the output's dtype.
 
     Raises:
-        ValueError: As `all_gather_linears`, or if S is no multiple of n.
+        ValueError: As `all_gather_linears`, or if S is not a multiple of n.
     """
     if x.shape[-2] % group.size():
         raise ValueError(

@@ -13,11 +13,13 @@ from titan_fp8.reference.cast import (
     cast_weight_block,
     cast_weight_rows,
     cast_weights_block,
-    pad_matrix,
-    round_up,
     transpose_codes,
 )
 from titan_fp8.reference.fused import (
+    gelu,
+    gelu_cast_block,
+    layernorm,
+    layernorm_cast_block,
     rmsnorm,
     rmsnorm_backward,
     rmsnorm_cast_block,
@@ -31,12 +33,24 @@ from titan_fp8.reference.grouped import (
     grouped_scaled_mm,
     grouped_scaled_mm_wgrad,
     padded_offsets,
-    padded_tokens,
 )
-from titan_fp8.reference.layer_norm import gelu, gelu_cast_block, layernorm, layernorm_cast_block
 from titan_fp8.reference.matmul import dequantize, scaled_mm
-from titan_fp8.reference.round import round_to_float8
-from titan_fp8.reference.scale import FLOAT8_EMAX, FLOAT8_MAX, encode_decode_scales, encode_exponent, finite_amax
+from titan_fp8.reference.results import (
+    empty_block_dual,
+    empty_grouped,
+    empty_weight_block,
+    pad_matrix,
+    padded_tokens,
+    round_up,
+)
+from titan_fp8.reference.scale import (
+    FLOAT8_EMAX,
+    FLOAT8_MAX,
+    encode_decode_scales,
+    encode_exponent,
+    finite_amax,
+    round_to_float8,
+)
 
 __all__ = [
     "FLOAT8_EMAX",
@@ -55,6 +69,9 @@ __all__ = [
     "cast_weight_rows",
     "cast_weights_block",
     "dequantize",
+    "empty_block_dual",
+    "empty_grouped",
+    "empty_weight_block",
     "encode_decode_scales",
     "encode_exponent",
     "finite_amax",

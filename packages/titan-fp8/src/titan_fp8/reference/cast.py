@@ -12,22 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.reference.round import round_to_float8
-from titan_fp8.reference.scale import encode_decode_scales, encode_exponent, finite_amax
-
-Dual = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The next multiple of ``multiple`` at or above ``size``."""
-    return -(-size // multiple) * multiple
-
-
-def pad_matrix(x: Tensor, multiple: int) -> Tensor:
-    """``x[..., M, K]`` with zeros appended so that both sizes are multiples of ``multiple``."""
-    rows, columns = x.shape[-2:]
-    pad_rows, pad_columns = round_up(rows, multiple) - rows, round_up(columns, multiple) - columns
-    return F.pad(x, (0, pad_columns, 0, pad_rows)) if pad_rows or pad_columns else x
+from titan_fp8.reference.results import Dual, pad_matrix, round_up
+from titan_fp8.reference.scale import encode_decode_scales, encode_exponent, finite_amax, round_to_float8
 
 
 def amax(x: Tensor) -> Tensor:

@@ -15,17 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.reference.cast import cast_block, cast_mx, cast_row, cast_tensor, pad_matrix, round_up
+from titan_fp8.reference.cast import cast_block, cast_mx, cast_row, cast_tensor
 from titan_fp8.reference.matmul import dequantize
-from titan_fp8.reference.round import round_to_float8
-from titan_fp8.reference.scale import encode_decode_scales, finite_amax
+from titan_fp8.reference.results import pad_matrix, padded_tokens
+from titan_fp8.reference.scale import encode_decode_scales, finite_amax, round_to_float8
 
 GroupedCast = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def padded_tokens(num_rows: int, num_groups: int) -> int:
-    """Columns of ``qt``: enough for every group padded to a multiple of 128, whatever the offsets."""
-    return round_up(num_rows + 127 * num_groups, 128)
 
 
 def padded_offsets(offs: Tensor) -> Tensor:

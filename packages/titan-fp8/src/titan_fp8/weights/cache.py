@@ -1,6 +1,6 @@
 """How long the cast of a weight is used: as long as someone has declared that the weight does not change.
 
-Nothing about a tensor tells whether its values are still the same. Its address, its version counter and its gradient all
+Nothing about a tensor shows whether its values are still the same. Its address, its version counter and its gradient all
 stay as they were when an optimizer writes through ``weight.data``, when numpy shares the memory, or when a collective
 or another process writes in place. So a cast is never kept because a tensor looks unchanged. It is kept in an *open*
 cache, and whoever opens the cache promises that the weight stays constant until it is closed. `titan_fp8.ConstantWeights`
@@ -108,7 +108,7 @@ def changed_message(name: str) -> str:
     """What to tell whoever changed a weight that was declared constant."""
     return (
         f"{name} was changed after it was cast to float8, in a block that declared it constant: the products would use the "
-        "old values. Leave the ConstantWeights (or WeightCache) block before the optimizer step or whatever else "
+        "old values. Leave the ConstantWeights (or WeightCache) block before the optimizer step or anything else that "
         "changes weights, and enter it again for the next step."
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from titan_fp8 import ops
-from titan_fp8.ops.direct import run_op
+from titan_fp8.ops.declare import run_op
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe, Scaling
 from titan_fp8.reference import dequantize, round_up

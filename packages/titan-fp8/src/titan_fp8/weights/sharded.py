@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_fp8 import ops
-from titan_fp8.ops.direct import run_op
+from titan_fp8.ops.declare import run_op
 from titan_fp8.recipe import Scaling
 from titan_fp8.reference import encode_decode_scales, finite_amax, round_up
 from titan_fp8.weights.cache import changed_message, checksum

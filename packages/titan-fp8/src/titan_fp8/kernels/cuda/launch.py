@@ -1,4 +1,4 @@
-"""Launching the CUDA C++ kernels on torch's tensors and stream; what they cannot do goes to the next implementation.
+"""Launching the CUDA C++ kernels on torch's tensors and stream; `titan_fp8.dispatch` gives what they cannot do to the next.
 
 A kernel is the default where NVRTC compiles it (`build_problem`). When a device first runs a variant, the binary is loaded and
 its results are compared with the reference, bit for bit. One that fails either is not tried again: the next implementation
@@ -16,9 +16,8 @@ from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from titan_fp8 import reference
-from titan_fp8.dispatch import implementation_below
 from titan_fp8.kernels.cuda.compile import compile_source
-from titan_fp8.ops.casts import empty_block_dual
+from titan_fp8.reference.results import empty_block_dual
 
 _log = logging.getLogger("titan_fp8")
 _TYPES = (ctypes.c_void_p,) * 5 + (ctypes.c_longlong,) * 3
@@ -28,16 +27,13 @@ _thread = threading.local()
 """Of each thread: whether it has a CUDA context."""
 
 
-def cast_block_dual(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_block_dual(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """See `titan_fp8.reference.cast_block_dual`.
 
-    What the kernel is not written for (other dtypes, sizes that are not multiples of 128, unaligned rows) goes to the next
-    implementation.
+    None for what the kernel is not written for: other dtypes, sizes that are not multiples of 128, unaligned rows.
     """
     kernel = _kernel(x.device, dtype, pow2) if _fits(x) else None
-    if kernel is None:
-        return implementation_below("cuda", "cast_block_dual", x.device)(x, dtype, pow2)
-    return _launch(kernel, x, dtype)
+    return None if kernel is None else _launch(kernel, x, dtype)
 
 
 @functools.cache

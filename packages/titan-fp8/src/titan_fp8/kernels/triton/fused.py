@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_fp8 import reference
 from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.round import load_finite, round_like, row_major, store_block_tile, widen
-from titan_fp8.ops.casts import empty_block_dual
+from titan_fp8.reference.results import empty_block_dual
 
 _LONGEST_ROW = 16384
 _BACKWARD_PROGRAMS = 264  # two for each of Hopper's 132 multiprocessors; also the rows of partial sums

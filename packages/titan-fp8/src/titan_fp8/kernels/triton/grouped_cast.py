@@ -22,8 +22,8 @@ from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.mx import exponent_byte
 from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
 from titan_fp8.kernels.triton.tensor import amax
-from titan_fp8.ops.grouped import empty_grouped
 from titan_fp8.reference import padded_tokens
+from titan_fp8.reference.results import empty_grouped
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel without binding its arguments anew.
+"""Launching a Triton kernel without binding its arguments again.
 
 Triton binds every launch: it sorts arguments, classifies each by type, alignment and value, and makes a string of all to
 look the compiled kernel up. That is host time in every step, for the same answer. `launch` keeps the answer, keyed by

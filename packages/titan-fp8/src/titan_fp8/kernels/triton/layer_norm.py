@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.round import load_finite, round_like, row_major, store_block_tile, widen
-from titan_fp8.ops.casts import empty_block_dual
+from titan_fp8.reference.results import empty_block_dual
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.round import load_finite, scales_of, to_float8
-from titan_fp8.ops.weights import empty_weight_block, empty_weight_rows
+from titan_fp8.reference.results import empty_weight_block
 
 _FIELDS = 9  # first tile, then: w, q, scale, qt, scale_t addresses, N, K, row stride of w
 
@@ -117,7 +117,7 @@ def cast_weight_block(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor
 
 def cast_weight_rows(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     """See `titan_fp8.reference.cast_weight_rows`."""
-    q, scale = empty_weight_rows(w, dtype)
+    q, scale, *_ = empty_weight_block(w, dtype, dual=False)
     _launch_one(w, q, scale, q, scale, pow2=pow2, dual=False)
     return q, scale
 
