@@ -42,9 +42,9 @@ class TrainState:
     optim: Optimizer | Sequence[Optimizer] | None = None
     """The optimizer or optimizers of ``model``'s parameters."""
     own_settings: bool = False
-    """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state start from scratch, and saved
-    state of parameters that the optimizer does not have is left out. False gives groups the settings that they had when saved,
-    and refuses other parameters."""
+    """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state start from scratch,
+    and saved state of parameters that the optimizer does not have is left out. False gives groups the settings that they had
+    when saved, and refuses other parameters."""
     sched: Stateful | Sequence[Stateful] | None = None
     """Learning-rate schedulers, equal on every rank. Rank 0's are saved."""
     data: Stateful | None = None
