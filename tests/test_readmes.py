@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,30 +59,6 @@ def test_the_reference_has_every_public_name_once_after_an_example(package):
     for module in map(importlib.import_module, modules):
         named = re.findall(rf"^\.\. (?:auto\w+|py:data):: {module.__name__}\.(\w+)$", page, re.M)
         assert sorted(named) == sorted(module.__all__)
-
-
-def typed(page):
-    """The lines of a page's shell blocks that call titan-train on a shipped configuration, as words."""
-    from titan_train.config import list_configs
-
-    shell = "\n".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S))
-    for line in shell.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        start = words.index("titan-train") + 1 if "titan-train" in words else len(words)
-        if words[start : start + 1] in (["run"], ["check"]) and words[start + 1] in list_configs():
-            yield words[start:]
-
-
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_on_shipped_configurations_have_settings_that_exist(readme):
-    from titan_train.cli.run import written_out
-    from titan_train.config import load_config
-
-    for command, config, *settings in typed(readme):
-        words = [written_out(word) for word in settings if word not in ("--help",)]
-        while command == "check" and "--parallel" in words:  # an option of check, with its value
-            del words[words.index("--parallel") : words.index("--parallel") + 2]
-        load_config(config, words)
 
 
 def test_the_notebook_trains_plots_and_samples(tmp_path):
