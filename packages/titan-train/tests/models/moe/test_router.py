@@ -102,7 +102,7 @@ def test_confident_rejection_of_all_experts_stays_finite() -> None:
         ({"num_groups": 2, "top_groups": 3}, ["top_groups=3", "nearest valid choice is 2"]),
         ({"num_groups": 8, "top_groups": 1}, ["experts_per_token=2", "the 1 experts", "nearest valid choice is 1"]),
         ({"group_score": "mean"}, ["group_score='mean'", "'max'", "'top2_sum'"]),
-        ({"scores": "tanh"}, ["scores='tanh'", "'softmax' or 'sigmoid'"]),
+        ({"scores": "tanh"}, ["scores='tanh'", "'softmax', 'sigmoid'"]),
         ({"route_scale": 0.0}, ["route_scale=0.0"]),
         ({"bias_rate": -1.0}, ["bias_rate=-1.0"]),
     ],

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext, row_positions
-from titan_train.models.common.hf import HuggingFace
-from titan_train.models.common.hf_config import compare_settings
+from titan_train.models.common.hf import HuggingFace, compare_settings
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin

@@ -1,6 +1,13 @@
 """A family's checkpoints on Hugging Face: how tensors are named, and what ``config.json`` says.
 
-Each family has one such value in ``models/<family>/hf.py``; `Family.hf` names it. Import and export need nothing else.
+Each family has one `HuggingFace` value in ``models/<family>/hf.py``; `Family.hf` names it. Import and export need nothing else.
+
+Names and shapes of weights say little about what a model computes with them: a rotary base, an epsilon, a routing rule or a tie
+that differs gives other logits from the same tensors, and no error. So each family translates the file into its own arguments by
+`HFConfig`: every field is read, refused or known not to change the logits, and the result is compared with the model's
+arguments, setting by setting.
+
+Both spellings of rotary settings are read: ``rope_theta`` beside ``rope_scaling``, and ``rope_parameters``.
 """
 
 import dataclasses
@@ -8,7 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt import KeyMap
+from titan_ckpt import KeyMap, Pair
+
+# What transformers writes for every model and what only training or generation reads.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "aux_loss_alpha", "auto_map",
+        "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "ep_size", "id2label", "initializer_range",
+        "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "num_nextn_predict_layers",
+        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+        "problem_type", "quantization_config", "return_dict", "router_aux_loss_coef", "seq_aux", "torch_dtype",
+        "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +85,167 @@ def refuse_export(reasons: Mapping[str, bool], *, architecture: str) -> None:
             f"this model cannot be written for Hugging Face: {architecture} does not compute {', '.join(found)}. Train with "
             "settings that it has."
         )
+
+
+class HFConfig:
+    """Reads a ``config.json`` field by field and remembers what was read and what the model here cannot do."""
+
+    def __init__(self, config: Mapping[str, Any], *, kinds: tuple[str, ...]) -> None:
+        """Start with a file's content; ``kinds`` are the values of ``model_type`` that the family reads."""
+        self._config = config
+        self._read: set[str] = set()
+        self._problems: list[str] = []
+        self.kind: str = config.get("model_type") or kinds[0]
+        if self.kind not in kinds:
+            raise ValueError(
+                f"config.json has model_type={self.kind!r}; this model takes weights of {' or '.join(map(repr, kinds))}. "
+                "Build a model of the published family."
+            )
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these names that is there and not null; it counts as read."""
+        self._read.update(names)
+        return next((self._config[name] for name in names if self._config.get(name) is not None), default)
+
+    def need(self, *names: str) -> Any:
+        """As `take`, but it must be there."""
+        value = self.take(*names)
+        if value is None:
+            self._problems.append(f"{names[0]} is missing")
+            return 0
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """The model here has no such setting: the file must have one of these values, the first if it has none."""
+        value = self.take(name, default=allowed[0])
+        if value not in allowed:
+            self._problems.append(f"{name}={value!r}, but this model can only do {' or '.join(map(repr, allowed))}")
+
+    def problem(self, text: str) -> None:
+        """Note a value that the model here cannot do."""
+        self._problems.append(text)
+
+    def rope(self, *kinds: str, default_theta: float = 10_000.0) -> dict[str, Any]:
+        """The rotary settings, as ``rope_parameters`` has them; ``rope_type`` is one of ``kinds``."""
+        settings: dict[str, Any] = dict(self.take("rope_parameters", default={}))
+        settings |= self.take("rope_scaling", default={})
+        settings["rope_theta"] = float(self.take("rope_theta", default=settings.get("rope_theta", default_theta)))
+        settings["rope_type"] = settings.pop("type", settings.get("rope_type")) or "default"
+        settings.setdefault("original_max_position_embeddings", self._config.get("max_position_embeddings"))
+        if settings["rope_type"] not in kinds:
+            self.problem(
+                f"rope_type={settings['rope_type']!r}, but this model can only do {' or '.join(map(repr, kinds))}"
+            )
+        share = settings.pop("partial_rotary_factor", self.take("partial_rotary_factor", default=1.0))
+        if share != 1.0:
+            self.problem(f"partial_rotary_factor={share}, but this model rotates all channels it can")
+        return settings
+
+    def finish(self) -> None:
+        """Refuse what was noted, and every field with a value that nobody read.
+
+        Raises:
+            ValueError: Names them all.
+        """
+        unknown = [
+            f"{name}={value!r} is not a field that this family reads"
+            for name, value in self._config.items()
+            if name not in self._read and name not in _WITHOUT_EFFECT and value not in (None, False, [], {})
+        ]
+        if self._problems or unknown:
+            raise ValueError(
+                "config.json describes a model that cannot be built here: "
+                f"{'; '.join([*self._problems, *unknown])}. If a field does not change the logits, remove it from the file."
+            )
+
+
+def compare_settings(published: Mapping[str, Any], model: Mapping[str, Any], *, name: str) -> None:
+    """Refuse weights whose ``config.json`` means other settings than the model's.
+
+    Args:
+        published: What the file means, by the model's own argument names.
+        model: The model's.
+        name: Of the model, for the message.
+
+    Raises:
+        ValueError: Names every argument that differs, with both values.
+    """
+    differing = {key: (published.get(key), model.get(key)) for key in {**published, **model}}
+    lines = [f"{key}={ours!r} should be {theirs!r}" for key, (theirs, ours) in differing.items() if theirs != ours]
+    if lines:
+        raise ValueError(
+            f"config.json describes another model than this {name}: {'; '.join(lines)}. The weights would give other logits. "
+            "Build the model with the values of config.json, under [model.args]."
+        )
+
+
+def read_decoder(read: HFConfig) -> dict[str, Any]:
+    """The arguments that Llama, Qwen3 and DeepSeek describe by the same fields."""
+    read.only("attention_bias", False)
+    read.only("hidden_act", "silu")
+    return {
+        "dim": read.need("hidden_size"),
+        "num_layers": read.need("num_hidden_layers"),
+        "num_heads": read.need("num_attention_heads"),
+        "vocab_size": read.need("vocab_size"),
+        "norm_eps": read.take("rms_norm_eps", default=1e-6),
+        "tied_embeddings": read.take("tie_word_embeddings", default=False),
+    }
+
+
+def describe_decoder(args: Any) -> dict[str, Any]:
+    """The reverse: those fields of ``config.json``."""
+    return {
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,
+        "attention_bias": False,
+        "tie_word_embeddings": args.tied_embeddings,
+    }
+
+
+# Names that Llama, Qwen3 and DeepSeek share.
+
+IGNORED = (r".*rotary_emb\.inv_freq",)
+"""Tables in old checkpoints that models here compute."""
+
+NATIVE_ONLY = (r"(?:.*\.)?(?:freqs_cis|rope_cache)", r".*\.moe\.tokens_per_expert")
+"""Rotary tables of Meta's code and torchtitan, and torchtitan's counter: with the other names they share, in no checkpoint."""
+
+DECODER = (
+    Pair("tok_embeddings.weight", "model.embed_tokens.weight"),
+    Pair("norm.weight", "model.norm.weight"),
+    Pair("lm_head.weight", "lm_head.weight"),
+    Pair("output.weight", "lm_head.weight"),  # the head's name in Meta's code and torchtitan
+    Pair("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+    Pair("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+)
+
+ATTENTION = tuple(
+    Pair(f"layers.{{i}}.attention.w{x}.{kind}", f"model.layers.{{i}}.self_attn.{x}_proj.{kind}", rotary=x in "qk")
+    for x in "qkvo"
+    for kind in ("weight", "bias")
+)
+
+PROJECTIONS = (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+"""The projections of `SwiGLU`, and their names."""
+
+DENSE = tuple(
+    Pair(f"layers.{{i}}.feed_forward.{native}.weight", f"model.layers.{{i}}.mlp.{hf}_proj.weight")
+    for native, hf in PROJECTIONS
+)
+
+_EXPERTS = "model.layers.{i}.mlp.experts"
+
+EXPERTS = (
+    # stacked here: w1, w3 [E, F, D] and w2 [E, D, F]; there one tensor per expert, or gate and up in one
+    *(Pair(f"layers.{{i}}.moe.experts.{w}", f"{_EXPERTS}.{{j}}.{x}_proj.weight") for w, x in PROJECTIONS),
+    Pair("layers.{i}.moe.experts.w1", f"{_EXPERTS}.gate_up_proj", part=(0, 2, 1)),
+    Pair("layers.{i}.moe.experts.w3", f"{_EXPERTS}.gate_up_proj", part=(1, 2, 1)),
+    Pair("layers.{i}.moe.experts.w2", f"{_EXPERTS}.down_proj"),
+    *(Pair(f"layers.{{i}}.moe.experts.{{j}}.{w}.weight", f"{_EXPERTS}.{{j}}.{x}_proj.weight") for w, x in PROJECTIONS),
+    Pair("layers.{i}.moe.router.gate.weight", "model.layers.{i}.mlp.gate.weight"),
+)

@@ -5,72 +5,55 @@ extra layer that predicts a second token is not part of the model here. Paramete
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import check_rotary_channels
+from titan_train.models.common.moe.args import MoEArgs, Scores
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+from titan_train.values import Count, Range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSeekArgs:
+class DeepSeekArgs(MoEArgs):
     """The shape of one DeepSeek-V2 or V3-architecture decoder."""
 
-    dim: int
-    """Width of the residual stream."""
-    num_layers: int
+    num_layers: Count
     """Decoder blocks."""
     num_dense_layers: int = 1
     """First blocks, which have a dense feed-forward instead of experts."""
-    num_heads: int
+    num_heads: Count
     """Attention heads."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, Range(0, note="0 projects queries directly")] = 0
     """Width of the queries' latent; 0 projects queries directly."""
-    kv_lora_rank: int = 512
+    kv_lora_rank: Count = 512
     """Width of the latent that keys and values are made from."""
-    qk_nope_head_dim: int = 128
+    qk_nope_head_dim: Count = 128
     """Channels of a query or key head without positions."""
     qk_rope_head_dim: int = 64
     """Rotated channels of a query head, and of the one key that all heads share."""
-    v_head_dim: int = 128
+    v_head_dim: Count = 128
     """Channels of a value head."""
-    ffn_dim: int
+    ffn_dim: Count
     """Width of the dense feed-forward's hidden layer."""
-    vocab_size: int
+    vocab_size: Count
     """Rows of the embedding and of the head."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
-    num_experts: int
-    """Experts that tokens are routed to."""
-    experts_per_token: int
-    """Experts that each token is routed to."""
-    expert_ffn_dim: int
-    """Width of one expert's hidden layer."""
-    num_shared_experts: int = 1
+    num_shared_experts: Annotated[int, Range(0)] = 1
     """Experts that every token goes through."""
-    scores: str = "sigmoid"
+    scores: Scores = "sigmoid"
     """Scores from the router's logits: softmax (V2) or sigmoid (V3)."""
-    normalize_weights: bool = True
-    """Divide a token's expert weights by their sum."""
-    route_scale: float = 1.0
-    """Factor of the expert weights."""
-    num_groups: int = 1
-    """Equal groups of experts; 1 lets a token choose among all."""
-    top_groups: int = 1
-    """Groups that a token's experts may come from."""
-    group_score: str = "top2_sum"
-    """A group's score from its experts': their maximum (max, V2) or the sum of the best two (top2_sum, V3)."""
-    bias_rate: float = 0.001
+    bias_rate: Annotated[float, Range(0, note="0 is no bias")] = 0.001
     """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
-    balance_loss: float = 0.0001
-    """Coefficient of the balance loss, taken over each sequence."""
-    z_loss: float = 0.0
-    """Coefficient of the router's z-loss."""
-    rope_theta: float = 10_000.0
+    balance_loss: Annotated[float, Range(0, note="0 turns it off")] = 0.0001
+    """Coefficient of the balance loss, taken over each sequence; 0 turns it off."""
+    rope_theta: Annotated[float, Range(above=1, note="DeepSeek takes 10000")] = 10_000.0
     """Base of the rotary frequencies."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1, note="1 is plain RoPE")] = 1.0
     """YaRN's stretch of the context; 1 is plain RoPE, as in pretraining before the context is extended."""
-    rope_original_seq_len: int = 4096
+    rope_original_seq_len: Count = 4096
     """Context length before stretching, in tokens."""
     rope_beta_fast: float = 32.0
     """Frequencies that turn more often than this over the original context are kept."""
@@ -80,39 +63,24 @@ class DeepSeekArgs:
     """YaRN's temperature: attention scores are multiplied by (0.1 * this * ln(rope_factor) + 1) squared."""
 
     def __post_init__(self) -> None:
-        counts = ("dim", "num_layers", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "ffn_dim")
-        for name in (*counts, "vocab_size", "rope_original_seq_len"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
-        if self.q_lora_rank < 0:
-            raise ValueError(f"model.args.q_lora_rank={self.q_lora_rank} must be >= 0; 0 projects queries directly.")
+        MoEArgs.__post_init__(self)
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(
                 f"model.args.num_dense_layers={self.num_dense_layers} must be from 0 to num_layers={self.num_layers}; "
                 f"the nearest valid choice is {min(max(0, self.num_dense_layers), self.num_layers)}."
             )
-        if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"model.args.qk_rope_head_dim={self.qk_rope_head_dim} must be a positive even number: RoPE turns pairs "
-                f"of channels. The nearest valid choice is {max(2, self.qk_rope_head_dim + self.qk_rope_head_dim % 2)}."
-            )
+        check_rotary_channels("qk_rope_head_dim", self.qk_rope_head_dim)
         if self.v_head_dim > self.qk_head_dim:
             raise ValueError(
                 f"model.args.v_head_dim={self.v_head_dim} is wider than a key head, qk_nope_head_dim + qk_rope_head_dim "
                 f"= {self.qk_head_dim}: values are padded to the keys' width for the attention kernels. The nearest "
                 f"valid choice is {self.qk_head_dim}."
             )
-        if self.rope_factor < 1:
-            raise ValueError(f"model.args.rope_factor={self.rope_factor} must be >= 1; 1 is plain RoPE.")
-        if self.rope_theta <= 1:
-            raise ValueError(f"model.args.rope_theta={self.rope_theta} must be above 1; DeepSeek takes 10000.")
         if not 0 < self.rope_beta_slow < self.rope_beta_fast:
             raise ValueError(
                 f"model.args.rope_beta_slow={self.rope_beta_slow} must be positive and below "
                 f"rope_beta_fast={self.rope_beta_fast}; DeepSeek takes 1 and 32."
             )
-        self.moe()
 
     @property
     def qk_head_dim(self) -> int:
@@ -121,22 +89,7 @@ class DeepSeekArgs:
 
     def moe(self) -> MoEArgs:
         """The mixture of experts of one layer."""
-        return MoEArgs(
-            dim=self.dim,
-            expert_ffn_dim=self.expert_ffn_dim,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            num_shared_experts=self.num_shared_experts,
-            scores=self.scores,
-            normalize_weights=self.normalize_weights,
-            route_scale=self.route_scale,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            group_score=self.group_score,
-            bias_rate=self.bias_rate,
-            balance_loss=self.balance_loss,
-            z_loss=self.z_loss,
-        )
+        return MoEArgs.of(self)
 
     def shape(self, name: str) -> ModelShape:
         """What `Family.shape` returns."""
@@ -145,7 +98,7 @@ class DeepSeekArgs:
             q_lora=self.q_lora_rank, kv_lora=self.kv_lora_rank, rope_dim=self.qk_rope_head_dim,
         )  # fmt: skip
         dense = Block(self.num_dense_layers, attention, FeedForwardShape(self.ffn_dim))
-        routed = Block(self.num_layers - self.num_dense_layers, attention, self.moe().shape())
+        routed = Block(self.num_layers - self.num_dense_layers, attention, self.experts_shape())
         blocks = tuple(block for block in (dense, routed) if block.count)
         return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
 

@@ -9,9 +9,20 @@ from typing import Any
 
 from titan_ckpt import KeyMap, Pair
 
-from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
-from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import DECODER, DENSE, EXPERTS, IGNORED, NATIVE_ONLY, PROJECTIONS
+from titan_train.models.common.hf import (
+    DECODER,
+    DENSE,
+    EXPERTS,
+    IGNORED,
+    NATIVE_ONLY,
+    PROJECTIONS,
+    HFConfig,
+    HuggingFace,
+    describe_decoder,
+    read_decoder,
+    refuse_export,
+    rope_fields,
+)
 from titan_train.models.deepseek.args import DeepSeekArgs
 
 _ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
@@ -27,28 +38,20 @@ def args_from_hf(config: Mapping[str, Any]) -> DeepSeekArgs:
         ValueError: It describes what `DeepSeek` cannot do; the message names every such field.
     """
     read = HFConfig(config, kinds=_KINDS)
-    read.only("attention_bias", False)
     read.only("mlp_bias", False)
-    read.only("hidden_act", "silu")
     read.only("rope_interleave", True)
     read.only("moe_layer_freq", 1)
-    heads = read.need("num_attention_heads")
-    read.only("num_key_value_heads", heads)
+    fields = read_decoder(read)
+    read.only("num_key_value_heads", fields["num_heads"])
     read.take("head_dim", "qk_head_dim")  # sums of others
-    fields = {
-        "dim": read.need("hidden_size"),
-        "num_layers": read.need("num_hidden_layers"),
+    fields |= {
         "num_dense_layers": read.take("first_k_dense_replace", default=0),
-        "num_heads": heads,
         "q_lora_rank": read.take("q_lora_rank", default=0),
         "kv_lora_rank": read.need("kv_lora_rank"),
         "qk_nope_head_dim": read.need("qk_nope_head_dim"),
         "qk_rope_head_dim": read.need("qk_rope_head_dim"),
         "v_head_dim": read.need("v_head_dim"),
         "ffn_dim": read.need("intermediate_size"),
-        "vocab_size": read.need("vocab_size"),
-        "norm_eps": read.take("rms_norm_eps", default=1e-6),
-        "tied_embeddings": read.take("tie_word_embeddings", default=False),
     }
     fields |= _routing(read) | _rope(read)
     read.finish()
@@ -146,22 +149,15 @@ def config_of(args: DeepSeekArgs) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if v3 else "deepseek_v2",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
+        **describe_decoder(args),
         "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.num_layers,
         "first_k_dense_replace": args.num_dense_layers,
-        "num_attention_heads": args.num_heads,
         "num_key_value_heads": args.num_heads,
         "q_lora_rank": args.q_lora_rank or None,
         "kv_lora_rank": args.kv_lora_rank,
         "qk_nope_head_dim": args.qk_nope_head_dim,
         "qk_rope_head_dim": args.qk_rope_head_dim,
         "v_head_dim": args.v_head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": args.norm_eps,
-        "attention_bias": False,
-        "tie_word_embeddings": args.tied_embeddings,
         "n_routed_experts": args.num_experts,
         "n_shared_experts": args.num_shared_experts,
         "num_experts_per_tok": args.experts_per_token,

@@ -11,8 +11,7 @@ import torch
 from titan_ckpt import KeyMap, Pair
 from torch import Tensor
 
-from titan_train.models.common.hf import HuggingFace
-from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.common.hf import HFConfig, HuggingFace
 from titan_train.models.flux.args import FluxArgs
 
 _CLASS = "FluxTransformer2DModel"

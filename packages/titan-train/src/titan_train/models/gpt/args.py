@@ -5,25 +5,28 @@ context of 2048 tokens, the vocabulary of GPT-2. The parameter count is exact an
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from titan_train.models.common.args import check_heads
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTArgs:
     """The shape of one GPT-3-architecture decoder."""
 
-    dim: int
+    dim: Count
     """Width of the residual stream."""
-    num_layers: int
+    num_layers: Count
     """Decoder blocks."""
-    num_heads: int
+    num_heads: Count
     """Attention heads, each ``dim / num_heads`` wide."""
-    vocab_size: int = 50_257
+    vocab_size: Count = 50_257
     """Rows of the embedding and of the head."""
-    max_seq_len: int = 2048
+    max_seq_len: Count = 2048
     """Learned positions: the longest sequence, in tokens."""
-    ffn_dim: int = 0
+    ffn_dim: Annotated[int, Range(0, note="0 takes 4 * dim")] = 0
     """Width of the feed-forward's hidden layer; 0 takes ``4 * dim``."""
     norm_eps: float = 1e-5
     """Added to the variance in LayerNorm."""
@@ -31,17 +34,8 @@ class GPTArgs:
     """The head is the embedding's matrix."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "vocab_size", "max_seq_len"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
-        if self.ffn_dim < 0:
-            raise ValueError(f"model.args.ffn_dim={self.ffn_dim} must be >= 0; 0 takes 4 * dim.")
-        if self.dim % self.num_heads:
-            raise ValueError(
-                f"model.args.dim={self.dim} is not a multiple of num_heads={self.num_heads}. The nearest valid choice "
-                f"is dim={max(1, round(self.dim / self.num_heads)) * self.num_heads}."
-            )
+        check_values("model.args", self)
+        check_heads(self.dim, self.num_heads)
 
     def shape(self, name: str) -> ModelShape:
         """What `Family.shape` returns."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from titan_ckpt import KeyMap, Pair
 
-from titan_train.models.common.hf import HuggingFace
-from titan_train.models.common.hf_config import HFConfig
+from titan_train.models.common.hf import HFConfig, HuggingFace
 from titan_train.models.gpt.args import GPTArgs
 
 _DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # none here: they change training, not the logits

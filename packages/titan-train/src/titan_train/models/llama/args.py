@@ -5,25 +5,28 @@ Parameter counts are exact and held by a test.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from titan_train.models.common.args import check_heads, check_key_heads, check_rotary_channels
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaArgs:
     """The shape of one Llama-3-architecture decoder."""
 
-    dim: int
+    dim: Count
     """Width of the residual stream."""
-    num_layers: int
+    num_layers: Count
     """Decoder blocks."""
-    num_heads: int
+    num_heads: Count
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: Count
     """Key and value heads; each serves ``num_heads / num_kv_heads`` query heads."""
-    ffn_dim: int
+    ffn_dim: Count
     """Width of the feed-forward's hidden layer."""
-    vocab_size: int = 128_256
+    vocab_size: Count = 128_256
     """Rows of the embedding and of the head."""
     head_dim: int = 0
     """Width of one head; 0 takes ``dim / num_heads``."""
@@ -31,44 +34,23 @@ class LlamaArgs:
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
-    rope_theta: float = 500_000.0
+    rope_theta: Annotated[float, Range(above=1, note="Llama 3 takes 500000")] = 500_000.0
     """Base of the rotary frequencies."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1, note="1 is plain RoPE")] = 1.0
     """Llama-3.1 stretch of the slow rotary frequencies; 1 is plain RoPE."""
     rope_low_freq_factor: float = 1.0
     """Frequencies with wavelength above ``rope_original_seq_len`` / this are divided by ``rope_factor``."""
     rope_high_freq_factor: float = 4.0
     """Frequencies with wavelength below ``rope_original_seq_len`` / this are kept."""
-    rope_original_seq_len: int = 8192
+    rope_original_seq_len: Count = 8192
     """Context length before stretching, in tokens."""
 
     def __post_init__(self) -> None:
-        counts = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "rope_original_seq_len")
-        for name in counts:
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
-        if self.num_heads % self.num_kv_heads:
-            choices = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            near = min(choices, key=lambda n: abs(n - self.num_kv_heads))
-            raise ValueError(
-                f"model.args.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: every key "
-                f"head serves the same number of query heads. The nearest valid choice is {near}."
-            )
-        if self.head_dim == 0 and self.dim % self.num_heads:
-            raise ValueError(
-                f"model.args.dim={self.dim} is not a multiple of num_heads={self.num_heads}. The nearest valid choice "
-                f"is dim={max(1, round(self.dim / self.num_heads)) * self.num_heads}, or set head_dim."
-            )
-        if self.head_dim < 0 or self.head_width % 2:
-            raise ValueError(
-                f"model.args.head_dim={self.head_width} must be a positive even number: RoPE turns pairs of channels. "
-                f"The nearest valid choice is {max(2, self.head_width + self.head_width % 2)}."
-            )
-        if self.rope_factor < 1:
-            raise ValueError(f"model.args.rope_factor={self.rope_factor} must be >= 1; 1 is plain RoPE.")
-        if self.rope_theta <= 1:
-            raise ValueError(f"model.args.rope_theta={self.rope_theta} must be above 1; Llama 3 takes 500000.")
+        check_values("model.args", self)
+        check_key_heads(self.num_heads, self.num_kv_heads)
+        if self.head_dim == 0:
+            check_heads(self.dim, self.num_heads, remedy=", or set head_dim")
+        check_rotary_channels("head_dim", self.head_width)
         if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor:
             raise ValueError(
                 f"model.args.rope_low_freq_factor={self.rope_low_freq_factor} must be positive and below "

@@ -5,9 +5,18 @@ from typing import Any
 
 from titan_ckpt import KeyMap
 
-from titan_train.models.common.hf import HuggingFace, rope_fields
-from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
+from titan_train.models.common.hf import (
+    ATTENTION,
+    DECODER,
+    DENSE,
+    IGNORED,
+    NATIVE_ONLY,
+    HFConfig,
+    HuggingFace,
+    describe_decoder,
+    read_decoder,
+    rope_fields,
+)
 from titan_train.models.llama.args import LlamaArgs
 
 _KINDS = ("llama", "mistral")
@@ -20,12 +29,10 @@ def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
         ValueError: It describes what `Llama` cannot do; the message names every such field.
     """
     read = HFConfig(config, kinds=_KINDS)
-    for name in ("attention_bias", "mlp_bias"):
-        read.only(name, False)
-    read.only("hidden_act", "silu")
+    read.only("mlp_bias", False)
     if read.take("sliding_window") is not None:
         read.problem(f"sliding_window={config['sliding_window']}, but this model attends to all of a document")
-    dim, heads = read.need("hidden_size"), read.need("num_attention_heads")
+    fields = read_decoder(read)
     rope = read.rope("default", "llama3")
     scaling: dict[str, Any] = {}
     if rope["rope_type"] == "llama3":
@@ -35,16 +42,11 @@ def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
             "rope_high_freq_factor": float(rope["high_freq_factor"]),
             "rope_original_seq_len": rope["original_max_position_embeddings"],
         }
-    fields = {
-        "dim": dim,
-        "num_layers": read.need("num_hidden_layers"),
-        "num_heads": heads,
+    heads = fields["num_heads"]
+    fields |= {
         "num_kv_heads": read.take("num_key_value_heads", default=heads),
         "ffn_dim": read.need("intermediate_size"),
-        "vocab_size": read.need("vocab_size"),
-        "head_dim": read.take("head_dim", default=dim // max(1, heads)),
-        "norm_eps": read.take("rms_norm_eps", default=1e-6),
-        "tied_embeddings": read.take("tie_word_embeddings", default=False),
+        "head_dim": read.take("head_dim", default=fields["dim"] // max(1, heads)),
         "rope_theta": rope["rope_theta"],
     }
     read.finish()
@@ -75,18 +77,11 @@ def config_of(args: LlamaArgs) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
+        **describe_decoder(args),
         "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.num_layers,
-        "num_attention_heads": args.num_heads,
         "num_key_value_heads": args.num_kv_heads,
         "head_dim": args.head_width,
-        "hidden_act": "silu",
-        "rms_norm_eps": args.norm_eps,
-        "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": args.tied_embeddings,
         **rope_fields(args.rope_theta, scaling),
     }
 

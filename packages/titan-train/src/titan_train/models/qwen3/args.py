@@ -5,75 +5,51 @@ whatever the model's width. Parameter counts are exact and held by a test.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import check_key_heads, check_rotary_channels
+from titan_train.models.common.moe.args import MoEArgs, RoutingArgs
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3Args:
+class Qwen3Args(RoutingArgs):
     """The shape of one Qwen3-architecture decoder."""
 
-    dim: int
+    dim: Count
     """Width of the residual stream."""
-    num_layers: int
+    num_layers: Count
     """Decoder blocks."""
-    num_heads: int
+    num_heads: Count
     """Query heads."""
-    num_kv_heads: int
+    num_kv_heads: Count
     """Key and value heads; each serves ``num_heads / num_kv_heads`` query heads."""
     ffn_dim: int = 0
     """Width of the dense feed-forward's hidden layer; not used with experts."""
     head_dim: int = 128
     """Width of one head."""
-    vocab_size: int = 151_936
+    vocab_size: Count = 151_936
     """Rows of the embedding and of the head."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
-    rope_theta: float = 1_000_000.0
+    rope_theta: Annotated[float, Range(above=1, note="Qwen3 takes 1000000")] = 1_000_000.0
     """Base of the rotary frequencies."""
-    num_experts: int = 0
+    num_experts: Annotated[int, Range(0, note="0 is the dense model")] = 0
     """Experts in every layer; 0 is the dense model."""
-    experts_per_token: int = 8
+    experts_per_token: Count = 8
     """Experts that each token is routed to."""
     expert_ffn_dim: int = 0
     """Width of one expert's hidden layer."""
-    num_shared_experts: int = 0
-    """Experts that every token goes through; Qwen3 has none."""
-    scores: str = "softmax"
-    """Scores from the router's logits: softmax or sigmoid."""
-    normalize_weights: bool = True
-    """Divide a token's expert weights by their sum."""
-    bias_rate: float = 0.0
-    """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
-    balance_loss: float = 0.001
-    """Coefficient of the balance loss, taken over each sequence."""
-    z_loss: float = 0.0
-    """Coefficient of the router's z-loss."""
+    balance_loss: Annotated[float, Range(0, note="0 turns it off")] = 0.001
+    """Coefficient of the balance loss, taken over each sequence; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
-        if self.num_heads % self.num_kv_heads:
-            choices = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            near = min(choices, key=lambda n: abs(n - self.num_kv_heads))
-            raise ValueError(
-                f"model.args.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: every key "
-                f"head serves the same number of query heads. The nearest valid choice is {near}."
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(
-                f"model.args.head_dim={self.head_dim} must be a positive even number: RoPE turns pairs of channels. "
-                f"The nearest valid choice is {max(2, self.head_dim + self.head_dim % 2)}."
-            )
-        if self.rope_theta <= 1:
-            raise ValueError(f"model.args.rope_theta={self.rope_theta} must be above 1; Qwen3 takes 1000000.")
-        if self.num_experts < 0:
-            raise ValueError(f"model.args.num_experts={self.num_experts} must not be negative; 0 is the dense model.")
+        check_values("model.args", self)
+        check_key_heads(self.num_heads, self.num_kv_heads)
+        check_rotary_channels("head_dim", self.head_dim)
         if self.num_experts == 0 and self.ffn_dim < 1:
             raise ValueError(
                 f"model.args.ffn_dim={self.ffn_dim} with num_experts=0: a dense model needs a feed-forward of at least "
@@ -84,23 +60,12 @@ class Qwen3Args:
 
     def moe(self) -> MoEArgs:
         """The mixture of experts of one layer; only for ``num_experts`` > 0."""
-        return MoEArgs(
-            dim=self.dim,
-            expert_ffn_dim=self.expert_ffn_dim,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            num_shared_experts=self.num_shared_experts,
-            scores=self.scores,
-            normalize_weights=self.normalize_weights,
-            bias_rate=self.bias_rate,
-            balance_loss=self.balance_loss,
-            z_loss=self.z_loss,
-        )
+        return MoEArgs.of(self)
 
     def shape(self, name: str) -> ModelShape:
         """What `Family.shape` returns."""
         attention = AttentionWidths(self.num_heads, self.num_kv_heads, self.head_dim, qk_norm=True)
-        inner = self.moe().shape() if self.num_experts else FeedForwardShape(self.ffn_dim)
+        inner = self.moe().experts_shape() if self.num_experts else FeedForwardShape(self.ffn_dim)
         blocks = (Block(self.num_layers, attention, inner),)
         return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
 

@@ -1,12 +1,13 @@
 """The arguments of the encoder of images and of each decoder family with one, and the shipped Qwen3-VL models. No torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from titan_train.models.deepseek.args import DeepSeekArgs
 from titan_train.models.gpt.args import GPTArgs
 from titan_train.models.llama.args import LlamaArgs
 from titan_train.models.qwen3.args import Qwen3Args
+from titan_train.values import Count, Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a class with them cannot be joined to another
@@ -22,31 +23,32 @@ class EncoderArgs:
     """Id before the tokens of an image."""
     image_end_token: int = 151_653
     """Id after them."""
-    vision_dim: int = 1152
+    vision_dim: Count = 1152
     """Width of the encoder."""
-    vision_layers: int = 27
+    vision_layers: Count = 27
     """Blocks of the encoder."""
-    vision_heads: int = 16
+    vision_heads: Count = 16
     """Attention heads of the encoder."""
-    vision_ffn_dim: int = 4304
+    vision_ffn_dim: Count = 4304
     """Width of the encoder's feed-forward."""
-    patch: int = 16
+    patch: Count = 16
     """Pixels along one side of a patch."""
-    frames: int = 2
+    frames: Count = 2
     """Frames of a patch; an image is repeated as often."""
-    merge: int = 2
+    merge: Count = 2
     """Patches along one side of what becomes one token of the decoder."""
-    position_side: int = 48
+    position_side: Count = 48
     """Rows and columns of the learned positions, which are interpolated to the grid of an image."""
     deepstack_layers: tuple[int, ...] = (8, 16, 24)
     """Encoder blocks whose output is also added after decoder layer 0, 1, …"""
-    image_share: float = 0.5
+    image_share: Annotated[float, Range(0, 1)] = 0.5
     """Share of a row's tokens that stand for images: for counting FLOPs and balancing pipeline stages only."""
 
     grid_positions: ClassVar[bool] = False
     """Whether the decoder knows rows and columns of an image too (M-RoPE), not the order of tokens alone."""
 
     def __post_init__(self) -> None:
+        check_values("model.args", self)
         check_decoder = getattr(super(), "__post_init__", None)
         if check_decoder is not None:
             check_decoder()
@@ -67,11 +69,6 @@ class EncoderArgs:
                 f"model.args.deepstack_layers={list(self.deepstack_layers)} must be rising numbers of the "
                 f"{self.vision_layers} encoder blocks, at most one for each of the {num_layers} decoder layers."
             )
-        for name in ("patch", "frames", "merge", "position_side", "vision_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.args.{name}={getattr(self, name)} must be at least 1.")
-        if not 0.0 <= self.image_share <= 1.0:
-            raise ValueError(f"model.args.image_share={self.image_share} is a share of the tokens: use 0 to 1.")
 
     @property
     def patch_values(self) -> int:
@@ -100,20 +97,15 @@ class Qwen3VLArgs(EncoderArgs, Qwen3Args):
 
     rope_theta: float = 5_000_000.0
     """Base of the decoder's rotary frequencies."""
-    rope_row_pairs: int = 20
+    rope_row_pairs: Annotated[int, Range(0)] = 20
     """Channel pairs of a decoder head that turn by an image token's row."""
-    rope_column_pairs: int = 20
+    rope_column_pairs: Annotated[int, Range(0)] = 20
     """Channel pairs that turn by its column; the other pairs of the head turn by time."""
 
     grid_positions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         EncoderArgs.__post_init__(self)
-        if self.rope_row_pairs < 0 or self.rope_column_pairs < 0:
-            raise ValueError(
-                f"model.args: rope_row_pairs={self.rope_row_pairs} and rope_column_pairs={self.rope_column_pairs} must not be "
-                "negative."
-            )
         # rows take the pairs 1, 4, 7, … and columns 2, 5, 8, …
         most = max(3 * self.rope_row_pairs - 1, 3 * self.rope_column_pairs)
         if most > self.head_dim // 2:

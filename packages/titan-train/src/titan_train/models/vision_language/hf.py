@@ -6,9 +6,18 @@ from typing import Any
 
 from titan_ckpt import KeyMap, Pair
 
-from titan_train.models.common.hf import HuggingFace, refuse_export, rope_fields
-from titan_train.models.common.hf_config import HFConfig
-from titan_train.models.common.hf_names import ATTENTION, DECODER, DENSE, IGNORED, NATIVE_ONLY
+from titan_train.models.common.hf import (
+    ATTENTION,
+    DECODER,
+    DENSE,
+    IGNORED,
+    NATIVE_ONLY,
+    HFConfig,
+    HuggingFace,
+    read_decoder,
+    rope_fields,
+)
+from titan_train.models.qwen3.hf import HEAD_NORMS, describe_text, read_experts
 from titan_train.models.qwen3.hf import settings_of as decoder_settings
 from titan_train.models.vision_language.args import Qwen3VLArgs
 
@@ -34,45 +43,33 @@ def args_from_hf(config: Mapping[str, Any]) -> Qwen3VLArgs:
     }
     tied = read.take("tie_word_embeddings", default=text.pop("tie_word_embeddings", False))
     read.finish()
-    return Qwen3VLArgs(**_decoder_of(text), **_encoder_of(vision, text), **ids, tied_embeddings=tied)
+    return Qwen3VLArgs(**_decoder_of(text) | _encoder_of(vision, text) | ids | {"tied_embeddings": tied})
 
 
 def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
     read = HFConfig(config, kinds=tuple(f"{kind}_text" for kind in _KINDS))
-    read.only("attention_bias", False)
-    read.only("hidden_act", "silu")
+    fields = read_decoder(read)
     rope = read.rope("default", default_theta=500_000.0)
     time, row, column = rope.get("mrope_section") or (24, 20, 20)
     sparse = read.kind == "qwen3_vl_moe_text"
     head_dim = read.take("head_dim", default=128)
     if sparse and not head_dim:  # that class has no default of 128
-        head_dim = read.need("hidden_size") // max(1, read.need("num_attention_heads"))
+        head_dim = fields["dim"] // max(1, fields["num_heads"])
     if time + row + column != head_dim // 2:
         read.problem(f"mrope_section={[time, row, column]} does not add up to half of head_dim={head_dim}")
     if not rope.get("mrope_interleaved", True):
         read.problem("mrope_interleaved=False, but this model's channel pairs take turns between time, row and column")
-    fields = {
-        "dim": read.need("hidden_size"),
-        "num_layers": read.need("num_hidden_layers"),
-        "num_heads": read.need("num_attention_heads"),
+    fields |= {
         "num_kv_heads": read.need("num_key_value_heads"),
         "head_dim": head_dim,
         "ffn_dim": 0 if sparse else read.need("intermediate_size"),
-        "vocab_size": read.need("vocab_size"),
-        "norm_eps": read.take("rms_norm_eps", default=1e-6),
         "rope_theta": rope["rope_theta"],
         "rope_row_pairs": row,
         "rope_column_pairs": column,
     }
     if sparse:
         read.take("intermediate_size", "router_aux_loss_coef", "output_router_logits")  # without effect on the logits
-        read.only("decoder_sparse_step", 1)
-        read.only("mlp_only_layers", [])
-        fields |= {
-            "num_experts": read.need("num_experts", "num_local_experts"),
-            "experts_per_token": read.need("num_experts_per_tok"),
-            "expert_ffn_dim": read.need("moe_intermediate_size"),
-        }
+        fields |= read_experts(read)
     read.finish()
     return fields
 
@@ -122,23 +119,9 @@ def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
     sparse = args.num_experts > 0
     kind = "qwen3_vl_moe" if sparse else "qwen3_vl"
     name = "Qwen3VLMoeForConditionalGeneration" if sparse else "Qwen3VLForConditionalGeneration"
-    refuse_export(
-        {
-            f"num_shared_experts={args.num_shared_experts}": sparse and args.num_shared_experts > 0,
-            f"scores={args.scores!r}": sparse and args.scores != "softmax",
-            f"bias_rate={args.bias_rate}": sparse and args.bias_rate > 0,
-            f"normalize_weights={args.normalize_weights}": sparse and not args.normalize_weights,
-        },
-        architecture=name,
-    )
-    experts = {
-        "num_experts": args.num_experts,
-        "num_local_experts": args.num_experts,  # the name that transformers 5 writes
-        "num_experts_per_tok": args.experts_per_token,
-        "moe_intermediate_size": args.expert_ffn_dim,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    refused = {f"normalize_weights={args.normalize_weights}": not args.normalize_weights}
+    text = describe_text(args, name, **refused)
+    tied = text.pop("tie_word_embeddings")
     rope = rope_fields(args.rope_theta)
     time = args.head_dim // 2 - args.rope_row_pairs - args.rope_column_pairs
     sections = {"mrope_section": [time, args.rope_row_pairs, args.rope_column_pairs], "mrope_interleaved": True}
@@ -150,20 +133,10 @@ def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
         "image_token_id": args.image_token,
         "vision_start_token_id": args.image_start_token,
         "vision_end_token_id": args.image_end_token,
-        "tie_word_embeddings": args.tied_embeddings,
+        "tie_word_embeddings": tied,
         "text_config": {
             "model_type": f"{kind}_text",
-            "vocab_size": args.vocab_size,
-            "hidden_size": args.dim,
-            "intermediate_size": args.ffn_dim or args.expert_ffn_dim,
-            "num_hidden_layers": args.num_layers,
-            "num_attention_heads": args.num_heads,
-            "num_key_value_heads": args.num_kv_heads,
-            "head_dim": args.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": args.norm_eps,
-            "attention_bias": False,
-            **(experts if sparse else {}),
+            **text,
             **rope,
         },
         "vision_config": {
@@ -184,13 +157,9 @@ def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
     }
 
 
-_HEAD_NORMS = tuple(
-    Pair(f"layers.{{i}}.attention.{x}_norm.weight", f"model.layers.{{i}}.self_attn.{x}_norm.weight", rotary=True)
-    for x in "qk"
-)
 _TEXT = tuple(
     replace(pair, hf=pair.hf.replace("model.", "model.language_model.", 1))
-    for pair in (*DECODER, *ATTENTION, *_HEAD_NORMS, *DENSE)
+    for pair in (*DECODER, *ATTENTION, *HEAD_NORMS, *DENSE)
 )
 _STACK, _HF_STACK = "layers.{i}.moe", "model.language_model.layers.{i}.mlp"
 _EXPERTS = (  # matrices [in, out] for all experts at once, gate and up in one

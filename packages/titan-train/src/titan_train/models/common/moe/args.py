@@ -1,69 +1,69 @@
 """The shape of one mixture-of-experts layer, and how it is balanced."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from titan_train.models.shape import ExpertsShape
+from titan_train.values import Count, Range, check_values, nearest_divisor
+
+Scores = Literal["softmax", "sigmoid"]
+_Off = Range(0, note="0 turns it off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEArgs:
+class RoutingArgs:
+    """What families with experts let ``model.args`` say about them, besides their number and width."""
+
+    experts_per_token: Count
+    """Experts that each token is routed to."""
+    num_shared_experts: Annotated[int, _Off] = 0
+    """Experts that every token goes through; they are one feed-forward of this many times the width."""
+    scores: Scores = "softmax"
+    """Scores from the router's logits: softmax or sigmoid."""
+    normalize_weights: bool = True
+    """Divide a token's expert weights by their sum."""
+    bias_rate: Annotated[float, _Off] = 0.0
+    """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
+    balance_loss: Annotated[float, _Off] = 0.0
+    """Coefficient of the balance loss, taken over each sequence; 0 turns it off."""
+    z_loss: Annotated[float, _Off] = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits; 0 turns it off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEArgs(RoutingArgs):
     """One mixture-of-experts layer.
 
     Fields carry the names that models use in ``model.args``, where errors point.
     """
 
-    dim: int
+    dim: Count
     """Width of the residual stream."""
-    expert_ffn_dim: int
-    """Width of one expert's hidden layer."""
-    num_experts: int
+    num_experts: Count
     """Experts that tokens are routed to."""
-    experts_per_token: int
-    """Experts that each token is routed to."""
-    num_shared_experts: int = 0
-    """Experts that every token goes through; they are one feed-forward of this many times the width."""
-    scores: str = "softmax"
-    """Scores from the gate's logits: softmax or sigmoid."""
-    normalize_weights: bool = True
-    """Divide a token's weights by their sum."""
-    route_scale: float = 1.0
-    """Factor of the weights."""
-    num_groups: int = 1
+    expert_ffn_dim: Count
+    """Width of one expert's hidden layer."""
+    route_scale: Annotated[float, Range(above=0, note="1 leaves weights as they are")] = 1.0
+    """Factor of the expert weights."""
+    num_groups: Count = 1
     """Equal groups of experts; 1 lets a token choose among all."""
-    top_groups: int = 1
+    top_groups: Count = 1
     """Groups that a token's experts may come from."""
-    group_score: str = "top2_sum"
+    group_score: Literal["max", "top2_sum"] = "top2_sum"
     """A group's score from its experts': their maximum (max, DeepSeek-V2) or the sum of the best two (top2_sum, V3)."""
-    bias_rate: float = 0.0
-    """How far an expert's bias moves in a step towards an equal load; 0 is no bias."""
-    balance_loss: float = 0.0
-    """Coefficient of the sequence-wise balance loss; 0 turns it off."""
-    z_loss: float = 0.0
-    """Coefficient of the mean squared log-sum-exp of the gate's logits; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "expert_ffn_dim", "num_experts", "experts_per_token", "num_groups", "top_groups"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"model.args.{name}={value} must be at least 1; the nearest valid choice is 1.")
-        for name in ("num_shared_experts", "bias_rate", "balance_loss", "z_loss"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"model.args.{name}={value} must not be negative; 0 turns it off.")
-        if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"model.args.scores={self.scores!r} is not a score function: use 'softmax' or 'sigmoid'.")
-        if self.group_score not in ("max", "top2_sum"):
-            raise ValueError(
-                f"model.args.group_score={self.group_score!r} is not a way to score a group: use 'max' (DeepSeek-V2) or "
-                "'top2_sum' (DeepSeek-V3)."
-            )
-        if not self.route_scale > 0:
-            raise ValueError(
-                f"model.args.route_scale={self.route_scale} must be positive; 1 leaves weights as they are."
-            )
+        check_values("model.args", self)
         self._check_groups()
 
-    def shape(self) -> ExpertsShape:
+    @classmethod
+    def of(cls, args: Any) -> "MoEArgs":
+        """The layer of a model whose arguments have these fields; those that they lack keep their defaults."""
+        names = (field.name for field in dataclasses.fields(MoEArgs))
+        return MoEArgs(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+    def experts_shape(self) -> ExpertsShape:
         """The layer's shape."""
         return ExpertsShape(
             self.num_experts,
@@ -76,8 +76,7 @@ class MoEArgs:
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:
-            choices = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            near = min(choices, key=lambda n: abs(n - self.num_groups))
+            near = nearest_divisor(self.num_experts, self.num_groups)
             raise ValueError(
                 f"model.args.num_groups={self.num_groups} does not divide num_experts={self.num_experts}: groups have "
                 f"the same number of experts. The nearest valid choice is {near}."
