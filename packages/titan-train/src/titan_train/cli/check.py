@@ -136,13 +136,10 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
 
     import titan_fsdp as fsdp
 
-    from titan_train.models import build_model, count_parameters, flops_per_token
-    from titan_train.optim import plan_groups
-    from titan_train.optim.schedule import check_schedule
-    from titan_train.parallel.check import check_model
+    from titan_train.launch.validate import validate
+    from titan_train.models import count_parameters, flops_per_token
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.layout.degrees import wrapped_over
-    from titan_train.parallel.structure import freeze
     from titan_train.parallel.tied import meaning_all_copies
     from titan_train.planner.memory.ranks import estimate_ranks
     from titan_train.task import load_task
@@ -151,15 +148,8 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     task = load_task(config)
     if arguments.config not in list_configs():  # a shipped one names data that its reader has yet to bring
         task.check_inputs(config)
-    vocabulary = task.vocab_size(config)
-    model = build_model(config.model, vocab_size=vocabulary, device="meta")
-    check_schedule(config.schedule, config.train.steps)
-    freeze(model, config.train.freeze)
-    plan_groups(model, config.optimizer)
-    check_model(config, layout, batch, model)
+    model = validate(config, devices)
     config = meaning_all_copies(config, model)
-    if config.model.init:
-        _check_published(config, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
@@ -177,7 +167,7 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
         print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     print(_memory_table(ranks))
     if arguments.rehearse:
-        print(f"\n{_transfers(config, devices, vocabulary)}")
+        print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
     print("\nthe configuration is valid")
     return 0
 
@@ -199,15 +189,6 @@ def _transfers(config: Config, devices: int, vocabulary: int | None) -> str:
     for (axis, kind), count in sorted(traffic.counts.items()):
         lines.append(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
     return "\n".join(lines)
-
-
-def _check_published(config: Config, model: "nn.Module") -> None:
-    """Compare the model and the tokenizer with the folder that the weights come from."""
-    from titan_train.train.published_tokenizer import check_tokenizer
-    from titan_train.train.warm_start import check_init
-
-    check_init(config.model.init, model, config.model)
-    check_tokenizer(config)
 
 
 def _float8_lines(config: Config, model: "nn.Module", tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""What `titan-train check` refuses, refused by `titan-train run` too, before the run's folder exists.
+"""What `titan-train check` and `titan-train run` refuse of a model, before the run's folder exists: one list.
 
 The model is built on the meta device, which needs torch. The command line does not import torch, so this runs in a
 process forked from the server that has.
@@ -7,25 +7,31 @@ process forked from the server that has.
 import contextlib
 import tomllib
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def validate(config: Config, world_size: int) -> None:
+
+def validate(config: Config, world_size: int) -> "nn.Module":
     """Build the model without memory and refuse what it cannot do on this many ranks.
+
+    Returns:
+        The whole model, on the meta device.
 
     Raises:
         ValueError: The model's arguments, the layout or the schedule cannot work.
     """
     from titan_train.models import build_model
+    from titan_train.optim import plan_groups
     from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.layout.run import plan_run
     from titan_train.parallel.structure import freeze
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
     from titan_train.task import load_task
-    from titan_train.train.published_tokenizer import check_tokenizer
-    from titan_train.train.warm_start import check_init
 
     config = with_kept_model(config, run_folder(config))
     plan = plan_run(config, world_size)
@@ -33,10 +39,15 @@ def validate(config: Config, world_size: int) -> None:
     task = load_task(config)
     model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
     freeze(model, config.train.freeze)
+    plan_groups(model, config.optimizer)
     check_model(config, plan.layout, plan.batch, model, task)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
+        from titan_train.train.published_tokenizer import check_tokenizer
+        from titan_train.train.warm_start import check_init
+
         check_init(config.model.init, model, config.model)
         check_tokenizer(config)
+    return model
 
 
 def validate_in_child(config_toml: str, world_size: int, sender: Connection) -> None:
