@@ -26,6 +26,12 @@ def test_a_family_is_equal_to_transformers_in_every_column(kind: str, tmp_path: 
     assert row.items() <= EQUAL.items()
 
 
+def test_experts_are_asked_for_their_activation_where_config_json_names_none(tmp_path: Path) -> None:
+    source = one.publish("lfm2_moe", tmp_path)
+    one.composition.prepare(tmp_path)
+    one.checked(one._config(tmp_path, source, masked=False))  # was an AttributeError
+
+
 def test_a_head_that_a_family_cannot_tie_is_a_matrix_of_its_own_also_where_config_json_asks_to_tie_it() -> None:
     from titan_train.models.hf.family import HFModelArgs
     from transformers import BigBirdPegasusConfig, LlamaConfig

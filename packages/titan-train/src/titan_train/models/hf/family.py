@@ -39,7 +39,7 @@ class HFModelArgs:
         """The head is the embedding's matrix: config.json asks for it, and the class can (that of bigbird_pegasus cannot)."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        asked = self.kind.from_dict(dict(self.published)).tie_word_embeddings
+        asked = getattr(self.kind.from_dict(dict(self.published)), "tie_word_embeddings", False)
         return bool(asked and getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(self.kind, None), "_tied_weights_keys", True))
 
     def shape(self, name: str) -> ModelShape:
