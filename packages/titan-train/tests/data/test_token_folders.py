@@ -39,7 +39,7 @@ DAMAGE = {
     "a manifest of nothing": (cut("manifest.json", 0), "is not a readable manifest"),
     "a manifest nested without end": (lambda f: (f / "manifest.json").write_text("[" * 9999), "is not a readable manifest"),
     "a manifest that is a list": (lambda f: (f / "manifest.json").write_text("[]"), "is not a readable manifest"),
-    "a manifest without splits": (with_manifest(lambda c: c.pop("splits")), "KeyError: 'splits'"),
+    "a manifest without splits": (with_manifest(lambda c: c.pop("splits")), "splits: Field required"),
     "splits that are a list": (with_manifest(lambda c: c.update(splits=[])), "splits: "),
     "tokens that are text": (
         with_manifest(lambda c: c["splits"]["train"][0].update(tokens="many")), "splits.train.0.tokens",

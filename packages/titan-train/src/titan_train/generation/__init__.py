@@ -12,9 +12,9 @@ from titan_train.lazy import first_use
 if TYPE_CHECKING:
     from titan_train.generation.cache import CachedAttention, kv_cache, supports_cache
     from titan_train.generation.decode import Decoding, generate, stream
-    from titan_train.generation.run import LoadedRun, load_run
+    from titan_train.generation.run import load_run
     from titan_train.generation.sampling import Sampling, choose_tokens, filter_logits, penalize_repetition
-    from titan_train.generation.text import StopWords, TextPiece, encode_chat, encode_prompt, stream_text
+    from titan_train.generation.text import LoadedRun, StopWords, TextPiece, encode_chat, encode_prompt, stream_text
 
 __all__ = [
     "CachedAttention",

@@ -1,7 +1,6 @@
-"""A finished run, loaded into one process: its model, its tokenizer, and text from them."""
+"""Load a finished run into one process."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,53 +9,13 @@ from titan_ckpt import Checkpointer, LocalShard, TrainState
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.generation.sampling import Sampling
 from titan_train.generation.tensor import cut_for_generation
-from titan_train.generation.text import encode_prompt, stream_text
+from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
 from titan_train.task import load_task, task_name
-from titan_train.tokenizers import ChatTemplate, Tokenizer
 from titan_train.trust import admit_run_code
-
-_DEFAULT = Sampling(temperature=0.8, top_p=0.95)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedRun:
-    """The model of one checkpoint, and what it was trained with."""
-
-    config: Config
-    model: nn.Module
-    """In evaluation mode; its parameters require no gradients."""
-    tokenizer: Tokenizer
-    step: int
-    """The checkpoint's step."""
-    template: ChatTemplate | None = None
-    """Writes conversations; None if the run has no chat template."""
-
-    def stream(
-        self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
-    ) -> Iterator[str]:
-        """Continue ``prompt``, yielding text as tokens are chosen; it ends at the end-of-text token.
-
-        Args:
-            prompt: Text to continue, at least one character.
-            max_new_tokens: The most tokens to add.
-            sampling: How to choose tokens.
-            seed: Fixes the draws.
-
-        Raises:
-            ValueError: An empty prompt, or more positions than the model has.
-        """
-        ids = encode_prompt(self, prompt)
-        for piece in stream_text(self, [ids], max_new_tokens=max_new_tokens, sampling=sampling, seeds=[seed]):
-            yield piece.text
-
-    def complete(self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0) -> str:
-        """The continuation of ``prompt`` as one string. Arguments and errors as in `stream`."""
-        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed))
 
 
 def load_run(

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: several prompts at once, stop words, conversations.
+"""Text from the model of a run, as tokens come: several prompts at once, stop words, conversations.
 
 A stop word may begin in one token and end in another. Text that could be the beginning of one is held back until the next
 token decides, so that nothing after a stop word, and nothing of it, is ever given out.
@@ -7,15 +7,53 @@ token decides, so that nothing after a stop word, and nothing of it, is ever giv
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from torch import nn
+
+from titan_train.config import Config
 from titan_train.generation.decode import stream
-from titan_train.tokenizers import HfTokenizer, IncrementalDecoder, Tokenizer
-
-if TYPE_CHECKING:
-    from titan_train.generation.run import LoadedRun
+from titan_train.generation.sampling import Sampling
+from titan_train.tokenizers import ChatTemplate, HfTokenizer, IncrementalDecoder, Tokenizer
 
 Finish = Literal["", "stop", "length"]
+_DEFAULT = Sampling(temperature=0.8, top_p=0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRun:
+    """The model of one checkpoint, and what it was trained with."""
+
+    config: Config
+    model: nn.Module
+    """In evaluation mode; its parameters require no gradients."""
+    tokenizer: Tokenizer
+    step: int
+    """The checkpoint's step."""
+    template: ChatTemplate | None = None
+    """Writes conversations; None if the run has no chat template."""
+
+    def stream(
+        self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
+    ) -> Iterator[str]:
+        """Continue ``prompt``, yielding text as tokens are chosen; it ends at the end-of-text token.
+
+        Args:
+            prompt: Text to continue, at least one character.
+            max_new_tokens: The most tokens to add.
+            sampling: How to choose tokens.
+            seed: Fixes the draws.
+
+        Raises:
+            ValueError: An empty prompt, or more positions than the model has.
+        """
+        ids = encode_prompt(self, prompt)
+        for piece in stream_text(self, [ids], max_new_tokens=max_new_tokens, sampling=sampling, seeds=[seed]):
+            yield piece.text
+
+    def complete(self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0) -> str:
+        """The continuation of ``prompt`` as one string. Arguments and errors as in `stream`."""
+        return "".join(self.stream(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +101,7 @@ class StopWords:
 
 
 def stream_text(
-    run: "LoadedRun", prompts: Sequence[Sequence[int]], *, stop: Collection[str] = (), **options: Any
+    run: LoadedRun, prompts: Sequence[Sequence[int]], *, stop: Collection[str] = (), **options: Any
 ) -> Iterator[TextPiece]:
     """Continue every prompt, yielding text as tokens are chosen.
 
@@ -84,7 +122,7 @@ def stream_text(
     return _pieces(tokenizer, steps, [StopWords(stop) for _ in prompts], options["max_new_tokens"])
 
 
-def encode_prompt(run: "LoadedRun", prompt: str) -> list[int]:
+def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
     """Token ids of a text to continue.
 
     Raises:
@@ -96,7 +134,7 @@ def encode_prompt(run: "LoadedRun", prompt: str) -> list[int]:
     return ids
 
 
-def encode_chat(run: "LoadedRun", messages: Sequence[dict[str, Any]]) -> list[int]:
+def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]:
     """Token ids of a conversation that the assistant is to answer.
 
     Raises:
