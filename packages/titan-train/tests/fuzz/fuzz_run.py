@@ -57,19 +57,6 @@ def configure(folder, name, *parts):
     return parse_config(composition.tree(folder, name, sections(other_text(folder), *parts)))
 
 
-class Bits:
-    """A tracker that keeps the bits per byte of each validation."""
-
-    def __init__(self):
-        self.found = []
-
-    def log_validation(self, record):
-        self.found.append(record.bits_per_byte)
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
 def train(folder, name, *parts, until=None):
     """Losses, gradient norms, bits per byte, and this rank's boxes of the final weights and expert biases.
 
@@ -78,16 +65,8 @@ def train(folder, name, *parts, until=None):
     config = configure(folder, name, *parts)
     with contextlib.ExitStack() as around:
         run_dir = None if until else Path(around.enter_context(tempfile.TemporaryDirectory())) / "run"
-        trainer = around.enter_context(Trainer(config, run_dir=run_dir))
-        norms, bits = [], Bits()
-        record = trainer._record
-
-        def keep_norm(result, *args, **kwargs):
-            norms.append(result.grad_norm)
-            return record(result, *args, **kwargs)
-
-        trainer._record = keep_norm
-        trainer._trackers.append(bits)
+        seen = composition.Seen()
+        trainer = around.enter_context(Trainer(config, run_dir=run_dir, callbacks=[seen]))
         trainer.fit(until=until)
         if until:
             trainer.save()
@@ -102,7 +81,8 @@ def train(folder, name, *parts, until=None):
                 if layer.expert_bias is not None:
                     bias = layer.expert_bias.clone()
                     boxes[f"{fqn}.expert_bias"] = (tuple(bias.shape), (0,), bias)
-        return trainer.losses, norms, bits.found, boxes
+        bits = [record.bits_per_byte for record in seen.validations]
+        return trainer.losses, seen.norms, bits, boxes
 
 
 def all_layouts(folder, parts, layouts):

@@ -8,6 +8,7 @@ from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
 from titan_train.models import named_parameters
 from titan_train.train import Trainer
+from titan_train.train.observer import Observer
 
 
 def tree(folder, name, sections):
@@ -54,10 +55,24 @@ def prepare(folder):
     prepare_inputs(parse_config(tree(folder, "prepare", {})), quiet=True)
 
 
+class Seen(Observer):
+    """Keeps the gradient norm of each step, and the validations."""
+
+    def __init__(self):
+        self.norms, self.validations = [], []
+
+    def on_step(self, info):
+        self.norms.append(info.result.grad_norm)
+
+    def on_validation(self, record, sample):
+        self.validations.append(record)
+
+
 def run(folder, name, sections, steps=10):
     """Train; returns losses, validation loss, gradient norm of the first step and this rank's boxes of its gradients."""
     config = parse_config(tree(folder, name, sections))
-    with tempfile.TemporaryDirectory() as scratch, Trainer(config, run_dir=Path(scratch) / "run") as trainer:
+    seen = Seen()
+    with tempfile.TemporaryDirectory() as scratch, Trainer(config, Path(scratch) / "run", callbacks=[seen]) as trainer:
         captured = {}
         update = trainer.optimizer.step
 
@@ -67,14 +82,6 @@ def run(folder, name, sections, steps=10):
             return update(*args, **kwargs)
 
         trainer.optimizer.step = capture_then_update
-        norms = []
-        record = trainer._record
-
-        def keep_norm(result, *args, **kwargs):
-            norms.append(result.grad_norm)
-            return record(result, *args, **kwargs)
-
-        trainer._record = keep_norm
         validation = []
         trainer.fit(until=steps)
         if steps == config.train.steps:
@@ -89,7 +96,7 @@ def run(folder, name, sections, steps=10):
                     device=trainer.device,
                 )
                 validation += [found.loss, found.parts]
-        return trainer.losses, norms, validation, captured
+        return trainer.losses, seen.norms, validation, captured
 
 
 def boxes(model, of=lambda parameter: parameter.grad):

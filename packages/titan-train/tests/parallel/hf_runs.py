@@ -34,20 +34,17 @@ def sections(source, layout, *, init=True):
 def run(folder, name, tree):
     """What one rank saw of a run."""
     config = parse_config(composition.tree(folder, name, tree))
-    with tempfile.TemporaryDirectory() as scratch, Trainer(config, run_dir=Path(scratch) / "run") as trainer:
-        gradients, norms = {}, []
-        update, record = trainer.optimizer.step, trainer._record
+    seen = composition.Seen()
+    with tempfile.TemporaryDirectory() as scratch, Trainer(config, Path(scratch) / "run", callbacks=[seen]) as trainer:
+        gradients = {}
+        update = trainer.optimizer.step
 
         def capture_then_update(*args, **kwargs):
             if not gradients:
                 gradients.update(composition.boxes(trainer.model))
             return update(*args, **kwargs)
 
-        def keep_norm(result, *args, **kwargs):
-            norms.append(result.grad_norm)
-            return record(result, *args, **kwargs)
-
-        trainer.optimizer.step, trainer._record = capture_then_update, keep_norm
+        trainer.optimizer.step = capture_then_update
         validation = []
         trainer.fit()
         from titan_train.train.validate import validation_loss
@@ -57,9 +54,9 @@ def run(folder, name, tree):
             found = validation_loss(
                 trainer.model, loader, accumulation=accumulation, scope=trainer._scope, device=trainer.device
             )
-            validation.append(found[0])
+            validation.append(found.loss)
         weights = composition.boxes(trainer.model, of=lambda parameter: parameter.detach())
-        return trainer.losses, norms, validation, gradients, weights
+        return trainer.losses, seen.norms, validation, gradients, weights
 
 
 def final_weights(results):

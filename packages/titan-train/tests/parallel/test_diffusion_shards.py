@@ -1,7 +1,5 @@
 """Runs on shards whose files hold different numbers of samples, under layouts."""
 
-from types import SimpleNamespace
-
 import composition
 import numpy as np
 import pytest
@@ -70,10 +68,8 @@ def validated(folder, sections):
     config = parse_config(composition.tree(folder, "r", sections))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Flux, "init_weights", filled)
-        with Trainer(config) as trainer:
-            records = []
-            trainer._trackers = [SimpleNamespace(log_validation=records.append, close=lambda: None)]
-            trainer._progress = None
+        seen = composition.Seen()
+        with Trainer(config, callbacks=[seen]) as trainer:
             trainer._validate()
             errors = []
             if trainer.mesh is None or trainer.mesh.layout.num_ranks == 1:
@@ -83,7 +79,7 @@ def validated(folder, sections):
                     with torch.no_grad():
                         velocity = trainer.model.parts[0](*batch.inputs, **batch.keywords)
                     errors.append(float((velocity - batch.target.velocity).double().square().mean()))
-            return (records[0].loss, records[0].tokens), errors
+            return (seen.validations[0].loss, seen.validations[0].tokens), errors
 
 
 def test_validation_over_files_of_different_sizes_neither_hangs_nor_weighs_files_or_ranks(shards, tmp_path):

@@ -49,12 +49,10 @@ def tables(name, layer):
 def trained(folder, name, sections, tied):
     """Losses, gradient norms and the whole weights' boxes; a copy of a tied weight under its first name."""
     config = parse_config(composition.tree(folder, name, sections))
-    with tempfile.TemporaryDirectory() as scratch, Trainer(config, run_dir=Path(scratch) / "run") as trainer:
-        norms = []
-        record = trainer._record
-        trainer._record = lambda result, *args: (norms.append(result.grad_norm), record(result, *args))
+    seen = composition.Seen()
+    with tempfile.TemporaryDirectory() as scratch, Trainer(config, Path(scratch) / "run", callbacks=[seen]) as trainer:
         trainer.fit()
-        return trainer.losses, norms, boxes_of(trainer, tied)
+        return trainer.losses, seen.norms, boxes_of(trainer, tied)
 
 
 def boxes_of(trainer, tied, key=None):

@@ -30,7 +30,7 @@ def train(folder, name, until=None, save=False, parallel=None, nan_at=None):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("titan_train.train.rank_state").addHandler(handler)
+    logging.getLogger("titan_train.train.checkpoints").addHandler(handler)
     config = tiny_run(folder, name, parallel=parallel or POWERSGD)
     with Trainer(config) as trainer:
         if nan_at is not None:

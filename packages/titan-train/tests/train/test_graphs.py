@@ -15,7 +15,7 @@ from titan_train.data.loader.source import TensorBatch
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
 from titan_train.parallel.layout.run import plan_run
-from titan_train.train import Trainer, graphs, step
+from titan_train.train import Trainer, graphs
 from titan_train.train.graphs import MOST_SHAPES, StepGraphs, capture_cuda_graph
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def captures(monkeypatch):
     """Graphs of the CPU in place of CUDA's."""
     found = Captures()
-    monkeypatch.setattr(step, "StepGraphs", functools.partial(StepGraphs, capture=found))
+    monkeypatch.setattr(graphs, "StepGraphs", functools.partial(StepGraphs, capture=found))
     return found
 
 

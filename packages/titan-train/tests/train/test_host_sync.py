@@ -77,15 +77,14 @@ def test_a_step_reads_values_off_the_device_once_after_its_update(name, monkeypa
 
 def test_a_step_that_measures_its_layers_reads_once_too(monkeypatch):
     step, model, _ = made()
-    step.wants_layer_norms = True
     batch = rows(model)
-    step([batch, batch])  # the number of layers is agreed on once
+    step([batch, batch], layer_norms=True)  # the number of layers is agreed on once
     waits = Waits(monkeypatch)
     with waits.within():
-        result = step([batch, batch])
+        result = step([batch, batch], layer_norms=True)
     assert waits.found == ["update", "tolist"]
-    assert list(step.layer_norms) == ["layers.0", "layers.1", "other"]
-    squares = sum(norm**2 for norm in step.layer_norms.values())
+    assert list(result.layer_norms) == ["layers.0", "layers.1", "other"]
+    squares = sum(norm**2 for norm in result.layer_norms.values())
     assert squares == pytest.approx(result.grad_norm**2, rel=1e-5)  # float32 sums in another order
 
 

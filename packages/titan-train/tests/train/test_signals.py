@@ -1,7 +1,7 @@
 import os
 import signal
 
-from titan_train.train.signals import SaveRequests
+from titan_train.train.process import SaveRequests
 
 
 def test_signals_become_requests_and_handlers_are_given_back():

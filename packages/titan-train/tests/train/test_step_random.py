@@ -28,6 +28,11 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch):
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "dropping")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dropout")
@@ -118,7 +123,7 @@ def test_a_suspect_step_is_judged_with_the_masks_of_the_rank_whose_data_it_is(fo
 
 
 def test_a_run_says_that_dropout_is_active(folder, caplog):
-    with caplog.at_level(logging.INFO, logger="titan_train.train.trainer"):
+    with caplog.at_level(logging.INFO, logger="titan_train.train.run_log"):
         with Trainer(dropping(folder, "said")):
             pass
         with Trainer(dropping(folder, "unsaid", args={"rate": 0.0})):

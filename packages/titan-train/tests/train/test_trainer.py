@@ -282,7 +282,7 @@ def test_mixed_precision_on_one_rank_makes_no_collective(folder, caplog):
         run={"dir": str(Path(folder) / "runs"), "name": "alone", "seed": 7},
         train={"dtype": "bf16", "steps": 3, "global_batch": 8, "microbatch": 4},
     )
-    with caplog.at_level("INFO", logger="titan_train.train.trainer"), Trainer(config) as trainer:
+    with caplog.at_level("INFO", logger="titan_train.train.run_log"), Trainer(config) as trainer:
         trainer.fit(until=1)
         with torch.profiler.profile(acc_events=True) as seen:
             trainer.fit()

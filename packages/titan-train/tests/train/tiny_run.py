@@ -1,11 +1,12 @@
 """A run of a few seconds on text that it brings, for tests of what a run measures and withstands."""
 
+import contextlib
 from pathlib import Path
 
 from titan_train.config import parse_config
 from titan_train.config.faults import parse_faults
 from titan_train.launch.rank.inject import Injector
-from titan_train.train.monitor import StepMonitor
+from titan_train.train.observer import Observer
 
 
 def write_text(folder):
@@ -37,21 +38,23 @@ def tiny_run(folder, name="run", **sections):
     return parse_config(tree)
 
 
-class Injecting(StepMonitor):
+class Injecting(Observer):
     """Carries out a plan of faults, as a rank with a launcher does; ``slow_s`` is the time of a step that a fault slows."""
 
     def __init__(self, plan, rank, run_dir, slow_s=0.0):
         self.injector = Injector(parse_faults(plan), rank, run_dir)
         self.slow_s = slow_s
 
-    def measured(self, meter):
-        self.injector.delays = meter.timer.delays
+    def on_start(self, run):
+        self.run = run
+        self.injector.delays = run.timer.delays
 
-    def before_data(self, step):
-        self.injector.before_data(step)
+    @contextlib.contextmanager
+    def phase(self, name, step):
+        if name == "data":
+            self.injector.before_data(step)
+        yield
 
-    def before_step(self, step, parts):
-        self.injector.before_step(step, parts, self.slow_s)
-
-    def data_loaded(self, step, batches):
-        return self.injector.data_loaded(step, batches)
+    def on_batch(self, step, batches):
+        batches[:] = self.injector.data_loaded(step, batches)
+        self.injector.before_step(step, self.run.model.parts, self.slow_s)

@@ -1,13 +1,12 @@
 """The training loop, and what it needs each step.
 
-- `trainer`: `Trainer` composes a run from a `Config`: inputs, model, optimizer, checkpoints, records.
-- `step`: one optimizer step. `graphs`: its forward and backward as a CUDA graph. `rerun`: a suspect step once more.
-- `validate`: the loss on held-out data. `whole_model`: what the task samples then, with the model as one module.
-- `measure`: where the time of steps goes. `profile`: traces of some. `inspect_step`: the activations of one.
-- `process`: the rank's device, seeds and garbage collection. `step_random`: the random numbers of each step.
-- `reduce_scope`: what this rank contributes to sums over all ranks. `rank_state`: what it saves beside tensors of the model.
-- `warm_start`: start from published weights. `published_tokenizer`: with their tokenizer.
-- `monitor`: what the trainer reports to its launcher. `signals`: requests to stop or to save.
+- `trainer`: `Trainer` builds a run from a `Config`: inputs, model, optimizer, checkpoints, observers.
+- `loop`: the algorithm. `step`: one optimizer step. `validate`: the loss on held-out data.
+- `observer`: what may watch a run. `run_log`, `measure`, `profile`, `observers`: what does.
+- `checkpoints`: what a run saves, and how it resumes. `warm_start`, `published_tokenizer`: start from published weights.
+- `process`: the rank's device, seeds and signals. `step_random`: the random numbers of each step.
+- `reduce_scope`: what this rank contributes to sums over all ranks.
+- `graphs`: forward and backward as a CUDA graph. `rerun`: a suspect step once more. `whole_model`: samples under any layout.
 """
 
 from typing import TYPE_CHECKING

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from titan_train.task import TaskBatch
-from titan_train.train.rerun import RandomState
+from titan_train.train.step_random import RandomState
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Where the time of this run's steps goes: measured on every rank, gathered every few steps, recorded by rank 0.
 
-The trainer marks its phases on `StepMeasure.timer`; collectives are counted while `StepMeasure.running`. Every
+`StepMeasure.timer` has the phases of the loop and of the step; collectives are counted while `StepMeasure.running`. Every
 ``metrics.split_every`` steps the ranks gather one row of numbers each. Rank 0 logs the event ``step_split`` and, for what
 holds the run up in two windows in a row, the event ``straggler``. Of a pipeline, the last step of each window is recorded
 action by action too (`PipelineTimes`).
@@ -11,51 +11,45 @@ import json
 import logging
 import statistics
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from titan_mesh import Layout, Mesh
 from titan_pipeline import Measurement, Schedule, ScheduleError
+from titan_pipeline.runtime import Executor
 from torch import nn
 
+from titan_train.config import Config
 from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.observe.timing import Cause, Place, StepSplit, StepTimer, combine, find_causes
 from titan_train.observe.timing.causes import shortest_calls
 from titan_train.observe.timing.collectives import CollectiveMeter, axes_of
 from titan_train.observe.timing.device import CudaStreams, DeviceTimeline
 from titan_train.observe.timing.host_clocks import clock_offset
-from titan_train.parallel.pipeline import Pipeline
 from titan_train.run_folder import pipeline_file
+from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, is_due
 
 log = logging.getLogger(__name__)
 
 _SHARE = 0.2  # of a step that something must cost to be named: less is within what ranks of a busy machine differ by
 
 
-class StepMeasure:
-    """Measures the steps of one rank. `every` 0 measures nothing."""
+class StepMeasure(Observer):
+    """Measures the steps of one rank."""
 
-    def __init__(
-        self,
-        mesh: Mesh | None,
-        device: torch.device,
-        *,
-        every: int,
-        last: int,
-        parts: Sequence[nn.Module] = (),
-        traced: bool = False,
-    ) -> None:
-        """Prepare.
+    def __init__(self, config: Config, mesh: Mesh | None, device: torch.device, parts: Sequence[nn.Module]) -> None:
+        """Nothing is measured before `running`.
 
         Args:
+            config: ``metrics.split_every``, the steps of a window; 0 measures nothing but what is traced.
             mesh: All ranks; None for a run of one rank.
             device: Where the ranks' rows are gathered.
-            every: Steps of a window.
-            last: The run's last step, which ends a window too.
             parts: What this rank computes.
-            traced: Measure even if ``every`` is 0, for a trace.
         """
+        every = config.metrics.split_every
         on_gpu = device.type == "cuda"
         self.timer = StepTimer(device=DeviceTimeline(CudaStreams(), every) if on_gpu else None)
         self.rank = 0 if mesh is None else mesh.global_rank
@@ -64,18 +58,20 @@ class StepMeasure:
         self.place = place_of(layout)
         self.work = _work(parts)
         self._device = device
-        self._every, self._last, self._traced = every, last, traced
+        self._every, self._last, self._traced = every, config.train.steps, config.profile.range is not None
         self._fast: dict[tuple[str, int], tuple[float, float]] = {}
         """Seconds of the shortest call of each group so far, and of a step's compute then."""
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._named: set[tuple[str, tuple[int, ...]]] = set()
         self._windows = 0
+        self.found: tuple[StepSplit, list[Cause]] | None = None
+        """On rank 0, after the last step of each window but the first, which holds the first step, and that may compile: the
+        window, and the causes to name for the first time."""
         self.paused = False
         """Whether no window ends now: a trace is being made, whose steps are a window of their own."""
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Measure inside the block."""
         if not self._every and not self._traced:
             yield
             return
@@ -86,28 +82,20 @@ class StepMeasure:
             finally:
                 self.timer.stop()
 
-    def due(self, step: int) -> bool:
-        """Whether a window ends with ``step``."""
-        return bool(self._every) and (step % self._every == 0 or step == self._last)
+    def phase(self, name: Phase, step: int) -> AbstractContextManager[object]:
+        return self.timer.phase(name)
 
-    def step_made(self, step: int) -> tuple[StepSplit, list[Cause]] | None:
-        """At the end of a window gather the ranks' rows. Collective then. `timer.steps` has counted the step.
-
-        Args:
-            step: Steps made.
-
-        Returns:
-            On rank 0, at the end of each window but the first, which holds the first step, and that may compile: the
-            window, and the causes to name for the first time.
-        """
-        if not self.due(step) or self.paused or not self.timer.steps:
-            return None
+    def on_step(self, info: StepInfo) -> None:
+        """Count the step; at the end of a window gather the ranks' rows, which is collective."""
+        self.timer.step_made()
+        self.found = None
+        if not is_due(info.step, self._every, self._last) or self.paused:
+            return
         rows = self._gather(self.place.row(self.timer.take(), self.work))
         self._windows += 1
-        if self.rank != 0 or (self._windows == 1 and step != self._last):
-            return None
-        split = combine(step, self.place, rows)
-        return split, self._new(split)
+        if self.rank == 0 and (self._windows > 1 or info.step == self._last):
+            split = combine(info.step, self.place, rows)
+            self.found = split, self._new(split)
 
     def _gather(self, row: list[float]) -> list[list[float]]:
         mine = torch.tensor(row, dtype=torch.float64, device=self._device)
@@ -137,60 +125,55 @@ class StepMeasure:
         return new
 
 
-class PipelineTimes:
+class PipelineTimes(Observer):
     """The last step of each window as the pipeline of rank 0 ran it: each action of each of its ranks, on one clock.
 
     The newest is kept in ``pipeline.json`` of the run's folder, a `titan_pipeline.Measurement` with its step. An accelerator's
     times are those of events on its stream, read after the step.
     """
 
-    def __init__(self, pipeline: Pipeline | None, mesh: Mesh | None, run_dir: Path, device: torch.device) -> None:
-        """Prepare.
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._compiled = False  # this process has made its first step
 
-        Args:
-            pipeline: None for a run without one: nothing is recorded.
-            mesh: All ranks.
-            run_dir: The run's folder.
-            device: Where the ranks communicate.
-        """
-        self._file = pipeline_file(run_dir)
-        self._device = device
-        self._pipeline, self._group, self._writes = pipeline, None, False
-        if pipeline is not None and mesh is not None:
-            ranks = mesh.layout.group_of(mesh.global_rank, "pp")
-            self._writes = mesh.global_rank == 0
-            self._group = mesh.group("pp") if 0 in ranks else None
+    def on_start(self, run: ObservedRun) -> None:
+        self.run = run
+        assert run.mesh is not None
+        self._group = run.mesh.group("pp") if 0 in run.mesh.layout.group_of(run.rank, "pp") else None
 
-    def drop_outdated(self, schedule: Schedule | None, step: int) -> None:
-        """On the rank that owns the folder: remove what an earlier attempt recorded with another schedule, or after ``step``."""
-        try:
-            text = read_text(self._file)
-            measured = Measurement.from_json(text)
-            keep = schedule is not None and measured.schedule.digest == schedule.compute_only().digest
-            keep &= int(parse_json(text)["step"]) <= step
-        except (OSError, ValueError, KeyError, TypeError, ScheduleError):
-            keep = False
-        if not keep:
-            with contextlib.suppress(OSError):
-                self._file.unlink(missing_ok=True)
+    def on_batch(self, step: int, batches: list[Any]) -> None:
+        due = self._compiled and is_due(step, self.run.config.metrics.split_every, self.run.config.train.steps)
+        self._executor.trace = due and self._group is not None
 
-    def before_step(self, due: bool) -> None:
-        """Before each step; ``due`` if it is to be recorded, alike on every rank."""
-        if self._pipeline is not None:
-            self._pipeline.executor.trace = due and self._group is not None
-
-    def step_made(self, step: int) -> None:
-        """After each step: gather what was recorded, if it was. Collective over the pipeline of rank 0 then."""
-        if self._pipeline is None or not self._pipeline.executor.trace:
+    def on_step(self, info: StepInfo) -> None:
+        """Gather what was recorded, if it was. Collective over the pipeline of rank 0 then."""
+        self._compiled = True
+        if not self._executor.trace:
             return
-        self._pipeline.executor.trace = False
-        measured = self._pipeline.executor.measured(clock_offset(self._device, self._group))
-        if not self._writes:
+        self._executor.trace = False
+        measured = self._executor.measured(clock_offset(self.run.device, self._group))
+        if self.run.rank != 0:
             return
+        text = json.dumps({"step": info.step, **json.loads(measured.to_json())}) + "\n"
         try:
-            write_atomic(self._file, json.dumps({"step": step, **json.loads(measured.to_json())}) + "\n")
+            write_atomic(pipeline_file(self.run.run_dir), text)
         except OSError as err:  # the run does not need it
-            log.warning("step %d of the pipeline was not recorded: %s", step, err)
+            log.warning("step %d of the pipeline was not recorded: %s", info.step, err)
+
+
+def drop_outdated(run_dir: Path, schedule: Schedule | None, step: int) -> None:
+    """Remove what `PipelineTimes` of an earlier attempt recorded with another schedule, or after ``step``."""
+    file = pipeline_file(run_dir)
+    try:
+        text = read_text(file)
+        measured = Measurement.from_json(text)
+        keep = schedule is not None and measured.schedule.digest == schedule.compute_only().digest
+        keep &= int(parse_json(text)["step"]) <= step
+    except (OSError, ValueError, KeyError, TypeError, ScheduleError):
+        keep = False
+    if not keep:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def place_of(layout: Layout | None) -> Place:

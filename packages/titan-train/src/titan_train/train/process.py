@@ -1,18 +1,34 @@
-"""What a rank's process is set to: its device, its random numbers, when it collects garbage."""
+"""What a rank's process is set to: its device, its seeds, and SIGTERM and SIGUSR1 as requests.
 
-import gc
+A signal reaches ranks at different moments, and a rank that stopped alone would leave its peers in a collective. So
+a handler only sets a flag; the trainer sums the flags of all ranks in the collective it makes every step anyway.
+"""
+
+import contextlib
 import os
 import random
+import signal
+import threading
+from collections.abc import Generator
 
 import numpy as np
 import torch
 
 from titan_train.config import Config
+from titan_train.host_memory import keep_freed_memory
 
 
-def device_of(config: Config) -> torch.device:
-    """Where this rank computes."""
+def set_up_process(config: Config) -> torch.device:
+    """Seed Python, numpy and torch, ask torch for deterministic kernels if wanted; where this rank computes."""
+    seed = config.run.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.launch.device == "cpu" or not torch.cuda.is_available():
+        keep_freed_memory()
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -22,32 +38,37 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def set_seeds(seed: int, deterministic: bool) -> None:
-    """Seed Python, numpy and torch; ask torch for deterministic kernels."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+class SaveRequests:
+    """What this rank has been asked to do since it last looked."""
 
+    def __init__(self) -> None:
+        self.stop = False
+        """SIGTERM: save, then end the run with success."""
+        self._save = False
 
-class CollectedTogether:
-    """Collect garbage on every rank at the same step: a rank that pauses alone makes all others wait."""
+    def take_save(self) -> bool:
+        """Whether SIGUSR1 came since the last call: save, then go on. A signal that comes later is kept for the next."""
+        asked, self._save = self._save, False
+        return asked
 
-    def __init__(self, steps: int) -> None:
-        """Collect every ``steps`` steps; 0 leaves it to Python."""
-        self._steps = steps
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Handle the two signals inside the block. Off the main thread, where Python cannot, it does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        saved = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._on_stop),
+            signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._on_save),
+        }
+        try:
+            yield
+        finally:
+            for number, handler in saved.items():
+                signal.signal(number, handler)
 
-    def __enter__(self) -> "CollectedTogether":
-        if self._steps:
-            gc.disable()
-        return self
+    def _on_stop(self, _number: int, _frame: object) -> None:
+        self.stop = True
 
-    def __call__(self, step: int) -> None:
-        if self._steps and step % self._steps == 0:
-            gc.collect(1)
-
-    def __exit__(self, *_: object) -> None:
-        if self._steps:
-            gc.enable()
+    def _on_save(self, _number: int, _frame: object) -> None:
+        self._save = True

@@ -10,8 +10,6 @@ import gzip
 import json
 import platform
 import re
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from titan_train.observe.timing.host_clocks import clock_offset
 from titan_train.observe.timing.split import Place
 from titan_train.observe.timing.traces import trace_file
 from titan_train.train.measure import StepMeasure
+from titan_train.train.observer import Observer, StepInfo
 
 # what torch's FSDP calls its blocks; the module's name follows in parentheses
 _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\))?")
@@ -37,51 +36,39 @@ _FSDP_WORDS = {
 }
 
 
-def label(name: str) -> AbstractContextManager[object]:
-    """A block with a name in the trace."""
-    return record_function(name)
-
-
-class StepProfile:
+class StepProfile(Observer):
     """Traces the steps from ``first`` to ``last`` on this rank."""
 
-    def __init__(self, first: int, last: int, run_dir: Path, measure: StepMeasure, device: torch.device) -> None:
-        self._first, self._last = first, last
-        self._run_dir = run_dir
-        self._measure = measure
-        self._device = device
+    def __init__(self, first: int, last: int, measure: StepMeasure) -> None:
+        self._first, self._last, self._measure = first, last, measure
         self._profiler: Any = None
         self._offset_s = 0.0
         self._from = 0
 
-    def before_step(self, step: int) -> None:
+    def on_step_start(self, step: int) -> None:
         """Start, if ``step`` is the first to trace. Collective then."""
         if self._profiler is not None or not self._first <= step <= self._last:
             return
-        self._offset_s = clock_offset(self._device)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+        self._offset_s = clock_offset(self.run.device)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.run.device.type == "cuda" else [])]
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
         self._from = step
-        self._measure.meter.label = label
+        self._measure.meter.label = record_function
         self._measure.paused = True
         self._measure.timer.take()
 
-    def step_made(self, step: int) -> Path | None:
-        """Stop and write, if ``step`` was the last to trace.
-
-        Returns:
-            This rank's file, when it was written.
-        """
-        if self._profiler is None or step < self._last:
-            return None
+    def on_step(self, info: StepInfo) -> None:
+        """Stop and write this rank's file, if the step was the last to trace."""
+        if self._profiler is None or info.step < self._last:
+            return
         profiler, self._profiler = self._profiler, None
         window = self._measure.timer.take()
         self._measure.meter.label = None
         self._measure.paused = False
         profiler.stop()
         place, rank = self._measure.place, self._measure.rank
-        file = trace_file(self._run_dir, rank)
+        file = trace_file(self.run.run_dir, rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         raw = file.with_suffix(".raw.json")
         profiler.export_chrome_trace(str(raw))
@@ -89,17 +76,17 @@ class StepProfile:
         raw.unlink()
         about = {
             "rank": rank,
-            "steps": [self._from, step],
+            "steps": [self._from, info.step],
             "host": platform.node(),
             "offset_s": self._offset_s,
             "row": place.row(window, self._measure.work),
-            "blocking": self._device.type == "cpu",  # a wait ends with its collective
+            "blocking": self.run.device.type == "cpu",  # a wait ends with its collective
             "place": _place_fields(place),
         }
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as out:
             json.dump(in_our_words(trace, about), out)
-        self._measure.timer.take()  # writing is no part of a step
-        return file
+        self._measure.timer.take()  # writing is not part of a step
+        self.run.event("profile_written", file=str(file.relative_to(self.run.run_dir)))
 
 
 def in_our_words(trace: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ shares a batch with. Statistics of delayed float8 scaling see the step as often 
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from titan_train.data.loader.source import TensorBatch
 from titan_train.exchange import gather_values
 from titan_train.task import TaskBatch
+from titan_train.train.step_random import RandomState
 
 Verdict = Literal["transient hardware", "persistent hardware", "data or numerics", "reproduced"]
 _WINDOW, _WARM_UP = 16, 4  # losses that a jump is measured against, and the fewest of them
@@ -53,6 +54,11 @@ class RerunVerdict:
     """Why the step was suspect."""
     losses: tuple[float, ...]
     """The whole loss, first and each time again."""
+
+    @property
+    def skips(self) -> bool:
+        """The step must not update: a rank computes wrongly."""
+        return self.verdict == "persistent hardware"
 
     @property
     def text(self) -> str:
@@ -77,14 +83,63 @@ class RerunVerdict:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Execution:
-    """One execution of a step's forwards and backwards."""
+Figures = tuple[float, float, float]
+"""Of one execution of a step: the loss, the gradient's norm, and this rank's part of the loss."""
 
-    loss: float
-    grad_norm: float
-    own: float
-    """This rank's part of the loss."""
+
+class Rerun:
+    """Executes suspect steps again."""
+
+    def __init__(self, factor: float, device: torch.device, data_group: dist.ProcessGroup | None) -> None:
+        """Nothing is suspect yet.
+
+        Args:
+            factor: Execute a step again whose loss is not finite, or above so many times the last ones' mean.
+            device: Where the batches are.
+            data_group: Ranks that hold the same parts of the model and read other batches; None if there is no other.
+        """
+        self._suspicion = Suspicion(factor)
+        self._device = device
+        self._group = data_group
+
+    def remember(self) -> None:
+        """Keep the random state that the step is about to begin with."""
+        self._state = RandomState(self._device)
+
+    def __call__(
+        self, batches: Sequence[TaskBatch], first: Figures, execute: Callable[[Sequence[TaskBatch]], Figures]
+    ) -> RerunVerdict | None:
+        """If a step is suspect, execute it again here, then on other ranks; the last execution counts. Collective then.
+
+        Args:
+            batches: This rank's micro-batches.
+            first: Its first execution.
+            execute: Forgets the last execution and makes another one.
+
+        Returns:
+            What it showed; None if the step is not suspect.
+        """
+        loss, norm, own = first
+        reason = self._suspicion.of(loss, norm)
+        if not reason:
+            return None
+        self._state.restore()
+        loss_again, norm_again, own_again = execute(batches)
+        parts, parts_again = gather(own, self._device), gather(own_again, self._device)
+        whole = (loss, loss_again)
+        verdict = judge(parts, parts_again, (norm, norm_again), reason, whole)
+        if verdict is not None:
+            return verdict
+        group = self._group
+        if group is None:
+            return RerunVerdict("reproduced", tuple(range(len(parts))), reason, whole)
+        lent, draws = neighbours_batches(batches, self._state, group, self._device)
+        ranks = dist.get_process_group_ranks(group)
+        source = [int(rank) for rank in gather(float(ranks[(group.rank() - 1) % group.size()]), self._device)]
+        draws.restore()
+        loss_there, norm_there, own_there = execute(lent)
+        elsewhere = gather(own_there, self._device)
+        return judge_elsewhere(parts_again, elsewhere, source, (norm_again, norm_there), reason, (*whole, loss_there))
 
 
 class Suspicion:
@@ -101,21 +156,6 @@ class Suspicion:
         usual = sum(self._losses) / len(self._losses) if len(self._losses) >= _WARM_UP else math.inf
         self._losses.append(loss)
         return f"loss {loss:.4g} after {usual:.4g}" if loss > self._factor * usual else ""
-
-
-class RandomState:
-    """The random number generators of this rank, as they were."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.host = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Go back to it."""
-        torch.set_rng_state(self.host)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 def gather(value: float, device: torch.device) -> list[float]:

@@ -55,3 +55,18 @@ class StepRandom:
             torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(own)
         else:
             torch.default_generator.manual_seed(own)
+
+
+class RandomState:
+    """The random number generators of this rank, as they were."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Go back to it."""
+        torch.set_rng_state(self.host)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)

@@ -1,30 +1,18 @@
-"""Loss on held-out text: the same sequences whatever the number of ranks, weighted by tokens."""
+"""Loss on held-out data: the same samples on any number of ranks, weighted by labels."""
 
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import titan_fp8
 import torch
 
+from titan_train.observe.records import ValidationRecord
 from titan_train.parallel.apply import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.tokenizers import bits_per_byte
 from titan_train.train.reduce_scope import ReduceScope
-
-
-class HeldOutLoss(NamedTuple):
-    """The loss on held-out data, the same on every rank."""
-
-    loss: float
-    """Mean over what the task counts; of text, nats per valid label."""
-    counted: int
-    """Over all ranks."""
-    bits_per_byte: float | None
-    """The same loss per byte of text that the counted labels stand for; None where the task counts no bytes."""
-    parts: dict[str, float]
-    """The means of parts of the data, such as the times of diffusion; empty where the task has none."""
 
 
 @torch.no_grad()
@@ -36,8 +24,9 @@ def validation_loss(
     scope: ReduceScope,
     device: torch.device,
     text_bytes: Callable[[Any], torch.Tensor | None] | None = None,
-) -> HeldOutLoss:
-    """Mean loss over ``batches`` of all ranks.
+    step: int = 0,
+) -> ValidationRecord:
+    """Mean loss over ``batches`` of all ranks, the same on each.
 
     Sums and counts are added over ranks, not means, so that every label has the same weight.
 
@@ -48,6 +37,7 @@ def validation_loss(
         scope: What this rank adds to sums.
         device: Where the batches are.
         text_bytes: Counts the bytes that the labels of a batch stand for, see `titan_train.task.TaskInputs`.
+        step: Optimizer steps made.
     """
     was_training = [part.training for part in model.parts]
     for part in model.parts:
@@ -72,8 +62,13 @@ def validation_loss(
     for part, training in zip(model.parts, was_training, strict=True):
         part.train(training)
     total, count, num_bytes = sums.tolist()
-    bits = bits_per_byte(total, num_bytes)
-    return HeldOutLoss(total / max(1.0, count), int(count), bits, _means(model, scope, by_part))
+    return ValidationRecord(
+        step=step,
+        loss=total / max(1.0, count),
+        bits_per_byte=bits_per_byte(total, num_bytes),
+        tokens=int(count),
+        parts=_means(model, scope, by_part),
+    )
 
 
 def _means(model: ParallelModel, scope: ReduceScope, by_part: torch.Tensor | None) -> dict[str, float]:

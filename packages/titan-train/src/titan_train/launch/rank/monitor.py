@@ -12,26 +12,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
 
 from titan_train.config import LaunchConfig
 from titan_train.config.faults import parse_faults
 from titan_train.launch.rank.heartbeat import Heartbeat, Phase
 from titan_train.launch.rank.inject import Injector
-from titan_train.observe.timing.collectives import CollectiveMeter
-from titan_train.train.monitor import StepMonitor
+from titan_train.train import observer
 
 _WINDOW = 16  # steps that a median is taken over
 _WARM_UP = 4
 
 
-class RankMonitor(StepMonitor):
+class RankMonitor(observer.Observer):
     """Writes the progress of the trainer into the heartbeat and injects the planned faults."""
 
     def __init__(
@@ -51,48 +49,46 @@ class RankMonitor(StepMonitor):
         heartbeat.write(Phase.STARTING, 0)
         self._callbacks: Any = None
 
-    def measured(self, meter: CollectiveMeter) -> None:
+    def on_start(self, run: observer.ObservedRun) -> None:
         """Let a slow link be injected."""
-        self._injector.delays = meter.timer.delays
+        self.run = run
+        self._injector.delays = run.timer.delays
 
-    def before_data(self, step: int) -> None:
-        """Called before the batch of ``step`` is loaded."""
-        self._injector.before_data(step)
-
-    def data_loaded(self, step: int, batches: list[Any]) -> list[Any]:
-        """Called with the microbatches of ``step``; a fault may spoil them."""
-        return self._injector.data_loaded(step, batches)
-
-    def before_step(self, step: int, parts: Sequence[nn.Module]) -> None:
-        """Called before the step, after the batch is loaded and before any collective."""
+    def on_batch(self, step: int, batches: list[Any]) -> None:
+        """Note that a step begins; a fault may strike, or spoil the batches."""
+        batches[:] = self._injector.data_loaded(step, batches)
         self._ready.set()
         self._watch_compiler()
         self._step = step - 1
         if self._heartbeat.from_step < 0:
             self._heartbeat.from_step = step - 1
         self._write(Phase.TRAIN if self._together else Phase.STARTING)  # the first step may compile
-        self._injector.before_step(step, parts, _median(self._together))
+        self._injector.before_step(step, self.run.model.parts, _median(self._together))
         now = time.monotonic()
         if self._met is not None:
             self._alone.append(now - self._met)
         self._began = now
 
-    def step_made(self, step: int) -> None:
+    def on_step(self, info: observer.StepInfo) -> None:
         """Note that a step is done."""
         self._met = time.monotonic()
         self._together.append(self._met - self._began)
-        self._step = step
+        self._step = info.step
         if len(self._together) == 1:
             self._tighten()
         self._write(Phase.TRAIN)
 
     @contextlib.contextmanager
-    def phase(self, name: Literal["save", "validate"], step: int) -> Generator[None]:
-        """Allow the longer time-out inside the block."""
+    def phase(self, name: observer.Phase, step: int) -> Generator[None]:
+        """Allow the longer time-out while validating and saving."""
+        if name == "data":
+            self._injector.before_data(step)
+            yield
+            return
         self._step = step
-        self._write(Phase.SAVE if name == "save" else Phase.VALIDATE)
+        self._write(Phase.SAVE if name == "checkpoint" else Phase.VALIDATE)
         set_collective_timeout(self._long_s)
-        with self._injector.during_save(step) if name == "save" else contextlib.nullcontext():
+        with self._injector.during_save(step) if name == "checkpoint" else contextlib.nullcontext():
             yield
         self._tighten()
         self._met = time.monotonic()

@@ -32,7 +32,7 @@ from titan_train.terminal import clean_output
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from titan_train.train.monitor import StepMonitor
+    from titan_train.train.observer import Observer
 
 
 def forked_worker(job: RankJob, listener: socket.socket | None, log: str | None) -> None:
@@ -65,7 +65,7 @@ def train_rank(
     config: Config,
     ranks: RankInfo,
     run_dir: Path,
-    monitor: "StepMonitor | None" = None,
+    monitor: "Observer | None" = None,
     listener: socket.socket | None = None,
 ) -> int:
     """Join the process group, train, and leave it after a barrier. Returns the step that was reached."""

@@ -1,0 +1,168 @@
+"""A run's checkpoints: what is in them, when one is refused, and what continues on another number of ranks."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import titan_fsdp as fsdp
+import torch
+from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
+from torch import nn
+
+from titan_train.config import Config
+from titan_train.data import DataLoader
+from titan_train.models import build_model, named_parameters
+from titan_train.optim import Scheduler, check_restored
+from titan_train.parallel.apply import ParallelModel
+from titan_train.parallel.tied import tied_to_first
+from titan_train.run_folder import sync_run_folder
+from titan_train.task import TaskInputs
+
+log = logging.getLogger(__name__)
+
+_COMPRESSION = "compression"
+
+
+class Checkpoints:
+    """Saves and restores what a run on this rank consists of."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        rank: int,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        loader: DataLoader,
+        inputs: TaskInputs,
+    ) -> None:
+        self._config, self._run_dir, self._rank = config, run_dir, rank
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._inputs = inputs
+        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, model.parts)
+        self.checkpointer = Checkpointer(
+            run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last or None,
+            keep_every=config.checkpoint.keep_every or None,
+            async_=config.checkpoint.async_save,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+        )
+
+    def restore(self) -> int:
+        """The step resumed from, the newest that is intact on every rank; 0 for none: then published weights, if any.
+
+        Raises:
+            ValueError: There is one, and ``checkpoint.resume`` is "never"; none is intact; or it is of another optimizer.
+        """
+        found = self.checkpointer.latest()
+        if found is not None and self._config.checkpoint.resume == "never":
+            raise ValueError(
+                f"checkpoint.resume='never', but {self._run_dir} holds a checkpoint of step {found}. "
+                "Choose another run.name, or set checkpoint.resume to 'auto'."
+            )
+        try:
+            step = self.checkpointer.restore(self._state(), fallback=True)
+        except NoIntactStepError as err:  # on every rank
+            raise ValueError(
+                f"{err}\nThe same command cannot continue. Bring one of these folders back from a copy, or choose another "
+                "run.name to begin again. `titan-ckpt verify` on the folder lists every damaged place."
+            ) from None
+        if step:
+            check_restored(self._optimizer, self._config.optimizer.name)
+        elif self._config.model.init:
+            self._load_published()
+        return step
+
+    def prepare(self) -> None:
+        """Reserve what saving needs, once the optimizer has all its state."""
+        self.checkpointer.prepare(self._state())
+
+    def save(self, step: int) -> None:
+        """Save; collective."""
+        if self._rank == 0:
+            sync_run_folder(self._run_dir)
+        self.checkpointer.save(step, self._state())
+
+    def _load_published(self) -> None:
+        from titan_train.train.published_tokenizer import check_tokenizer
+        from titan_train.train.warm_start import load_init
+
+        config, tokenizer = self._config.model, getattr(self._inputs, "tokenizer", None)
+        if tokenizer is not None:
+            check_tokenizer(self._config, tokenizer)
+        whole = build_model(config, vocab_size=self._inputs.vocab_size, device="meta")
+        load_init(config.init, self._model.parts, whole=whole, config=config, shards=_local_shards(self._model))
+
+    def _state(self) -> TrainState:
+        tied = tied_to_first(self._model.names)
+        return TrainState(
+            model=self._model.parts,
+            shards={tied.get(name, name): shard for name, shard in _local_shards(self._model).items()},
+            tied=tied,
+            optim=self._optimizer,
+            own_settings=True,
+            sched=self._scheduler,
+            data=self._rank_state,
+            rng=False,  # each step is seeded
+        )
+
+
+def _local_shards(model: ParallelModel) -> Mapping[str, LocalShard]:
+    """Where parameters that tensor or expert parallelism cut lie in the whole ones; tied ones once."""
+    here = {name for part in model.parts for name, _ in named_parameters(part)}
+    cuts = ((name, cut) for name, cut in model.cuts.items() if name in here and cut.pieces > 1)
+    return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts}
+
+
+class RankState:
+    """What a rank saves beside tensors of the model.
+
+    The loader's few integers are the same on every rank, so that any number of ranks can continue from them. Under
+    ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.
+    """
+
+    def __init__(self, loader: DataLoader, allow_change: bool, parts: Sequence[nn.Module]) -> None:
+        self._loader = loader
+        self._allow_change = allow_change
+        self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, and the tensors of compression."""
+        state: dict[str, Any] = dict(self._loader.state_dict())
+        if self._hooks:
+            state[_COMPRESSION] = [hook.state_dict() for hook in self._hooks]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Continue on as many ranks."""
+        position = {key: value for key, value in state.items() if key != _COMPRESSION}
+        self._loader.load_state_dict(position, allow_data_change=self._allow_change)
+        saved: list[dict[str, Any]] = state.get(_COMPRESSION, [])
+        try:
+            if len(saved) != len(self._hooks) and saved:
+                raise ValueError("the saved layout compressed gradients of other parts of the model")
+            for hook, value in zip(self._hooks, saved, strict=bool(saved)):
+                hook.load_state_dict(value)
+        except ValueError as err:
+            for hook in self._hooks:
+                hook.forget()
+            _warn_dropped(str(err))
+
+    def reshard(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue on another number of ranks, from the states of all that saved."""
+        first = dict(states[0])
+        if first.pop(_COMPRESSION, None):
+            _warn_dropped("the checkpoint was saved by another number of ranks")
+        self.load_state_dict(first)
+
+
+def _warn_dropped(why: str) -> None:
+    log.warning(
+        "the gradients' errors that parallel.compress='powersgd' had not sent yet are left out, and error feedback starts again: "
+        "%s. Resume on the layout of the checkpoint to continue with them.",
+        why,
+    )

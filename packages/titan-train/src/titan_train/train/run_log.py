@@ -1,0 +1,152 @@
+"""What a run says: steps, validations and events to its trackers, the same and messages to the person who watches.
+
+Rank 0 has the trackers and the display; the other ranks have Python's log only.
+"""
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from titan_train.config import Config
+from titan_train.models import accepted_inputs
+from titan_train.observe import (
+    StepRecord,
+    Throughput,
+    Tracker,
+    TrainProgress,
+    ValidationRecord,
+    build_trackers,
+    device_peak_flops,
+    memory_in_use,
+    peak_memory_gib,
+)
+from titan_train.observe.timing import Cause, StepSplit, split_line
+from titan_train.task import Task
+from titan_train.train.measure import StepMeasure
+from titan_train.train.observer import ObservedRun, Observer, StepInfo
+from titan_train.train.process import device_name
+
+log = logging.getLogger(__name__)
+
+
+class RunLog(Observer):
+    """Records a run; `open` comes before its first step."""
+
+    def __init__(self, config: Config, measure: StepMeasure) -> None:
+        self._config, self._measure = config, measure
+        self._tokens = config.train.global_batch * config.model.seq_len
+        self._trackers: list[Tracker] = []
+        self._progress: TrainProgress | None = None
+        self._seconds: dict[str, float] = {}  # by part of a step; waits for the next step that is logged
+        self._compiled = False  # this process has made its first step
+
+    def open(self, run_dir: Path, step: int) -> None:
+        """On rank 0: record in the run's folder from ``step`` on."""
+        self._trackers = build_trackers(self._config.metrics, run_dir, resume_step=step)
+        self._progress = TrainProgress(self._config.metrics, total_steps=self._config.train.steps, first_step=step)
+
+    def event(self, kind: str, step: int, **fields: object) -> None:
+        """Record that something happened, such as ``checkpoint_saved``; ``fields`` are JSON values."""
+        for tracker in self._trackers:
+            tracker.log_event(kind, step=step, **fields)
+
+    def message(self, text: str) -> None:
+        """Log a line, and show it."""
+        log.info(text)
+        if self._progress is not None:
+            self._progress.message(text)
+
+    def on_start(self, run: ObservedRun) -> None:
+        self.run = run
+        self._throughput = Throughput(
+            flops_per_token=run.model.flops_per_token,
+            peak_flops=device_peak_flops(device_name(run.device), self._config.train.dtype),
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        )
+
+    def on_step(self, info: StepInfo) -> None:
+        result, step, fused = info.result, info.step, self.run.model.fused
+        if fused is not None and not self._compiled:
+            self.event("async_tp_compiled", step, gathers=fused.gathers, scatters=fused.scatters, not_fused=fused.left)
+        self._compiled = True
+        if result.layer_norms:
+            self.event("groups", step, learning_rates=info.learning_rates, gradient_norms=result.layer_norms)
+        if self._measure.found is not None:
+            self._note_split(*self._measure.found)
+        step_s = info.seconds
+        self._throughput.update(self._tokens, step_s)
+        if self._progress is None:
+            return
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=info.learning_rates[0],
+            tokens=self._tokens,
+            samples_consumed=info.samples_consumed,
+            peak_mem_gib=peak_memory_gib(self.run.device),
+            data_wait_s=info.data_wait_s,
+            step_time_s=step_s,
+            skipped=result.skipped,
+            routing=result.routing,
+            split=self._seconds,
+            memory=memory_in_use(self.run.device) if self._seconds else {},
+            **self._throughput.rates(),
+        )
+        if step % self._config.metrics.log_every == 0 or step == self._config.train.steps:
+            for tracker in self._trackers:
+                tracker.log_step(record)
+            self._seconds = {}
+        self._progress.update(record)
+
+    def on_validation(self, record: ValidationRecord, sample: str | None) -> None:
+        for tracker in self._trackers:
+            tracker.log_validation(record)
+        if self._progress is not None:
+            self._progress.validation(record)
+            if sample:
+                self._progress.sample(record.step, sample)
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self.event("checkpoint_saved", step, seconds=round(seconds, 3))
+
+    def on_end(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
+
+    def _note_split(self, split: StepSplit, causes: list[Cause]) -> None:
+        self._seconds = split.seconds()
+        self.event("step_split", split.step, **split.fields())
+        if self._progress is not None:
+            self._progress.line(split_line(split))
+        for cause in causes:
+            self.event("straggler", split.step, **cause.fields())
+            self.message(cause.text)
+
+
+def describe_task(config: Config, task: Task, part: nn.Module, *, samples: bool) -> list[str]:
+    """Lines for the log: what the task cannot do with a model.
+
+    Args:
+        config: The run's configuration.
+        task: What the model is trained on.
+        part: The model, or a stage of it.
+        samples: Validations would let the task sample.
+    """
+    lines: list[str] = []
+    masked = config.data.document_mask and "cu_seqlens" in task.keywords
+    if masked and "cu_seqlens" not in accepted_inputs(part):
+        lines.append(
+            "data.document_mask is on, but the model's forward takes no cu_seqlens: tokens attend across documents. Accept "
+            "cu_seqlens, or set data.document_mask=false."
+        )
+    reason = task.why_no_samples(config, part)
+    if reason is not None and samples:
+        lines.append(f"validations write no samples: {reason}. `titan-train generate` takes a checkpoint of the run.")
+    return lines
