@@ -12,8 +12,7 @@ from dataclasses import asdict
 
 import pytest
 from titan_train.observe import JsonlTracker, ValidationRecord, read_history, read_metrics
-from titan_train.observe.blocks import STEPS, read_blocks
-from titan_train.observe.jsonl import encode_line
+from titan_train.observe.log import STEPS, encode_line, read_blocks
 
 
 def log_run(run_dir, step_record, first, last, *, resume=0, late=0, rng=None):

@@ -1,5 +1,6 @@
 import pytest
 from titan_train.observe import device_peak_flops
+from titan_train.planner.hardware.machine import load_machine
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,22 @@ def test_a_dtype_the_device_has_no_units_for_has_no_peak():
 def test_an_unknown_dtype_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=r"bfloat16.*fp32, tf32, bf16, fp16, fp8"):
         device_peak_flops("NVIDIA H200", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "device"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+        ("b300", "NVIDIA B300 SXM6 AC"),
+        ("gb200", "NVIDIA GB200"),
+        ("a100", "NVIDIA A100-SXM4-80GB"),
+        ("a100_40", "NVIDIA A100-SXM4-40GB"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_the_planners_machines_have_the_peaks_of_the_table(machine, device):
+    known = load_machine(machine)
+    for dtype, flops in (("bf16", known.peak), ("fp8", known.fp8)):  # the planner's are rounded to whole TFLOP/s
+        assert flops == pytest.approx(device_peak_flops(device, dtype) or 0.0, rel=2e-3)

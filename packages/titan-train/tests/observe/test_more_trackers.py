@@ -11,7 +11,7 @@ import threading
 import pytest
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe import ValidationRecord, build_trackers, check_trackers
-from titan_train.observe.trackers import registry
+from titan_train.observe import trackers as module
 
 VALIDATION = ValidationRecord(step=2, loss=3.0, bits_per_byte=1.5, tokens=10)
 
@@ -52,10 +52,10 @@ def test_trackio_keeps_the_steps_in_its_database(tmp_path):
 import sys
 from pathlib import Path
 from titan_train.observe import ValidationRecord
-from titan_train.observe.trackers.trackio import TrackioTracker
+from titan_train.observe.trackers import _Trackio
 
 for resume_step, step in (0, 1), (1, 2):
-    tracker = TrackioTracker(Path(sys.argv[1]), resume_step=resume_step)
+    tracker = _Trackio(Path(sys.argv[1]), resume_step=resume_step)
     tracker.log_validation(ValidationRecord(step=step, loss=3.0 * step, bits_per_byte=1.5, tokens=10))
     tracker.log_event("checkpoint_saved", step=step, seconds=1)
     tracker.close()
@@ -133,9 +133,9 @@ class OwnTracker:
 
 
 def test_another_package_adds_a_tracker_by_entry_point(tmp_path, monkeypatch, step_record):
-    entry = importlib.metadata.EntryPoint("own", "ignored", registry.GROUP)
+    entry = importlib.metadata.EntryPoint("own", "ignored", module.GROUP)
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: OwnTracker)
-    monkeypatch.setattr(registry, "_other_packages", lambda: {"own": entry})
+    monkeypatch.setattr(module, "_other_packages", lambda: {"own": entry})
     record("own", tmp_path, step_record, [4], resume_step=3)
     assert OwnTracker.calls == [3, 4]
 
@@ -147,6 +147,6 @@ def test_a_tracker_that_does_not_exist_is_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("name", ["mlflow", "trackio", "prometheus", "opentelemetry"])
 def test_a_missing_package_is_refused_with_the_extra_that_brings_it(monkeypatch, name):
-    monkeypatch.setattr(registry, "_is_installed", lambda package: False)
+    monkeypatch.setattr(module, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=rf"metrics.trackers=\['{name}'\] .* titan-train\[{name}\]"):
         check_trackers(MetricsConfig(trackers=(name,)))

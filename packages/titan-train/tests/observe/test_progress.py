@@ -9,9 +9,8 @@ import time
 import pytest
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe import TrainProgress, ValidationRecord
-from titan_train.observe.bar import LossTrail, bar_line, step_parts
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
-from titan_train.observe.progress import resolve_mode
+from titan_train.observe.terminal import LossTrail, bar_line, resolve_mode, step_parts
 
 
 class Terminal(io.StringIO):

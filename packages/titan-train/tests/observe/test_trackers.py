@@ -19,8 +19,8 @@ from titan_train.observe import (
     check_trackers,
     read_metrics,
 )
-from titan_train.observe.trackers import registry
-from titan_train.observe.trackers.beside import TrackerBeside
+from titan_train.observe import trackers as module
+from titan_train.observe.trackers import TrackerBeside
 
 VALIDATION = ValidationRecord(step=2, loss=3.0, bits_per_byte=1.5, tokens=10)
 
@@ -156,9 +156,9 @@ class Dashboard:
 @pytest.fixture
 def dashboard(monkeypatch):
     made = Dashboard()
-    entry = importlib.metadata.EntryPoint("mine", "ignored", registry.GROUP)
+    entry = importlib.metadata.EntryPoint("mine", "ignored", module.GROUP)
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: made)
-    monkeypatch.setattr(registry, "_other_packages", lambda: {"mine": entry})
+    monkeypatch.setattr(module, "_other_packages", lambda: {"mine": entry})
     monkeypatch.setattr(TrackerBeside.__init__, "__kwdefaults__", {"retry_s": (0.01, 0.02)})
     return made
 
@@ -210,7 +210,7 @@ def test_a_dashboard_that_fails_on_the_way_is_opened_again_after_one_warning(tmp
 
 
 def test_training_waits_for_no_dashboard(tmp_path, dashboard, step_record, monkeypatch, caplog):
-    monkeypatch.setattr("titan_train.observe.trackers.beside._CLOSE_S", 0.1)
+    monkeypatch.setattr("titan_train.observe.trackers._CLOSE_S", 0.1)
     dashboard.hangs.clear()
     started = time.monotonic()
     _, mine = build_trackers(MetricsConfig(trackers=("mine",)), tmp_path, resume_step=3)

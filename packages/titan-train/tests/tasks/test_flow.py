@@ -11,7 +11,7 @@ from titan_train import cli
 from titan_train.config import parse_config
 from titan_train.config.diffusion import DiffusionConfig
 from titan_train.models.flux.rope import time_features
-from titan_train.observe.jsonl import read_metrics
+from titan_train.observe.log import read_metrics
 from titan_train.task import load_task
 from titan_train.tasks.diffusion import shapes
 from titan_train.tasks.diffusion.batches import Features, FlowBatches, FlowTarget

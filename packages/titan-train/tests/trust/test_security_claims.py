@@ -209,7 +209,7 @@ def test_entry_points_of_trackers_and_key_maps_are_imported_only_if_a_name_asks_
     def with_evil(**select):
         return (Entry(),) if select.get("group") in groups else entries(**select)
 
-    for module in ("importlib.metadata", "titan_train.observe.trackers.registry"):
+    for module in ("importlib.metadata", "titan_train.observe.trackers"):
         monkeypatch.setattr(f"{module}.entry_points", with_evil)
     monkeypatch.chdir(tmp_path)
     assert main(["check", "debug"]) == 0
@@ -219,7 +219,7 @@ def test_entry_points_of_trackers_and_key_maps_are_imported_only_if_a_name_asks_
 
 
 def test_no_tracker_opens_a_port():
-    for file in (ROOT / "packages/titan-train/src/titan_train/observe/trackers").glob("*.py"):
+    for file in (ROOT / "packages/titan-train/src/titan_train/observe").glob("*.py"):
         assert not re.search(r"start_http_server|\.listen\(|\.bind\(|HTTPServer", file.read_text()), file.name
 
 

@@ -318,7 +318,7 @@ def _print_next(config: Config, run_dir: Path) -> None:
 
 def _print_samples(run_dir: Path) -> None:
     """What the model wrote after its first validation, one in the middle, and the last: how it became better."""
-    from titan_train.observe.bar import printable
+    from titan_train.observe.terminal import printable
     from titan_train.report.samples import sampled_texts
 
     found = sampled_texts(run_dir, newest_checkpoint(run_dir) or 0)

@@ -38,7 +38,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
 def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     from titan_train.observe import read_history, read_run_info
-    from titan_train.observe.progress import resolve_mode
+    from titan_train.observe.terminal import resolve_mode
     from titan_train.observe.watching import Follower, find_goodput, goodput_line, panel
     from titan_train.report.folder import attempts_of
     from titan_train.run_folder import run_status

@@ -1,13 +1,21 @@
 """The whole course of a run as a report draws it: step by step, or in blocks of steps where the run is long."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_train.observe.blocks import QUANTITIES, StepBlock, quantities, read_blocks
-from titan_train.observe.jsonl import FILE_NAME, EventRecord, as_event, as_validation, lines_of
+from titan_train.observe.log import (
+    FILE_NAME,
+    NOT_OURS,
+    QUANTITIES,
+    EventRecord,
+    StepBlock,
+    as_event,
+    as_validation,
+    lines_of,
+    read_blocks,
+)
 from titan_train.observe.records import ValidationRecord
 
 # Up to this size metrics.jsonl is read whole, about 10,000 steps. Of a longer one the beginning is: a logarithmic axis
@@ -54,22 +62,20 @@ class History:
         Raises:
             KeyError, TypeError, ValueError: The line is not a step's.
         """
-        step, elapsed_s, tokens = int(line["step"]), float(line["elapsed_s"]), int(line["tokens"])
-        values = quantities(line)
-        if not 0 <= step < 2**63 or not math.isfinite(elapsed_s):
-            raise ValueError(f"step {step} at {elapsed_s} s cannot be")
-        if self.steps and self.steps[-1] >= step:
-            self._drop_from(step)
-        self._add(step, 1, values, values, values)
-        self.tokens += tokens * (step - (self.steps[-2] if len(self.steps) > 1 else 0))
-        self.tokens_per_step = tokens
-        self.seconds += elapsed_s - self._elapsed_s if elapsed_s >= self._elapsed_s else elapsed_s
-        self._elapsed_s = elapsed_s
-        self.skipped += bool(line["skipped"])
+        before = next((step for step in reversed(self.steps) if step < line["step"]), 0)
+        block = StepBlock(last=before, elapsed_s=self._elapsed_s)
+        values = block.add_step(line)
+        block.mean, block.low, block.high = list(values), list(values), list(values)
+        self._drop_from(block.last)
+        self.add_block(block)
 
     def add_block(self, block: StepBlock) -> None:
         """Add a block."""
-        self._add(block.last, block.count, block.mean, block.low, block.high)
+        self.steps.append(block.last)
+        self.counts.append(block.count)
+        for curve, *values in zip(self.curves.values(), block.mean, block.low, block.high, strict=True):
+            for points, value in zip((curve.mean, curve.low, curve.high), values, strict=True):
+                points.append(math.nan if value is None else value)
         self.tokens += block.tokens
         self.tokens_per_step = block.tokens_per_step
         self.seconds += block.seconds
@@ -94,20 +100,6 @@ class History:
         """A quantity summed over the steps where it is known."""
         pairs = zip(self.curves[name].mean, self.counts, strict=True)
         return math.fsum(value * count for value, count in pairs if math.isfinite(value))
-
-    def _add(
-        self,
-        step: int,
-        count: int,
-        mean: Sequence[float | None],
-        low: Sequence[float | None],
-        high: Sequence[float | None],
-    ) -> None:
-        self.steps.append(step)
-        self.counts.append(count)
-        for curve, *values in zip(self.curves.values(), mean, low, high, strict=True):
-            for points, value in zip((curve.mean, curve.low, curve.high), values, strict=True):
-                points.append(math.nan if value is None else value)
 
     def _drop_from(self, step: int) -> None:
         """Forget points from ``step`` on: a run that went back without resuming, which nothing of ours leaves."""
@@ -155,10 +147,5 @@ def _add_lines(history: History, path: Path, start: int, end: int | None) -> Non
                 history.add_step(line)
             else:
                 history.add_other(line)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-        ):  # a line of another format, or one that somebody edited
+        except NOT_OURS:
             history.unreadable_lines += 1

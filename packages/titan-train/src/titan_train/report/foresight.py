@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.observe.jsonl import lines_of
+from titan_train.observe.log import lines_of
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.calibrate.runs import described_run, load_constants
 from titan_train.planner.cost.step import TERMS

@@ -19,7 +19,7 @@ import jinja2
 from titan_train.files import write_atomic
 from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
-from titan_train.observe.jsonl import PERIODIC_EVENTS
+from titan_train.observe.log import PERIODIC_EVENTS
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults

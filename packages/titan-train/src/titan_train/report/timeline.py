@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_train.observe.jsonl import FILE_NAME, lines_of
+from titan_train.observe.log import FILE_NAME, lines_of
 from titan_train.report.chart import Chart, Layer, Series, build_chart, build_stack
 
 _WHOLE_BYTES = 8 * 2**20

@@ -16,7 +16,7 @@ import tomli_w
 from titan_train.files import read_toml
 from titan_train.models.shape import ModelShape
 from titan_train.observe import read_run_info
-from titan_train.observe.jsonl import lines_of
+from titan_train.observe.log import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
 from titan_train.planner.calibrate.rows import MeasuredRow
 from titan_train.planner.cost.constants import Constants, prior
