@@ -10,7 +10,7 @@ from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.config.metrics import ProfileConfig
 from titan_train.inputs import prepare_inputs
-from titan_train.observe.timing.matching import errors_of_clocks
+from titan_train.observe.timing.clocks import errors_of_clocks
 from titan_train.observe.timing.traces import read_traces, trace_file
 from titan_train.train import Trainer
 from titan_train.train.profile import in_our_words

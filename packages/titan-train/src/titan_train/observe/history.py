@@ -113,7 +113,7 @@ class History:
 
 
 def read_history(run_dir: str | Path, *, whole_bytes: int = _WHOLE_BYTES) -> History:
-    """Read the course of a run, whatever state a killed or running process left its files in.
+    """Read the course of a run, also from files that a killed or running process left incomplete.
 
     Args:
         run_dir: The run's folder. Missing files give an empty history.

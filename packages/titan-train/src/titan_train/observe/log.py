@@ -81,7 +81,7 @@ class StepBlock:
     end: int = 0
     """Where the block ends in `metrics.jsonl`, in bytes."""
     at: int = 0
-    """Step of the last line before that, whatever its kind."""
+    """Step of the last line before that, of any kind."""
     most: int = 0
     """Largest step of any line."""
     skipped: int = 0
@@ -302,7 +302,7 @@ class BlockBuilder:
 
 
 def read_metrics(run_dir: str | Path) -> RunMetrics:
-    """Read ``run_dir/metrics.jsonl``, whatever state a killed or running process left it in.
+    """Read ``run_dir/metrics.jsonl``, also one that a killed or running process left incomplete.
 
     Of several lines about the same step (or validation) the last one counts. A missing file gives empty lists.
     """

@@ -103,7 +103,7 @@ class TrainProgress:
             self._screen.post(lambda: sample_line(step, text))
 
     def line(self, text: str) -> None:
-        """Print a line between the steps' lines, at most one every few seconds; nothing beside a bar or when off."""
+        """Print a line between the steps' lines, at most one every few seconds; not with a bar or when off."""
         now = self._clock()
         if self._mode == "lines" and (self._noted is None or now - self._noted >= self._pause_s):
             self._noted = now

@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: a table of trackers, each an adapter from named numbers to one client.
+"""Where metrics go besides `metrics.jsonl`: a table of trackers, each an adapter from named numbers to one client.
 
 A tracker of your own is a class with the four methods of `titan_train.observe.Tracker`, made by
 ``Class(run_dir, resume_step=...)``. Your package names it as an entry point of the group ``titan_train.trackers``; then
@@ -155,7 +155,7 @@ class TrackerBeside:
                     log.info("%s is back", self._name)
                 self._hand_on(tracker)
                 return
-            except BaseException as err:  # whatever a third party's client raises, the run goes on
+            except BaseException as err:  # a third party's client may raise anything; the run goes on
                 reason = " ".join(str(err).split())[:300] or type(err).__name__
                 self._warn("failed", f"failed and is opened again later; the run goes on without it: {reason}")
                 if tracker is not None:

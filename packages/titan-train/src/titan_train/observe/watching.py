@@ -30,7 +30,7 @@ _NUMBERS = (
 
 
 class Follower:
-    """Reads the file from where it last stopped. A line that is not whole yet waits; a file that shrank is read anew."""
+    """Reads the file from where it last stopped. A line that is not whole yet waits; a file that shrank is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE_NAME

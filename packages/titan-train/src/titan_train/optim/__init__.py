@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
-    from titan_train.optim.build import build_optimizer
+    from titan_train.optim.build import build_optimizer, check_restored
     from titan_train.optim.groups import ParameterGroup, plan_groups
     from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
-    from titan_train.optim.settings import check_restored
 
 __all__ = [
     "ParameterGroup",

@@ -1,4 +1,4 @@
-"""Build the optimizer of a run."""
+"""Build the optimizer of a run, and check what a checkpoint restored into it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from titan_train.parallel.tied import ParameterNames
 
 # fused AdamW and SGD exist for these; only AdamW's takes DTensors (checked on torch 2.11 and 2.15 by a test)
 _FUSED_DEVICES = ("cuda", "cpu")
+_KINDS = {"exp_avg": "adamw", "momentum_buffer": "sgd"}
 
 
 def build_optimizer(
@@ -56,3 +57,21 @@ def build_optimizer(
     return torch.optim.AdamW(
         param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
     )
+
+
+def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse the restored state of another kind of optimizer than ``name`` ("adamw" or "sgd").
+
+    Settings are the configuration's: a checkpoint is restored with ``TrainState(own_settings=True)``. So weight decay and betas
+    may change at a resume, parameters may be frozen or thawed, and tables of patterns may come and go. The kind must stay.
+
+    Raises:
+        ValueError: The checkpoint was saved with it.
+    """
+    saved = {kind for state in optimizer.state.values() for key, kind in _KINDS.items() if key in state} - {name}
+    if saved:
+        raise ValueError(
+            f"optimizer.name={name!r}, and the checkpoint holds the state of {min(saved)!r}, which {name!r} cannot use. Resume "
+            f"with optimizer.name={min(saved)!r}, or start another run from the weights: titan-train export RUN --to hf, then "
+            "model.init='hf:DIR'."
+        )

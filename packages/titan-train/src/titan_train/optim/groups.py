@@ -1,8 +1,8 @@
 """Which parameters get which learning rate and weight decay: pure rules on names, tested without an optimizer.
 
 Ordered tables of patterns, for learning-rate scales, weight decay and steps without training; in each, the first pattern found
-in a parameter's name counts. A tied weight has several names, each of which a pattern may mean, and one value whichever of its
-copies a rank holds. A parameter that no decay pattern names gets the default: matrices decay, embeddings
+in a parameter's name counts. A pattern may mean any name of a tied weight, which has one value whichever of
+its copies a rank holds. A parameter that no decay pattern names gets the default: matrices decay, embeddings
 too (GPT-3, Llama), while norms, biases and other vectors do not, as pulling those to zero serves nothing. Neither do rates
 of a state space (Mamba's ``A_log``), whose zero is a value like any other.
 """
@@ -112,7 +112,7 @@ def _require_one_value(key: str, table: Mapping[str, float], names: Sequence[str
 def _require_matches(key: str, patterns: Iterable[str], fqns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(re.search(pattern, fqn) for fqn in fqns):
-            # names of a layer repeat: suggest each once, whatever the layer's number
+            # names repeat from layer to layer: suggest each once
             distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", fqn) for fqn in fqns))
             raise ValueError(
                 f"{key} has the pattern {pattern!r}, which is found in none of the {len(fqns)} parameter names: it "

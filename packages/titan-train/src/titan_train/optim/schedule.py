@@ -80,7 +80,7 @@ class Scheduler:
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved step: load the optimizer's state first, as this sets its learning rates anew."""
+        """Continue at a saved step: load the optimizer's state first, as this sets its learning rates."""
         self._step = int(state["step"])
         self._apply()
 

@@ -119,7 +119,7 @@ def _local_shards(model: ParallelModel) -> Mapping[str, LocalShard]:
 
 
 class RankState:
-    """What a rank saves beside tensors of the model.
+    """What a rank saves besides the model's tensors.
 
     The loader's few integers are the same on every rank, so that any number of ranks can continue from them. Under
     ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.

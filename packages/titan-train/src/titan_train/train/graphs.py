@@ -1,7 +1,7 @@
 """Forward and backward of a step as one CUDA graph: the host launches it once instead of each kernel.
 
 Problem: a GPU that is faster than Python waits for the host between kernels. A graph is recorded once and replayed: the
-same kernels on the same addresses. So whatever changes between steps has to be copied to where the recording read it.
+same kernels on the same addresses. So everything that changes between steps must be copied to where the recording read it.
 
     first step of a shape   batches, denominator -> static buffers; warm up on a side stream; capture; then as below
     every step              copy in, replay, hand the recorded gradients to the parameters, return the recorded loss
@@ -18,8 +18,8 @@ same time and nothing of one is read after another. Each shape of a step's batch
 number of their boundaries alone; those of all micro-batches are padded to one length, which only grows, in powers of two. So a
 run has one graph at a time, and captures again a few times in all.
 
-Limits: one rank, no offload and no recomputation (`titan_train.parallel.compiled.check_cudagraphs`). Python of the model runs
-at capture only: hooks see nothing of later steps.
+Limits: one rank, no offload and no recomputation (`titan_train.parallel.compiled.check_cudagraphs`). The model's
+Python runs at capture only: hooks see nothing of later steps.
 """
 
 import logging
@@ -117,7 +117,7 @@ class StepGraphs:
         self._recorded: dict[Any, _Recorded] = {}
         self._boundaries = 0
         """Columns that the document boundaries of every micro-batch are padded to."""
-        self._told = False
+        self._warned = False
 
     def __call__(self, batches: Sequence[TaskBatch], denominator: Tensor) -> Tensor:
         """Loss of a step; the gradients are the parameters'. Both are overwritten by the next call.
@@ -137,7 +137,7 @@ class StepGraphs:
         found = self._recorded.get(key)
         if found is None:
             if len(self._recorded) >= MOST_SHAPES:
-                self._tell_eager()
+                self._warn_eager()
                 return self._run(batches, denominator)
             found = self._recorded[key] = self._record(leaves, structure, denominator)
         for static, given in zip([*found.tensors, found.denominator], [*tensors, denominator], strict=True):
@@ -183,18 +183,18 @@ class StepGraphs:
             return batches
         return [_widened(batch, self._boundaries) for batch in batches]
 
-    def _tell_eager(self) -> None:
-        if not self._told:
+    def _warn_eager(self) -> None:
+        if not self._warned:
             logger.warning(
                 "compile.cudagraphs=true, and batches have more than %d shapes: steps of further shapes run in eager mode. Give "
                 "every batch the same shape.",
                 MOST_SHAPES,
             )
-        self._told = True
+        self._warned = True
 
 
 def _boundaries(batch: TaskBatch) -> Tensor | None:
-    """Of its packed documents, ``[B, D + 1]``; None if it has none."""
+    """The boundaries of its packed documents, ``[B, D + 1]``; None if it has none."""
     return cast("Tensor | None", batch.keywords.get("cu_seqlens"))
 
 

@@ -26,9 +26,9 @@ from titan_train.config import Config
 from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.observe.timing import Cause, Place, StepSplit, StepTimer, combine, find_causes
 from titan_train.observe.timing.causes import shortest_calls
+from titan_train.observe.timing.clocks import clock_offset
 from titan_train.observe.timing.collectives import CollectiveMeter, axes_of
 from titan_train.observe.timing.device import CudaStreams, DeviceTimeline
-from titan_train.observe.timing.host_clocks import clock_offset
 from titan_train.run_folder import pipeline_file
 from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, is_due
 
@@ -189,6 +189,6 @@ def place_of(layout: Layout | None) -> Place:
 
 
 def _work(parts: Sequence[nn.Module]) -> float:
-    """What this rank computes, in parameters that are multiplied with; what they cost beside depends little on the stage."""
+    """The parameters that this rank multiplies with: a stage's other costs depend little on what it holds."""
     named = (pair for part in parts for pair in part.named_parameters())
     return float(sum(parameter.numel() for name, parameter in named if "embeddings" not in name))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from titan_train.train.step import StepResult
 
 Phase = Literal["data", "validation", "checkpoint"]
-"""What the loop does beside optimizer steps."""
+"""What the loop does besides optimizer steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

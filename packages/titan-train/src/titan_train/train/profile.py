@@ -3,7 +3,7 @@
 While the steps run, torch's profiler records what each thread does, and blocks are named ``pp stage 2 F mb3``,
 ``tp all-reduce``, ``fsdp all-gather layers.7``, ``cp ring hop 2``. The file is Chrome's trace format, read by Perfetto.
 
-One clock: machines' clocks differ, so the ranks compare theirs before the steps, see `host_clocks`.
+One clock: machines' clocks differ, so the ranks compare theirs before the steps, see `timing.clocks`.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from titan_train.observe.timing.host_clocks import clock_offset
+from titan_train.observe.timing.clocks import clock_offset
 from titan_train.observe.timing.split import Place
 from titan_train.observe.timing.traces import trace_file
 from titan_train.train.measure import StepMeasure

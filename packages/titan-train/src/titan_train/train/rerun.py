@@ -1,7 +1,7 @@
 """Compute a suspect step again, to tell hardware from data.
 
 Problem: a loss that is not finite, or jumps, comes from the data, from the numerics, or from a processor that computed
-wrongly, once or always. The remedies differ, and the loss alone does not tell.
+wrongly, once or always. The remedies differ, and the loss alone does not show which it was.
 
 Idea (Megatron-LM's rerun state machine): the same step again, on the same ranks, then with each rank's data moved to its
 neighbour in data parallelism.
@@ -15,8 +15,8 @@ GPU's sums may be in another order, a step is only suspect for far more than tha
 
 Cost: none until a step is suspect, besides a copy of the random state; then one or two more forwards and backwards.
 
-Limits: the parts of tensor, context and pipeline parallelism compute one loss together, so a rank is named with those it
-shares a batch with. Statistics of delayed float8 scaling see the step as often as it is computed.
+Limits: tensor, context and pipeline ranks compute one loss together, so a rank is named with those that share its batch.
+Statistics of delayed float8 scaling see the step each time it is computed.
 """
 
 import dataclasses
@@ -64,13 +64,13 @@ class RerunVerdict:
     def text(self) -> str:
         """One sentence."""
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        told = {
+        findings = {
             "transient hardware": f"transient hardware fault on {who}: the same data gave another result",
             "persistent hardware": f"persistent hardware fault on {who}: its data gives another result elsewhere",
             "data or numerics": f"data or numerics: the batch of {who} gives the same everywhere",
             "reproduced": "the same again; with one data-parallel rank, data and hardware cannot be told apart",
         }
-        return f"the step was computed again ({self.reason}): {told[self.verdict]}"
+        return f"the step was computed again ({self.reason}): {findings[self.verdict]}"
 
     def fields(self) -> dict[str, Any]:
         """As JSON values, for the event ``rerun``."""

@@ -2,8 +2,8 @@
 
 `clock` divides a rank's time over phases, without overlap. `collectives` takes the time in which a rank waits for others
 out of them, by mesh axis; `device` does both by events on a GPU's streams. `split` puts the ranks' figures together; `causes`
-names what holds the run up; `traces` reads the ranks' traces, `host_clocks` and `matching` put them on one clock. Only
-`collectives`, `device` and `host_clocks` import torch.
+names what holds the run up; `traces` reads the ranks' traces, `clocks` puts them on one clock. Only
+`collectives`, `device` and `clocks` import torch.
 """
 
 from typing import TYPE_CHECKING

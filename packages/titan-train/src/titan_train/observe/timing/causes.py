@@ -108,7 +108,7 @@ def _late_ranks(split: StepSplit, place: Place, least_s: float) -> list[Cause]:
     """Ranks whose own time is above that of the median of the ranks that do the same work."""
     causes: list[Cause] = []
     everybody = list(range(place.world_size))
-    alike = [(part, everybody) for part in ("data", "host")]  # whatever a rank computes
+    alike = [(part, everybody) for part in ("data", "host")]  # alike on all ranks
     alike += [(part, peers) for peers in _peers(place) for part in _COMPUTE]
     for part, peers in alike:
         if len(peers) > 1:
@@ -136,7 +136,7 @@ def _unbalanced(split: StepSplit, place: Place, least_s: float) -> list[Cause]:
     excess = low[slowest] - usual
     if excess < least_s:
         return []
-    # ranks of a stage slow down together when it holds too much; of a stage of one rank, what it holds must tell
+    # ranks of a stage slow down together when it holds too much; of a stage of one rank, compare what it holds
     first = ranks_of[slowest]
     if len(first) == 1 and not _explained(split, {s: ranks[0] for s, ranks in ranks_of.items()}, seconds, slowest):
         return [Cause("slow rank", first, "pp", "forward and backward", excess, usual)]

@@ -99,7 +99,7 @@ class DeviceTimeline:
     def __init__(self, streams: Streams, every: int) -> None:
         self._streams = streams
         self.windows = 0
-        """Windows that have ended. Events of an earlier one are of no use: they are recorded anew."""
+        """Windows that have ended. Events of an earlier one are useless: they are recorded again."""
         self._stride = max(1, every // _SAMPLES)
         self._compute = -1
         self._steps: list[list[tuple[Any, str]]] = []
@@ -134,7 +134,7 @@ class DeviceTimeline:
         return event
 
     def mark(self, label: str) -> Any:
-        """From here on the device's time belongs to ``label``, a phase or ``axis:tp``; nothing on streams beside."""
+        """From here on the device's time belongs to ``label``, a phase or ``axis:tp``; other streams do not count."""
         if self._open is None or self._streams.capturing():
             return None
         event = self.event()

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_train.files import parse_json, read_gzip, write_atomic
 from titan_train.observe.timing.causes import Cause, find_causes
-from titan_train.observe.timing.matching import calls_of, errors_of_clocks
+from titan_train.observe.timing.clocks import calls_of, errors_of_clocks
 from titan_train.observe.timing.split import Place, StepSplit, combine
 
 
