@@ -9,6 +9,7 @@ longer. Example: python benchmarks/split_overhead.py
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -57,6 +58,8 @@ def measure(folder, model, batch, pairs):
         for chunk in range(2 * pairs):
             on = (chunk + chunk // 2) % 2 == 0  # on off off on: a drift favours neither
             trainer._measure._every = CHUNK if on else 0
+            metrics = dataclasses.replace(trainer.config.metrics, split_every=CHUNK if on else 0)
+            trainer.config = dataclasses.replace(trainer.config, metrics=metrics)
             began = time.thread_time()
             trainer.fit(until=trainer.step + CHUNK)
             seconds[on].append(time.thread_time() - began)

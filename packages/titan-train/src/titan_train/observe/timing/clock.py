@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -265,9 +264,7 @@ class _Phase:
     def __enter__(self) -> None:
         self._timer.enter(self._name)
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.leave()
 
 
@@ -283,8 +280,6 @@ class _Waiting:
         if self._counts:
             self._timer.begin_wait(self._axis)
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _t: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._counts:
             self._timer.end_wait(self._axis)

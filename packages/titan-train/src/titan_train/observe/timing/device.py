@@ -50,15 +50,12 @@ class CudaStreams:
     """CUDA's, through torch."""
 
     def event(self) -> Any:
-        """See `Streams`."""
         return torch.cuda.Event(enable_timing=True)
 
     def current(self) -> int:
-        """See `Streams`."""
         return torch.cuda.current_stream().cuda_stream
 
     def capturing(self) -> bool:
-        """See `Streams`."""
         return torch.cuda.is_current_stream_capturing()
 
 
