@@ -87,7 +87,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names(llama: nn.Mod
     [
         ({"lr": 0.0}, "optimizer.lr=0.0"),
         ({"lr": float("nan")}, "optimizer.lr=nan"),
-        ({"beta1": 1.0}, r"optimizer.beta1=1.0 must be in \[0, 1\); the default is 0.9"),
+        ({"beta1": 1.0}, r"optimizer.beta1=1.0 must be at least 0 and below 1; the default is 0.9"),
         ({"beta2": -0.1}, "the default is 0.95"),
         ({"eps": 0.0}, "optimizer.eps=0.0"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay=-0.1"),
