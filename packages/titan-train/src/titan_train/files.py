@@ -23,7 +23,7 @@ def open_file(path: Path | str) -> BufferedReader:
     and reading may wait.
 
     Raises:
-        OSError: It cannot be opened, or it is no regular file.
+        OSError: It cannot be opened, or it is not a regular file.
     """
     flags = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))  # not all exist everywhere
     descriptor = os.open(path, os.O_RDONLY | flags)
@@ -54,7 +54,7 @@ def read_text(path: Path | str, *, errors: str = "strict") -> str:
 
 
 def _holds_something(descriptor: int) -> bool:
-    """Whether a file of size 0 has content all the same, now or later."""
+    """Whether a file of size 0 has content anyway, now or later."""
     try:
         found = os.read(descriptor, 1)
     except BlockingIOError:
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_toml(path: Path | str) -> dict[str, Any]:
     """The content of a TOML file of at most 1 MB, whose keys have at most 100 parts; see `open_file`.
 
-    `tomllib` takes minutes for a longer key of many parts, and a file as large as that is no configuration.
+    `tomllib` takes minutes for a longer key of many parts, and a configuration is never that large.
 
     Raises:
         OSError: It cannot be read.

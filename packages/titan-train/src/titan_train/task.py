@@ -130,7 +130,7 @@ class TaskInputs(Protocol):
         holds (and the task's cut is a `WholeCut`), with a module that takes whole arguments and returns the whole output.
 
         Returns:
-            A sample as text, to show to the person who watches; None if there is none.
+            A sample as text, to show in the terminal; None if there is none.
         """
 
 
@@ -183,7 +183,7 @@ class Task(Protocol):
         return None
 
     def why_no_samples(self, config: Config, model: "nn.Module") -> str | None:
-        """Half a sentence for the log if `TaskInputs.sample` cannot sample what the configuration asks for; None if it can.
+        """Reason phrase for the log if `TaskInputs.sample` cannot sample what the configuration asks for; None if it can.
 
         Args:
             config: The run's configuration.

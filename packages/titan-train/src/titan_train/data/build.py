@@ -53,7 +53,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Refuse sources that name nothing.
+    """Refuse sources without files.
 
     Raises:
         ValueError: A path does not exist, or holds no file of its source's kind.
@@ -90,7 +90,7 @@ def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTe
     """The template that writes conversations for a tokenizer; None if neither it nor the configuration has one.
 
     Raises:
-        ValueError: If the configured file does not exist, or is no template.
+        ValueError: If the configured file does not exist, or is not a template.
     """
     given = config.chat_template
     if given in BUILT_IN or not given:
@@ -121,7 +121,7 @@ def prepare(
         config: The sources.
         tokenizer: What text is encoded with, and what token sources must have been made with.
         cache_dir: Where shards go; None takes the configured place.
-        progress: Told now and then.
+        progress: Called with the progress.
         verify: How much of the token sources is read; None takes ``config.verify``.
         template: Writes conversations, see `build_chat_template`; needed if a source has chats.
 

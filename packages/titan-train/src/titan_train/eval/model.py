@@ -18,7 +18,7 @@ from titan_train.models.traits import traits_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalModel:
-    """What evaluation asks of a model."""
+    """The operations of a model that evaluation needs."""
 
     name: str
     logits: Callable[[Tensor], Tensor]

@@ -80,7 +80,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     """One text for each file; of a ``.jsonl`` file, the field ``text`` of each line.
 
     Raises:
-        ValueError: A file is not UTF-8, or a line is no object with a text.
+        ValueError: A file is not UTF-8, or a line is not an object with a text.
         OSError: A file cannot be read.
     """
     texts: list[str] = []
@@ -94,7 +94,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
                 if line.strip():
                     value = json.loads(line)
                     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-                        raise ValueError(f"line {number} is no object with a text")
+                        raise ValueError(f"line {number} is not an object with a text")
                     texts.append(value["text"])
         except ValueError as err:
             raise ValueError(

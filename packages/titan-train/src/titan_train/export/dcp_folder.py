@@ -42,7 +42,7 @@ def write_dcp(folder: Path, step: Path, *, dtype: torch.dtype) -> None:
 
 def load_dcp(folder: Path, model: nn.Module) -> None:
     """Fill a model from the folder with torch's own reader. Tied weights come from their first name."""
-    saved = model.state_dict().keys()  # without buffers that are computed anew
+    saved = model.state_dict().keys()  # without buffers that are computed again
     held = [*model.named_parameters(), *model.named_buffers()]
     tensors = {name: tensor.data for name, tensor in held if name in saved}
     load({_ENTRY: tensors}, storage_reader=FileSystemReader(folder), no_dist=True)

@@ -77,7 +77,7 @@ def export_diffusers(
             raise ValueError(
                 "--to hf: FluxTransformer2DModel does not compute what the run's model computes "
                 f"({failed[0].measured}, required {failed[0].required}), so the folder was not written. Please report this; "
-                "--no-gate writes it all the same."
+                "use --no-gate to write it anyway."
             )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_atomic(

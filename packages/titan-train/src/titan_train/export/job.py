@@ -27,7 +27,7 @@ AnyDtype = Literal["fp32", "bf16", "fp16", "float8", "q8_0"]
 
 
 class Load(Protocol):
-    """Loads the run anew; "meta" reads no values."""
+    """Loads the run again; "meta" reads no values."""
 
     def __call__(self, *, device: str, group: dist.ProcessGroup | None = None) -> LoadedRun: ...
 

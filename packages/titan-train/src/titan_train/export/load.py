@@ -14,7 +14,7 @@ TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
 
 
 def target_of(folder: Path) -> str | None:
-    """Which target a folder was exported to; None if it is no exported folder."""
+    """Which target a folder was exported to; None if it is not an exported folder."""
     if (folder / "model.onnx").is_file():
         return "onnx"
     if (folder / "model.pt2").is_file():
@@ -34,7 +34,7 @@ def load_exported(folder: Path, *, trust_code: bool = False) -> Exported:
         trust_code: Load an AOTInductor package, which is machine code, though this account has not exported it.
 
     Raises:
-        ValueError: It is no exported folder, or a damaged one; a file is a link out of it; the library that reads it is not
+        ValueError: It is not an exported folder, or a damaged one; a file is a link out of it; the library that reads it is not
             installed; or it holds machine code that is not trusted.
     """
     if target_of(folder) == "aoti":
@@ -47,7 +47,7 @@ def load_exported(folder: Path, *, trust_code: bool = False) -> Exported:
 
 @contextlib.contextmanager
 def using(folder: Path) -> Generator[None]:
-    """Report what a library raises on a folder's files: they are what it was given, whatever it thinks of them.
+    """Report what a library raises on a folder's files as an error of the folder.
 
     Raises:
         ValueError: The body raised anything.
@@ -76,7 +76,7 @@ def read_exported(folder: Path) -> Exported:
     """Load an exported folder that this process has written itself.
 
     Raises:
-        ValueError: It is no exported folder, or the library that reads it is not installed.
+        ValueError: It is not an exported folder, or the library that reads it is not installed.
     """
     target = target_of(folder)
     if target == "hf":

@@ -256,7 +256,7 @@ def _prove(target: Target, folder: Path, job: Job, reference: Reference, *, stre
         rows = "; ".join(f"{check.name}: {check.measured}, required {check.required}" for check in failed)
         raise ValueError(
             f"--to {target}: the exported folder does not compute what the run's model computes ({rows}), so it was not written. "
-            "Please report this; --no-gate writes the folder all the same."
+            "Please report this; use --no-gate to write it anyway."
         )
     return checks
 

@@ -7,7 +7,7 @@ A mixture of experts sorts tokens into groups whose sizes depend on the data, wh
 expert computes every token, and the router's weights, zero where an expert was not chosen, pick the sum. That costs experts
 over experts per token times the products; a step of one token reads every expert's weights.
 
-`SteppedModel` runs such a function, whatever executes it. Its folder holds ``export.json``, which says what the caches look
+`SteppedModel` runs such a function with any executor. Its folder holds ``export.json``, which says what the caches look
 like, and the tokenizer.
 
 Shapes: B rows, S new tokens, T positions of the cache, K key-value heads, D head width, E value width, V vocabulary.
@@ -130,7 +130,7 @@ class _StepAttention(nn.Module):
 
 
 class _EveryExpert(nn.Module):
-    """Takes the place of a dispatch; arguments as those of `LocalDispatch.forward`, of which it needs no counts."""
+    """Takes the place of a dispatch; arguments as in `LocalDispatch.forward`; the counts are not used."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from titan_train.models.traits import traits_of
 
 @dataclass(slots=True)
 class CacheLength:
-    """How much of the caches is in use; one for all layers, set by who generates."""
+    """How much of the caches is in use; one for all layers, set by the generating loop."""
 
     used: int | None = None
     """Positions in use after the coming forward, at least those of every row; None reads the whole cache, as a compiled
@@ -43,7 +43,7 @@ class CachedAttention(nn.Module):
     """Attention of new tokens to everything at or before their positions, through a cache."""
 
     def __init__(self, length: int, in_use: CacheLength | None = None) -> None:
-        """Prepare a cache of ``length`` positions; it is allocated by the first forward, which knows the batch."""
+        """Set the number of positions; the first forward, which knows the batch, allocates the cache."""
         super().__init__()
         self.length = length
         self.in_use = CacheLength() if in_use is None else in_use

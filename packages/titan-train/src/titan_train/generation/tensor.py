@@ -56,7 +56,7 @@ def cut_for_generation(
     for name in heads:
         cut = cuts.get(f"{name}.weight")
         if cut is not None and cut.pieces > 1:
-            _gather_logits(model.get_submodule(name), cut, group)  # for good
+            _gather_logits(model.get_submodule(name), cut, group)  # never removed
     return {name: LocalShard(cut.global_shape, cut.offset) for name, cut in cuts.items() if cut.pieces > 1}
 
 

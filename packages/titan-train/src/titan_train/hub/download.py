@@ -63,7 +63,7 @@ def download(
         revision: Branch, tag or commit; None takes the main branch.
         parts: What to load of a model.
         include: Globs of further files of a model, or of the only files of a data set.
-        tell: Given a line now and then.
+        tell: Called with lines about the progress.
 
     Raises:
         ValueError: If there is no such repository, it lacks what was asked for, or a file differs from its hash.
@@ -103,7 +103,7 @@ def download(
 
 
 def _asked(name: str, question: Callable[[], Result]) -> Result:
-    """Ask the hub; its errors become ours."""
+    """Ask the hub; its errors become ValueError and RuntimeError."""
     errors: Any = importlib.import_module("huggingface_hub.errors")
     try:
         return question()
@@ -139,7 +139,7 @@ def _check_folder(out: Path, name: str) -> None:
 
 
 def _repository_of(record: Path) -> str | None:
-    """What a folder says it holds; None if its record is damaged: every file is then compared again."""
+    """The repository of a folder's record; None if the record is damaged: every file is then compared again."""
     try:
         return str(json.loads(read_text(record))["repository"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 class LocalOnly:
-    """ASGI middleware that refuses what comes from elsewhere, and more requests at a time than it is told."""
+    """ASGI middleware that refuses what comes from elsewhere, and more requests at a time than a limit."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, most_at_once: int = 16) -> None:
         """Wrap ``app``. Requests beyond ``most_at_once`` that are answered or wait get the status 503."""

@@ -71,7 +71,7 @@ class Worker:
                 put(None)
             except ValueError as err:
                 put(BadRequestError(str(err)))
-            except BaseException as err:  # whatever it is, the request that waits must end
+            except BaseException as err:  # the waiting request must end, whatever the error
                 put(err)
 
         self._thread.submit(work)

@@ -140,7 +140,7 @@ class TextInputs(Inputs):
         longest = min(self.seq_len, traits_of(model).max_seq_len or self.seq_len)
         added = min(self.sample_tokens, longest - 1)
         prompts = [prompt[: longest - added] for prompt in self.prompts]
-        # no stop: ranks must make the same number of forwards, whatever each of them draws
+        # no stop: ranks must make the same number of forwards, whatever they draw
         rows = generate(
             model, prompts, max_new_tokens=added, sampling=sampling, vocab_size=self.tokenizer.vocab_size,
             multiple_of=self.multiple_of,

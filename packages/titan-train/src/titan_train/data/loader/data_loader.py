@@ -2,7 +2,7 @@
 
 At a step that begins after ``c`` consumed samples, rank d of D takes the global samples
 ``[c + d G / D, c + (d + 1) G / D)`` and cuts them into microbatches in order. Joined over ranks, a step is the samples
-``c .. c + G`` whatever D is. The state is what the trainer has consumed, never what the thread has made.
+``c .. c + G`` for every D. The state is what the trainer has consumed, never what the thread has made.
 
 Ranks of one model replica (tensor, context and pipeline parallel) build the same loader with the same ``dp_rank`` and
 read the same samples; nothing is broadcast.
@@ -25,7 +25,7 @@ from titan_train.data.loader.transfer import HostToDevice
 if TYPE_CHECKING:
     import torch
 
-# How often a waiting thread looks whether it was told to stop: bounds the time `close` takes.
+# How often a waiting thread checks whether to stop: bounds the time `close` takes.
 _POLL_S = 0.05
 _STATE_VERSION = 1
 
@@ -260,7 +260,7 @@ def _produce(
         item: Any
         try:
             item = send(plan.build(dataset, samples, number))
-        except BaseException as error:  # whatever it is, the consumer must learn of it
+        except BaseException as error:  # the consumer raises it, of whatever kind
             item = error
         while not stop.is_set():
             try:

@@ -1,7 +1,7 @@
 """Samples of a fixed length from sources of any length, each found from its number alone.
 
 Every source is cut into windows of ``seq_len + 1`` tokens: ``seq_len`` inputs and their next tokens (`rows` says how).
-Global sample ``g`` goes through three pure steps, none of which knows how many ranks there are:
+Global sample ``g`` goes through three pure steps that do not depend on the number of ranks:
 
     g  --mixture-->  (source, index i)  --epoch = i // windows, Feistel-->  window  --memory map-->  tokens
 

@@ -40,7 +40,7 @@ class BatchSource(Protocol):
     """
 
     seed: int
-    """Of the order, and of whatever is drawn."""
+    """Of the order and of all draws."""
     seq_len: int
     """Tokens of a sample."""
     tokenizer: str = ""

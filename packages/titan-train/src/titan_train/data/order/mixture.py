@@ -3,7 +3,7 @@
 Samples are cut into blocks of B. Every block holds ``c_k`` samples of source k, where the ``c_k`` are ``B * p_k``
 rounded by largest remainder, so they sum to B and the mix never drifts. Which places of the block belong to which
 source is one permutation of the block, drawn from the seed and the block's number. A source's samples are taken in its
-own order: its sequence of samples is the same whatever it is mixed with.
+own order: its sequence of samples does not depend on what it is mixed with.
 
 B is the smallest power of two, at least 2048, that gives the rarest source 64 places: its share is then right to
 1/128. The place table of a block is made when the block is entered (60 ns a sample) and kept for the last few blocks.

@@ -4,7 +4,7 @@ Problem. A shuffled order must be the same on every rank and after every restart
 permutation costs 8 bytes a window and time to draw; an iterator's state must be saved, moved and replayed.
 
 Idea. A Feistel network maps ``2 h``-bit numbers one to one: split the number into halves ``(L, R)`` and repeat
-``(L, R) = (R, L xor f(R, key))``. For an ``n`` that is no power of four, walk: apply it again until the result is
+``(L, R) = (R, L xor f(R, key))``. For an ``n`` that is not a power of four, walk: apply it again until the result is
 below ``n``. The domain is the smallest power of four that holds ``n``, so fewer than four walks are needed on average.
 Six rounds of the splitmix64 mixer under 64-bit keys drawn by blake2b pass for a random permutation here.
 

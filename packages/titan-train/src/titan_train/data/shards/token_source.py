@@ -44,7 +44,7 @@ class DocumentEnds(Protocol):
 
     @property
     def not_learned_from(self) -> int | None:
-        """Ids from here on are those of tokens that are no label, with this number added; None if all tokens are."""
+        """Stored ids of tokens that are not labels have this number added; None if all tokens are labels."""
         ...
 
     def document_ends(self) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Conversations: checked, written by the chat template, and encoded with a label for what the assistant wrote.
 
-A message is an object with ``role`` and ``content`` (or ``from`` and ``value``, with the roles human and gpt). Whatever else
-it has is given to the template, as is the record's list of ``tools``.
+A message is an object with ``role`` and ``content`` (or ``from`` and ``value``, with the roles human and gpt). Its other
+fields are given to the template, as is the record's list of ``tools``.
 
 A message whose content names a special token is refused: the template's text would end the turn there, and what follows
 would pass for another speaker's words.

@@ -86,7 +86,7 @@ def _stdlib_files() -> list[CorpusFile]:
         # site-packages may be larger than everything else: it is not even walked
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_EXCLUDED]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
-            if path.stat().st_size:  # an empty package marker is no document
+            if path.stat().st_size:  # an empty __init__.py is not a document
                 files.append(CorpusFile(path, path.relative_to(root).as_posix()))
     files.sort(key=lambda file: file.name)
     if not files:

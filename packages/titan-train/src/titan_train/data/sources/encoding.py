@@ -27,12 +27,12 @@ _BATCH_ITEMS = 1024
 def encode_in_order(
     items: Iterable[Item | Document], tokenizer: Tokenizer, num_threads: int
 ) -> Iterator[tuple[Item | Document, TokenArray | None]]:
-    """Each item with its tokens, in the order given; items that are no documents pass with None.
+    """Each item with its tokens, in the order given; items that are not documents pass with None.
 
     The tokens of a conversation say which are learned, as `encode_conversation` does.
 
     Args:
-        items: Documents, and whatever should keep its place among them.
+        items: Documents, and other items that keep their place among them.
         tokenizer: Encodes the documents.
         num_threads: Threads; 0 takes every core.
     """

@@ -45,11 +45,7 @@ class FileReader:
         self._start = 0
 
     def go_to(self, byte: int) -> int:
-        """Begin at this byte of the content. A compressed file begins at 0 all the same.
-
-        Returns:
-            Where `lines` will begin.
-        """
+        """Begin at this byte of the content, or at 0 in a compressed file; returns the choice."""
         self._start = 0 if self.path.suffix in (".gz", ".zst") else byte
         return self._start
 

@@ -117,7 +117,7 @@ class BadDocuments:
             self.check_share()
 
     def check_share(self) -> None:
-        """Judge the share of malformed documents; called once more at the end of the source.
+        """Check the share of malformed documents; call it again at the end of the source.
 
         Raises:
             MalformedInputError: If it is above the limit.

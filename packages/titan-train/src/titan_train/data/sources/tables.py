@@ -50,7 +50,7 @@ def read_rows(
 
 
 def saved_dataset_files(folder: Path) -> list[CorpusFile] | None:
-    """Files of a folder that `datasets` saved, in the order of its rows; None if it is no such folder.
+    """Files of a folder that `datasets` saved, in the order of its rows; None if it is not such a folder.
 
     Raises:
         ValueError: If the folder holds several splits, or its list of files cannot be followed.

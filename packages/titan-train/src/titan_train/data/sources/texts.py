@@ -25,7 +25,7 @@ def training_texts(
     Args:
         sources: Sources to read; those of tokens have no text and are passed over.
         config: Says which documents are held out.
-        max_bytes: About how much text to give, spread over the files by their size; None gives all.
+        max_bytes: Approximate amount of text to give, spread over the files by their size; None gives all.
         progress: Called with the progress.
     """
     return _texts(sources, config, held_out=False, max_bytes=max_bytes, progress=progress)

@@ -82,12 +82,12 @@ class StreamBlocks:
             return found if found is not None else self._make(number)
 
     def cursor(self, number: int) -> tuple[int, StreamCursor | None]:
-        """The last block up to ``number`` of which it is known where it begins, and that place; None is the first document."""
+        """The last block up to ``number`` whose beginning is known, and that place; None is the first document."""
         known = self._known(number)
         return max(known), known[max(known)]
 
     def stands_at(self, number: int) -> bool:
-        """Whether this process made the block before ``number``, so that it can go on without reading anything again."""
+        """Whether this process made the block before ``number``, so that it can continue without reading anything again."""
         return self._reader is not None and self._reader_block == number
 
     def give(self, number: int, cursor: StreamCursor) -> None:
@@ -159,7 +159,7 @@ class StreamBlocks:
             self._reader = self._reader_at = None
 
     def _known(self, number: int) -> dict[int, StreamCursor | None]:
-        """Where blocks up to ``number`` begin, as far as that is known and its files are still the same."""
+        """Where blocks up to ``number`` begin, as far as it is known and their files are unchanged."""
         known: dict[int, StreamCursor | None] = {0: None}
         for record in self._records():
             if record.block < number and self._is_current(record):

@@ -93,7 +93,7 @@ class TokenStream:
         """Continue from what `state` gave.
 
         Raises:
-            ValueError: If it is no state, or the files are not those that were read.
+            ValueError: If it is not a state, or the files are not those that were read.
         """
         if state is None:
             return

@@ -89,7 +89,7 @@ class FlowBatches(BatchSource):
         part: Literal["train", "validation"],
         guided: bool,
     ) -> None:
-        """Begin.
+        """Read ``items`` in a random order.
 
         Args:
             items: The images and texts.
@@ -142,7 +142,7 @@ class FlowBatches(BatchSource):
         return found
 
     def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> FlowBatch:
-        """Noisy latents ``[B, I, C]``, what the model is told about them, and their velocity as target."""
+        """Noisy latents ``[B, I, C]``, what the model is conditioned on, and their velocity as target."""
         numbers = [int(sample) for sample in samples]
         features = [self.features_of(sample) for sample in numbers]
         latent = np.stack([f.latent for f in features])

@@ -65,7 +65,7 @@ def drops(seed: int, sample: int, kind: Literal["drop_text", "drop_pooled"], sha
 def shift_of(image_tokens: int) -> float:
     """The shift for an image of so many **packed** tokens: 0.5 at 256, 1.15 at 4096, linear between and beyond.
 
-    Packed tokens, not latent pixels, of which there are four times as many.
+    Packed tokens, not latent pixels: there are four times as many of those.
     """
     return 0.5 + (1.15 - 0.5) * (image_tokens - 256) / (4096 - 256)
 

@@ -45,10 +45,10 @@ def caption_text(item: int) -> str:
 
 
 def caption_number(text: str) -> int:
-    """The caption that a text is, whatever its case.
+    """The number of the caption with this text, in any case.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a caption.
     """
     words = " ".join(text.lower().split())
     for item in range(len(CAPTIONS)):
@@ -64,7 +64,7 @@ class ShapeFeatures:
     """All captions, each with its image and features."""
 
     def __init__(self, *, grid: int, text_tokens: int, text_dim: int, pooled_dim: int) -> None:
-        """Fix the sizes.
+        """Set the sizes.
 
         Args:
             grid: Tokens along one side of an image, at least 3: smaller shapes could not be told apart.

@@ -37,7 +37,7 @@ def show_captions(
 
     Args:
         run_dir: A run of the task diffusion, trained under any layout.
-        captions: Of shapes, as `titan_train.tasks.diffusion.shapes.caption_text` writes them; an empty one is no text at all.
+        captions: Of shapes, as `titan_train.tasks.diffusion.shapes.caption_text` writes them; an empty one stands for no text.
         out: The file.
         step: Which checkpoint; None takes the newest valid one.
         steps: Euler steps; None takes ``diffusion.sample_steps``.
@@ -91,7 +91,7 @@ def show_captions(
 def _features(
     config: "Config", args: FluxArgs, captions: Sequence[str], numbers: Sequence[int], encoders: Encoders | None
 ) -> tuple[list[Features], Features]:
-    """Of each caption, and of the empty one."""
+    """The features of each caption, and of the empty one."""
     diffusion = config.diffusion
     none: FloatArray = np.zeros((0, args.in_channels), dtype=np.float32)
     if encoders is not None:

@@ -32,7 +32,7 @@ class DiffusionTask(Task):
     keywords = ("positions", "pooled", "time", "guidance", "attention_plan")
 
     def check(self, config: Config, model: nn.Module) -> None:
-        """Sizes of data and model must agree, and the layout must be one that two streams have."""
+        """Refuse sizes of data and model that differ, and layouts that two streams do not have."""
         args = _args(config)
         diffusion, parallel = config.diffusion, config.parallel
         tokens = diffusion.text_tokens + diffusion.grid**2

@@ -126,7 +126,7 @@ def thumbnail(path: str, side: int, *, most: int) -> Pixels:
 
 
 def _checked_size(image: Any, path: str, most: int) -> tuple[int, int]:
-    """Height and width as shown, which the file's header tells."""
+    """Height and width as shown, by the file's header."""
     width, height = image.size
     if width * height > most:
         raise BrokenImage(f"{path}: {width} x {height} pixels are more than vision.max_pixels={most}")

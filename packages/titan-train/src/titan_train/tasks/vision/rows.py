@@ -35,7 +35,7 @@ class ImageTextSet(Protocol):
         ...
 
     def grids(self, item: int) -> Sequence[Grid]:
-        """Rows and columns of patches of its images."""
+        """Rows and columns of patches of each image."""
         ...
 
     def texts(self, item: int) -> tuple[str, str]:
@@ -43,7 +43,7 @@ class ImageTextSet(Protocol):
         ...
 
     def name(self, item: int) -> str:
-        """What an error calls it."""
+        """Its name in error messages."""
         ...
 
     def patches(self, item: int) -> list[FloatArray]:
@@ -51,7 +51,7 @@ class ImageTextSet(Protocol):
         ...
 
     def thumbnail(self, item: int) -> Pixels:
-        """Its first image for a person, ``[side, side, 3]``, every item's of one size; white where there is none."""
+        """Its first image for display, ``[side, side, 3]``, equally large for every item; white where there is none."""
         ...
 
 

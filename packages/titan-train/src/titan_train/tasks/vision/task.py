@@ -62,7 +62,7 @@ class VisionTask(Task):
         return max(build_tokenizer(config.tokenizer, config.data).vocab_size, images + 1)
 
     def check(self, config: Config, model: nn.Module) -> None:
-        """The layout must be one in which patches and tokens are apart, and image tokens must not be those of text."""
+        """Refuse sequence parallelism, and image tokens that are tokens of text."""
         args, parallel = _args(config), config.parallel
         if parallel.tp > 1 and parallel.sequence_parallel:
             raise ValueError(

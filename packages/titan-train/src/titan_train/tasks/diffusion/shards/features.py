@@ -35,7 +35,7 @@ class SampleSizes:
     pooled_dim: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one sample, by field."""
+        """The shape of each field of a sample."""
         latent = (self.channels // 4, 2 * self.grid, 2 * self.grid)
         return {
             "latent": latent,
