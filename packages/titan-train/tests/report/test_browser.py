@@ -127,6 +127,8 @@ def test_a_report_with_every_section_shows_all_of_it_and_asks_for_nothing(browse
 
 @pytest.mark.parametrize("which", ["report", "comparison", "plan"])
 def test_a_script_that_got_past_the_escaping_does_not_run(which, browser, make_run, tmp_path):
+    from titan_train.planner import Setup, estimate, find_shape, load_machine
+    from titan_train.planner.view.page import Plan
     from titan_train.planner.view.page import page as plan_page
 
     file = tmp_path / "page.html"
@@ -135,7 +137,9 @@ def test_a_script_that_got_past_the_escaping_does_not_run(which, browser, make_r
     elif which == "comparison":
         compare_runs([make_run(5, name="one"), make_run(5, name="two")], file)
     else:
-        file.write_text(plan_page())
+        setup = Setup(seq_len=8192, global_batch=8, dp_shard=8)
+        found = estimate(find_shape("llama3_8b"), load_machine("h100"), setup)
+        file.write_text(plan_page(Plan(found, found.machine.memory_bytes)))
     framed = "<iframe srcdoc='<script>parent.evil = 1</script>'></iframe>"
     evil = f"<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>{framed}"
     for marker, expected in (("", False), (evil, True)):

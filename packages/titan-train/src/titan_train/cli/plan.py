@@ -44,6 +44,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         "--explain", nargs=2, type=integer(1), metavar=("A", "B"), help="compare two of the list term by term"
     )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
+    parser.add_argument(
+        "--web",
+        action="store_true",
+        help="serve the page on loopback: its sliders take every value (titan-train[serve])",
+    )
+    parser.add_argument("--port", type=integer(0, 65535), default=0, help="port of --web; 0 takes a free one")
     arguments = parser.parse_args(words)
 
     from titan_train.models.hf.folder import PREFIX
@@ -51,7 +57,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     from titan_train.planner.search.refuse import refuse_search
     from titan_train.planner.search.search import search
     from titan_train.planner.translate import config_toml
-    from titan_train.planner.view.page import page
+    from titan_train.planner.view.page import Plan, build_plan_app, page
     from titan_train.planner.view.svg import front_svg
     from titan_train.planner.view.tables import comparison_text, ranking_text
 
@@ -67,11 +73,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         print(comparison_text(ranking.best[a - 1], ranking.best[b - 1]))
     else:
         print(ranking_text(ranking))
+    plan = Plan(ranking.best[0], request.limit_bytes, request.constants)
     if arguments.out:
         svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))
         html = Path(f"{arguments.out}.html")
-        html.write_text(page(ranking.best[0].setup, request.shape, request.machine))
+        html.write_text(page(plan))
         print(f"\npicture: {svg}\npage with sliders, set to the first: {html}")
         base = configuration_of(arguments.model)
         if base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX):
@@ -81,6 +88,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"configuration: {toml}; check it with titan-train check {toml}")
         else:
             print(f"no configuration: {request.shape.name} is not a shipped model")
+    if arguments.web:
+        from titan_train.serve.loopback import serve_on_loopback
+
+        serve_on_loopback("--web", arguments.port, lambda: (build_plan_app(plan), request.shape.name))
     return 0
 
 
