@@ -26,7 +26,9 @@ def test_folder_distribution_and_import_names_agree(package):
 @by_name
 def test_the_version_heads_the_changelog(package):
     heads = re.findall(r"^## (\S+)", (package / "CHANGELOG.md").read_text(), re.M)
-    assert heads[0] == project(package)["version"]
+    released = [head for head in heads if head != "Unreleased"]
+    assert released[0] == project(package)["version"]
+    assert "Unreleased" not in heads[1:]
 
 
 @by_name
