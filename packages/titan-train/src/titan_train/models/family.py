@@ -58,7 +58,7 @@ class Family:
         if class_path(kind) != self.model:
             raise ValueError(
                 f"family {self.name!r}: model={self.model!r} is defined as {class_path(kind)!r}. Name it by that path, so "
-                "that a model's family can be told from its class."
+                "that a model's family is known by its class."
             )
         return kind(args)
 

@@ -19,7 +19,7 @@ InitFn = Callable[[str, Tensor, torch.Generator], None]
 def init_for(model: nn.Module) -> InitFn:
     """How to fill each parameter of ``model``.
 
-    A model that defines ``init_weights(fqn, tensor, generator)``, as the shipped ones do, says it itself. Any other
+    A model that defines ``init_weights(fqn, tensor, generator)``, as the shipped ones do, fills them itself. Any other
     model is filled by its own ``_init_weights(module)`` and its submodules' ``reset_parameters()``; see
     `titan_fsdp.conventional_init`. Buffers are never passed to the result: their modules compute them.
 

@@ -115,7 +115,7 @@ def _entry_points() -> Iterator[tuple[str, Any]]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             yield entry.name, entry.load()
-        except Exception as err:  # whatever another package raises must not stop runs that do not use it
+        except Exception as err:  # a broken package must not stop runs that do not use it
             _logger.warning("entry point %s of %s could not be loaded: %s", entry.name, ENTRY_POINT_GROUP, err)
 
 

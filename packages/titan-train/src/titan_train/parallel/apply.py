@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, accepted_inputs, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.call import active_dropout
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
-from titan_train.models.dropout import active_dropout
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks

@@ -12,9 +12,8 @@ from torch import nn
 
 from titan_train.config import Config
 from titan_train.kernels.apply import check_kernels
-from titan_train.models.call import accepted_inputs
+from titan_train.models.call import accepted_inputs, active_dropout
 from titan_train.models.common.moe.balance import moe_layers
-from titan_train.models.dropout import active_dropout
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import check_patterns
 from titan_train.parallel.compiled import check_backend, check_cudagraphs

@@ -19,8 +19,8 @@ from torch import nn
 
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
-from titan_train.models.hf.conversions import unread
 from titan_train.models.hf.folder import folder_of, read_published
+from titan_train.models.hf.names import unread
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first

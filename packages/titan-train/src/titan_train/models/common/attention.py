@@ -1,6 +1,6 @@
 """Causal attention over rows of packed documents, in one replaceable module.
 
-A row of a batch may hold several documents one after the other. Attention then must not cross from one into another:
+A row of a batch may hold several documents. Attention then must not cross from one into another:
 the mask is causal inside each document and closed outside. `SequenceContext` carries what every layer needs to know
 about the rows (positions, documents, rotary angles); it is computed once per forward and handed to every block.
 
@@ -97,7 +97,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if mask is not None and groups > 1:
         # No kernel with a mask groups heads: torch would repeat every key. The queries of a group see the same keys by the
-        # same mask, so they can stand one after the other in one head.
+        # same mask, so they can be concatenated in one head.
         rows = mask.expand(q.shape[0], 1, q.shape[2], k.shape[2]).repeat(1, 1, groups, 1)
         folded = q.unflatten(1, (k.shape[1], groups)).flatten(2, 3)
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=rows)

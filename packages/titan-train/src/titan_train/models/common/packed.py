@@ -1,9 +1,9 @@
 """Attention of packed documents (causal) or images (not), one by one: no mask, memory linear in the tokens.
 
-All documents of all rows of a batch are laid one after the other along one dimension; ``boundaries`` says where each
-begins. A document of n tokens costs its own n * n / 2 scores; a mask of whole rows would cost S * S a row, and their
-bytes. Boundaries may repeat: a document between two equal ones is empty, so a batch needs no exact count, and on a GPU the
-boundaries never have to come to the host.
+All documents of all rows of a batch are concatenated along one dimension; ``boundaries`` are where they begin. A document of n
+tokens costs its own n * n / 2 scores; a mask of whole rows would cost S * S per row, and their bytes. Boundaries may repeat: a
+document between two equal ones is empty, so a batch needs no exact count, and on a GPU the boundaries never have to come to the
+host.
 
 - CUDA, half precision, values as wide as keys: torch's variable-length FlashAttention (`torch.nn.attention.varlen`).
 - CUDA otherwise (float32; latent attention, whose values are narrower): the memory-efficient kernel's variable-length

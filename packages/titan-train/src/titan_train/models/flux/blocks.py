@@ -41,7 +41,7 @@ class FullAttention(nn.Module):
         self.head_dim = head_dim
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any = None) -> Tensor:
-        """``[B, S, H, D]`` from as large queries, keys and values."""
+        """Queries, keys and values are ``[B, S, H, D]``, and so is the result."""
         return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
@@ -101,7 +101,7 @@ class StreamAttention(nn.Module):
         self.inner = FullAttention(args.num_heads, args.head_dim)
 
     def forward(self, x: Tensor | tuple[Any, Any], text_tokens: int, places: TokenPlaces) -> Tensor:
-        """``[B, S, d]`` from text and image, one after the other; T tells where the image begins.
+        """``[B, S, d]`` from text and image, concatenated; the image begins at token T.
 
         ``x`` may also be two inputs of norms, of text and of image, which the projections apply.
         """

@@ -54,7 +54,7 @@ def time_features(values: Tensor) -> Tensor:
     """Cosines, then sines of 1000 times a time (or a guidance scale) at 128 frequencies, in float32.
 
     They are made with the batch, not by the model: mixed precision casts a model's inputs, and a time in bfloat16 has 8
-    bits, of which the highest frequency would need 10.
+    bits where the highest frequency needs 10.
 
     Args:
         values: ``[B]`` float32, of a time in [0, 1].

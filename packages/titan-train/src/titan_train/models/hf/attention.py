@@ -1,8 +1,8 @@
 """Attention of transformers' modules through `titan_train.models.CausalAttention`.
 
 transformers asks a registry for the function that computes attention. Ours hands queries, keys and values to a
-`CausalAttention` that is a child of the attention module. So whatever replaces that child elsewhere (context parallelism,
-the key-value cache) works here as well, and FLOPs are counted. The context of the rows travels in the keyword arguments
+`CausalAttention` that is a child of the attention module. So what replaces that child elsewhere (context parallelism, the
+key-value cache) works here too, and FLOPs are counted. The context of the rows travels in the keyword arguments
 that transformers passes from the model's forward down to the function.
 
 Layers with a sliding window, where a row is longer, take a mask of their own and do without the child. Under context

@@ -10,8 +10,8 @@ from torch import nn
 
 from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts
-from titan_train.models.hf.conversions import separate_experts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
+from titan_train.models.hf.names import separate_experts
 from titan_train.models.hf.plans import HFPlan, hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
@@ -74,7 +74,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
         model: Any = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, dtype=torch.float32, **implementation
         )
-    except Exception as err:  # whatever a family's own code raises
+    except Exception as err:  # a family's own code may raise anything
         reason = str(err).partition("\n")[0]  # of an unknown class, the rest names all others
         raise ValueError(
             f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {type(err).__name__}: {reason}"
@@ -166,8 +166,8 @@ def _check_plan(name: str, config: Any) -> None:
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise ValueError(
-            f"model.name={name!r} has capped attention scores (attn_logit_softcapping), which attention here has not. Use a "
-            "model without them."
+            f"model.name={name!r} has capped attention scores (attn_logit_softcapping), which attention here does not support. "
+            "Use a model without them."
         )
 
 
@@ -220,7 +220,7 @@ def _head_widths(attention: Any) -> tuple[int, int]:
 
 
 def _split_fused(layer: nn.Module, plan: HFPlan, heads: int, kv_heads: int, head_dim: int) -> None:
-    from titan_train.models.hf.fused import SplitLinear
+    from titan_train.models.hf.names import SplitLinear
 
     for name, parts in plan.fused.items():
         whole: Any = layer.get_submodule(name)

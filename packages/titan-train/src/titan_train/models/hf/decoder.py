@@ -81,7 +81,7 @@ class UnplannedDecoder(HFModel):
         return own.forward(input_ids=tokens, **keywords, use_cache=False).logits
 
     def _document_masks(self, tokens: Tensor, positions: Tensor) -> Any:
-        """The masks that transformers makes for such positions, one for each sort of layer that it tells apart."""
+        """The masks that transformers makes for such positions, one for each sort of layer."""
         from transformers.masking_utils import create_masks_for_generate
 
         shaped = tokens.new_empty((*tokens.shape, 0), dtype=torch.float32)  # stands for the embeddings

@@ -99,7 +99,7 @@ def _config_of(args: HFModelArgs) -> dict[str, Any]:
     if isinstance(rope, dict) and "rope_theta" in rope:
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         config |= rope_fields(rope["rope_theta"], None if scaling.get("rope_type") == "default" else scaling)
-        config["rope_parameters"].update(rope)  # also what is no scaling, such as the share of channels that is rotated
+        config["rope_parameters"].update(rope)  # also other settings, such as the share of channels that is rotated
         if "partial_rotary_factor" in rope:
             share = "rotary_pct" if config["model_type"] == "gpt_neox" else "partial_rotary_factor"
             config.setdefault(share, rope["partial_rotary_factor"])

@@ -42,7 +42,7 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
 
 
 def with_floats(value: Any) -> Any:
-    """A value of JSON in which transformers wrote numbers that JSON has not (``{"__float__": "Infinity"}``), with them."""
+    """The value, with the numbers that JSON lacks and transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
         held = cast("dict[str, Any]", value)
         if held.keys() == {"__float__"} and held["__float__"] in _NOT_IN_JSON:

@@ -1,20 +1,54 @@
-"""Names of tensors in files: transformers' own, except for experts (one tensor for each) and fused linears."""
+"""How the tensors of a family in files become those of its module, as far as it is done here.
+
+Names are transformers' own, but for three things: a part of a name is another one in files, as transformers' own table says;
+each expert is a tensor of its own in files and part of a stack in the module; one fused linear in files (Phi's ``qkv_proj``) is
+several in the module, so that each can be cut over ranks. A family with any other step (convolutions put together) can be
+trained from random weights. Its files can be neither read nor written.
+"""
 
 import re
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
+import torch
 from titan_ckpt import KeyMap, Pair
-from torch import nn
+from torch import Tensor, nn
 
 from titan_train.models.common.moe.routed import RoutedExperts
-from titan_train.models.hf.conversions import renamed, separate_experts
-from titan_train.models.hf.fused import SplitLinear
 from titan_train.models.hf.lora import BASE
 from titan_train.models.hf.plans import HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
 """Tables in old checkpoints that models compute."""
+_STACKED = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+class SplitLinear(nn.Module):
+    """Linears of one input whose outputs are put one after the other."""
+
+    def __init__(self, whole: nn.Linear, widths: Mapping[str, int], *, num_heads: int, num_kv_heads: int) -> None:
+        """Take ``whole`` apart.
+
+        Args:
+            whole: The linear, on meta.
+            widths: Name of each part to its outputs, in order.
+            num_heads: Query heads, for tensor parallelism.
+            num_kv_heads: Key-value heads.
+        """
+        super().__init__()
+        if sum(widths.values()) != whole.out_features:
+            raise ValueError(f"parts of {dict(widths)} outputs do not make up a linear of {whole.out_features}.")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_counts: list[tuple[Any, str]] = []
+        """(object, attribute): what else counts heads, and is to count a rank's own under tensor parallelism."""
+        for name, width in widths.items():
+            self.add_module(name, nn.Linear(whole.in_features, width, bias=getattr(whole, "bias", None) is not None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., sum of widths]``."""
+        return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
 def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
@@ -27,7 +61,9 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     """
     apart = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts | SplitLinear)}
     pairs: dict[Pair, None] = {}
-    new_names = plan.renamed if plan is not None else renamed(kind)
+    new_names = (
+        plan.renamed if plan is not None else {pair[1]: pair[0] for step in _steps(kind) if (pair := _renaming(step))}
+    )
     separate = {} if plan is not None else separate_experts(kind) or {}
     for name in model.state_dict(keep_vars=True):
         if ".lora_" in name:
@@ -54,6 +90,34 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",))
 
 
+@cache
+def separate_experts(kind: str) -> Mapping[str, str] | None:
+    """Names in files of one expert's tensors, from ``experts.`` on, for each parameter of the stack here.
+
+    None: the family's files have no tensor for each expert.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for step in _steps(kind):
+        target = _plain(step.target_patterns[0])
+        if target.endswith(_STACKED) and all(".experts.*." in _plain(source) for source in step.source_patterns):
+            leaves = (_plain(source).partition(".experts.*.")[2] for source in step.source_patterns)
+            found[target.rpartition(".")[2]] = tuple(leaves)
+    if {name: len(leaves) for name, leaves in found.items()} != {"gate_up_proj": 2, "down_proj": 1}:
+        return None
+    (gate, up), (down,) = found["gate_up_proj"], found["down_proj"]
+    return {name: f"experts.{{j}}.{leaf}" for name, leaf in {"w1": gate, "w2": down, "w3": up}.items()}
+
+
+def unread(kind: str) -> list[str]:
+    """The steps that are not done here, as words; a step that concerns nothing of this model may be among them."""
+    separate = separate_experts(kind)
+    return [
+        f"{', '.join(step.source_patterns)} -> {', '.join(step.target_patterns)}"
+        for step in _steps(kind)
+        if _renaming(step) is None and not (separate and _plain(step.target_patterns[0]).endswith(_STACKED))
+    ]
+
+
 def _template(name: str) -> str:
     """The name with its layer's number left open."""
     return _LAYER.sub(".{i}.", name, count=1)
@@ -76,3 +140,23 @@ def _parts(owner: str, module: SplitLinear) -> list[Pair]:
             found.append(Pair(native, hf, part=(index, len(linears), 0), rows=(start, part.out_features)))
         start += part.out_features
     return found
+
+
+def _steps(kind: str) -> list[Any]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return get_checkpoint_conversion_mapping(kind) or []
+
+
+def _plain(pattern: str) -> str:
+    return pattern.replace("\\.", ".")
+
+
+def _renaming(step: Any) -> tuple[str, str] | None:
+    """The part of a name in files and in the module."""
+    from transformers.core_model_loading import WeightRenaming
+
+    if type(step) is not WeightRenaming or not len(step.source_patterns) == len(step.target_patterns) == 1:
+        return None
+    there, here = _plain(step.source_patterns[0]), _plain(step.target_patterns[0])
+    return None if set(here + there) & set("\\^$*+?()[]{}|") else (there, here)  # plain text only

@@ -164,7 +164,7 @@ def _installed() -> dict[str, HFPlan]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             plan: Any = entry.load()
-        except Exception as err:  # whatever another package raises must not stop runs that do not use it
+        except Exception as err:  # a broken package must not stop runs that do not use it
             _logger.warning("entry point %s of %s could not be loaded: %s", entry.name, ENTRY_POINT_GROUP, err)
             continue
         if isinstance(plan, HFPlan):

@@ -1,4 +1,4 @@
-"""Does this family compute what the trainer takes for granted? A tiny cut of the model itself says it, before any rank waits.
+"""Does this family compute what the trainer takes for granted? A tiny model of its kind is tried, before any rank waits.
 
 Nothing can be read off a family's name: masks are made without positions, convolutions and states run over the ends of
 documents, stages scale what the stage before them has scaled. So a tiny model of the same kind (`titan_train.models.hf.cut`)
@@ -90,7 +90,7 @@ def _tiny(model: HFModel, name: str) -> tuple[Any, str, list[str]]:
             config.use_cache = False
             with torch.device("meta"), SkipRandomFill():
                 tiny = assemble(config, cut, name=name)
-        except Exception as err:  # whatever a family's own code raises: its widths do not fit like this
+        except Exception as err:  # a family's own code may raise anything: these widths do not fit
             failures.append(_words(err))
             continue
         if sum(p.numel() for p in tiny.parameters()) > _PARAMETERS:
@@ -231,7 +231,7 @@ def _check_stages(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> None
             if off[worst] <= _CLOSE:
                 continue
             why = f"{'the gradient of ' if worst != 'logits' else ''}{worst} differ by {off[worst]:.2g} of their spread"
-        except Exception as err:  # whatever a family's own code raises
+        except Exception as err:  # a family's own code may raise anything
             why = f"it fails ({_words(err)})"
         raise ValueError(
             f"parallel.pp with model.name={name!r}: a chain of pipeline stages of this {kind} does not compute what the whole "

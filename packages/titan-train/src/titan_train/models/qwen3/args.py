@@ -1,7 +1,7 @@
 """Shapes of the Qwen3 family, dense and mixture of experts.
 
 Source: "Qwen3 Technical Report" (arXiv:2505.09388, tables 1 and 2) and the published configurations. Heads are 128 wide
-whatever the model's width. Parameter counts are exact and held by a test.
+in models of any width. Parameter counts are exact and held by a test.
 """
 
 from dataclasses import dataclass

@@ -74,7 +74,7 @@ def config_of(args: Qwen3Args) -> dict[str, Any]:
     """The fields of ``config.json`` that describe the model.
 
     Raises:
-        ValueError: The mixture of experts has settings that Qwen3's has not.
+        ValueError: The mixture of experts has settings that Qwen3 does not have.
     """
     sparse = args.num_experts > 0
     name = "Qwen3MoeForCausalLM" if sparse else "Qwen3ForCausalLM"
@@ -92,7 +92,7 @@ def describe_text(args: Qwen3Args, architecture: str, **refused: bool) -> dict[s
     """The fields that Qwen3-VL's ``text_config`` has too; ``refused`` are more reasons not to export experts.
 
     Raises:
-        ValueError: The mixture of experts has settings that Qwen3's has not.
+        ValueError: The mixture of experts has settings that Qwen3 does not have.
     """
     config = describe_decoder(args) | {
         "intermediate_size": args.ffn_dim or args.expert_ffn_dim,

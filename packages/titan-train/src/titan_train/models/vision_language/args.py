@@ -112,7 +112,7 @@ class Qwen3VLArgs(EncoderArgs, Qwen3Args):
             near = self.head_dim // 6
             raise ValueError(
                 f"model.args: rope_row_pairs={self.rope_row_pairs} and rope_column_pairs={self.rope_column_pairs} do not fit "
-                f"into the {self.head_dim // 2} channel pairs of a head, of which every third is for rows and every third for "
+                f"into the {self.head_dim // 2} channel pairs of a head: every third pair is for rows, every third for "
                 f"columns. Use at most {near} of each."
             )
 

@@ -1,6 +1,6 @@
 """A decoder that is given features of images in place of tokens: what every vision-language model here has in common.
 
-The batch says for every token which feature stands in its place (``image_source``). Taking features by that number, rather
+The batch names for every token the feature that takes its place (``image_source``). Taking features by that number, rather
 than writing them into the embeddings, needs no copy in place, survives recomputation, and lets the rows be cut anywhere: a rank
 takes the features of its own tokens.
 

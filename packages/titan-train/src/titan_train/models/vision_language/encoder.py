@@ -1,6 +1,6 @@
 """The encoder of images: packed patches in, one feature for every 2 x 2 patches out, in the decoder's width.
 
-The patches of all images of a microbatch lie one after the other; no image is padded. Attention stays inside an image. Inside
+The patches of all images of a microbatch are concatenated; no image is padded. Attention stays inside an image. Inside
 an image, patches come in the order of the merger: the four of one feature are neighbours. Where a patch lies and how large its
 image is travels beside it (`PatchPlaces`), so nothing here reads a number back from the device.
 

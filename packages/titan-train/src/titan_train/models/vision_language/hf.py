@@ -114,7 +114,7 @@ def config_of(args: Qwen3VLArgs) -> dict[str, Any]:
     """The fields of ``config.json`` that describe the model.
 
     Raises:
-        ValueError: The mixture of experts has settings that Qwen3-VL's has not.
+        ValueError: The mixture of experts has settings that Qwen3-VL does not have.
     """
     sparse = args.num_experts > 0
     kind = "qwen3_vl_moe" if sparse else "qwen3_vl"

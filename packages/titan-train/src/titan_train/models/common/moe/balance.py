@@ -56,9 +56,9 @@ def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 
 def set_aux_scale(model: nn.Module, scale: float) -> None:
-    """Turn the gradient of the auxiliary losses on: what it is multiplied by in training mode; 0 turns it off.
+    """Set what the gradient of the auxiliary losses is multiplied by in training mode; 0 turns it off.
 
-    A model that nobody calls this for learns from its language-model loss alone, whatever its coefficients are.
+    Without this call a model learns from its language-model loss alone.
 
     Args:
         model: The model or pipeline stage.
@@ -79,7 +79,7 @@ def set_sequence_group(model: nn.Module, group: dist.ProcessGroup | None) -> Non
 
 @torch.no_grad()
 def forget_routing(model: nn.Module) -> None:
-    """Start counting the load anew: the step is executed again."""
+    """Reset the counts of the load, for a step that is executed again."""
     for _, layer in moe_layers(model):
         layer.load.zero_()
         layer.losses.zero_()
@@ -89,7 +89,7 @@ def forget_routing(model: nn.Module) -> None:
 def update_expert_bias(
     model: nn.Module, group: dist.ProcessGroup | None, *, skip: bool = False
 ) -> dict[str, LayerRouting]:
-    """End an optimizer step: sum the load over ranks, move the biases, start counting anew.
+    """End an optimizer step: sum the load over ranks, move the biases, reset the counts.
 
     Call it once in a step, after the last backward; every rank of ``group`` alike. One all-reduce and one host sync for
     all layers.
@@ -157,7 +157,7 @@ def end_routing(
 def share_routing(
     routing: dict[str, LayerRouting], layers: Mapping[str, int], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, LayerRouting]:
-    """Tell every pipeline stage how the others' tokens were routed; every rank of ``group`` alike, in a step once.
+    """Share every stage's routing with all pipeline stages; every rank of ``group`` calls it once a step.
 
     Args:
         routing: Of this rank's layers.

@@ -103,7 +103,7 @@ class MoE(nn.Module):
         return _Observe.apply(routing.weights, aux, counts, noted, self.load, self.losses, self.aux_scale)  # pyright: ignore[reportReturnType]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
-        # A model cast to bfloat16 keeps the bias in float32, where steps of 1e-3 do not vanish; counts start anew.
+        # A model cast to bfloat16 keeps the bias in float32, where steps of 1e-3 do not vanish; counts restart.
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:

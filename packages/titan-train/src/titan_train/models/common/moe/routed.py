@@ -18,7 +18,7 @@ from titan_train.models.common.moe.layer import MoE
 
 
 class RoutedExperts(Experts):
-    """Stacked experts that are told which tokens go to which of them."""
+    """Stacked experts that are given the experts of each token."""
 
     def __init__(self, num_experts: int, dim: int, ffn_dim: int, *, experts_per_token: int, init_std: float) -> None:
         """Build the stacks; ``init_std`` is the standard deviation of initial weights."""
@@ -29,7 +29,7 @@ class RoutedExperts(Experts):
         self.dispatch: nn.Module = LocalDispatch()
 
     def reset_parameters(self) -> None:
-        """Draw the stacks anew."""
+        """Draw initial weights."""
         for weight in (self.w1, self.w2, self.w3):
             nn.init.normal_(weight, std=self.init_std)
 

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Gate(nn.Module):
-    """A linear layer without bias that computes in float32, whatever dtype its weight is kept in."""
+    """A linear layer without bias that computes in float32 for any dtype of its weight."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         """Build the weight ``[E, d]``."""
