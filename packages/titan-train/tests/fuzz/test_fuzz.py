@@ -1,4 +1,4 @@
-"""Random compositions give the losses, gradient norms and weights of one process: 40 cases, 500 in the slow session.
+"""Random compositions give the losses, gradient norms and weights of one process: 15 cases, 500 in the slow session.
 
 A failure names the command that replays its case alone. What a case is: `fuzz_cases`; the bounds: `fuzz_run`.
 """
@@ -7,7 +7,8 @@ import fuzz_cases
 import fuzz_run
 import pytest
 
-DEFAULT, SLOW = range(40), range(1000, 1500)
+DEFAULT = (0, 1, 2, 3, 7, 8, 10, 11, 13, 16, 17, 21, 23, 25, 27)  # few that cover every kind; quick ones among them
+SLOW = range(1000, 1500)
 MUST_COVER = {
     "llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "tied", "untied", "packed", "unpacked", "several trainers",
     "ep over all ranks", "one-rank fsdp mesh", "float8", "pp > 1", "tp > 1", "cp > 1", "ep > 1", "dp_replicate > 1",
