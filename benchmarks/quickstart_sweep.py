@@ -89,7 +89,7 @@ def try_one(words: list[str], budget: float, tokens: int) -> dict[str, Any]:
             spent = time.process_time() - started
             trainer.fit()
             lines = (trainer.run_dir / "metrics.jsonl").read_text().splitlines()
-            parameters = trainer.model.num_parameters
+            parameters = trainer.model.report.num_parameters
         (validation,) = [line for line in map(json.loads, lines) if line["kind"] == "validation"]
     batch = config.train.global_batch * config.model.seq_len
     return {

@@ -207,7 +207,7 @@ def wrapped(folder):
     from titan_train.train import Trainer
 
     with Trainer(parse_config(composition.tree(folder, "wrapped", TINY))) as trainer:
-        return trainer.model.plans[0].explain()
+        return trainer.model.report.plans[0].explain()
 
 
 def test_the_encoder_is_one_unit_of_fsdp(tmp_path):

@@ -31,7 +31,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_train.models.common.loss import IGNORE_INDEX
+from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.traits import traits_of
+from titan_train.parallel.param_shard import ParamShards
+from titan_train.parallel.tensor.styles import style_of
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 """Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
@@ -108,6 +111,35 @@ def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | 
         )
     part.set_submodule(name, LossHead.of(head, z_loss))
     return name
+
+
+def locate_vocabulary(
+    part: nn.Module, name: str, cuts: ParamShards, table: StyleTable, group: dist.ProcessGroup
+) -> None:
+    """Tell the head that computes the loss which rows tensor parallelism left it.
+
+    Args:
+        part: With its head, which `fuse_head_loss` replaced.
+        name: Of the head.
+        cuts: What tensor parallelism cut.
+        table: By which it cut.
+        group: Its ranks.
+
+    Raises:
+        ValueError: The head is cut by another style than ``head``.
+    """
+    cut = cuts.get(f"{name}.weight")
+    if cut is None or cut.pieces == 1:
+        return
+    style = style_of(name, table)
+    if style != "head":
+        raise ValueError(
+            f"parallel.tp_plan cuts {name}, the linear to the vocabulary, by the style {style!r}: the loss "
+            "would miss the logits of other ranks. Give it the style 'head'."
+        )
+    head = part.get_submodule(name)
+    assert isinstance(head, LossHead)
+    head.shard = VocabShard(group, cut.offset[0])
 
 
 def linear_cross_entropy_sum(

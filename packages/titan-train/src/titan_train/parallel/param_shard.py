@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from titan_train.models.initialize import InitFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +64,27 @@ def slice_parameter(module: nn.Module, name: str, dim: int, start: int, length: 
     offset = [0] * whole.ndim
     offset[dim] = start
     return ParamShard(tuple(whole.shape), tuple(offset), pieces=1, axis="tp")
+
+
+def init_of_shards(init: InitFn, cuts: ParamShards, tied: Mapping[str, str], seed: int) -> InitFn:
+    """Fill the box of each parameter that is here, from the values of the whole one.
+
+    Args:
+        init: Of whole parameters.
+        cuts: What was cut; read when a parameter is filled.
+        tied: Further names of tied parameters, to the first.
+        seed: Of the run.
+    """
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if fqn in tied:  # the copy of a tied parameter on another pipeline stage starts as the first one does
+            generator = fsdp.generator_for(tied[fqn], tensor.device, seed)
+        cut = cuts.get(fqn)
+        if cut is None:
+            init(tied.get(fqn, fqn), tensor, generator)
+            return
+        whole = tensor.new_empty(cut.global_shape)
+        init(tied.get(fqn, fqn), whole, generator)
+        tensor.copy_(cut.of(whole, tuple(tensor.shape)))
+
+    return fill

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
+from titan_mesh import Mesh
 from titan_pipeline import Schedule, balanced_cut
 from torch import nn
 
@@ -113,3 +114,15 @@ def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> n
     kept = nn.ModuleDict({str(number): cast(nn.ModuleDict, whole.layers)[str(number)] for number in layers})
     stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}
     return copy.deepcopy(stage)  # parts that other stages hold are not copied
+
+
+def take_parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None) -> list[nn.Module]:
+    """Copies of what this rank holds: the model, or its stages in the order of ``schedule.stages_of(rank)``."""
+    if schedule is None or mesh is None:
+        return [copy.deepcopy(whole)]
+    layers = stage_layers(config, whole, schedule)
+    last = schedule.num_stages - 1
+    return [
+        take_stage(whole, layers[stage], first=stage == 0, last=stage == last)
+        for stage in schedule.stages_of(mesh.rank_in("pp"))
+    ]

@@ -15,7 +15,7 @@ from titan_train.config import Config
 from titan_train.data import DataLoader
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
-from titan_train.parallel.apply import ParallelModel
+from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
 from titan_train.run_folder import sync_run_folder
 from titan_train.task import TaskInputs

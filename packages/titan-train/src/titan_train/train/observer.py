@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from titan_train.config import Config
     from titan_train.observe.records import ValidationRecord
     from titan_train.observe.timing import StepTimer
-    from titan_train.parallel.apply import ParallelModel
+    from titan_train.parallel.model import ParallelModel
     from titan_train.train.step import StepResult
 
 Phase = Literal["data", "validation", "checkpoint"]

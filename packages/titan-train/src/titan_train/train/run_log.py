@@ -61,13 +61,13 @@ class RunLog(Observer):
     def on_start(self, run: ObservedRun) -> None:
         self.run = run
         self._throughput = Throughput(
-            flops_per_token=run.model.flops_per_token,
+            flops_per_token=run.model.report.flops_per_token,
             peak_flops=device_peak_flops(device_name(run.device), self._config.train.dtype),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
         )
 
     def on_step(self, info: StepInfo) -> None:
-        result, step, fused = info.result, info.step, self.run.model.fused
+        result, step, fused = info.result, info.step, self.run.model.report.fused
         if fused is not None and not self._compiled:
             self.event("async_tp_compiled", step, gathers=fused.gathers, scatters=fused.scatters, not_fused=fused.left)
         self._compiled = True

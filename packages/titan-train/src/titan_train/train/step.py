@@ -39,7 +39,7 @@ from titan_train.task import TaskBatch
 from titan_train.train.reduce_scope import ReduceScope
 
 if TYPE_CHECKING:
-    from titan_train.parallel.apply import ParallelModel
+    from titan_train.parallel.model import ParallelModel
     from titan_train.train.rerun import Rerun, RerunVerdict
 
 

@@ -13,7 +13,8 @@ from titan_train.config import Config
 from titan_train.data import BatchSource, DataLoader
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
-from titan_train.parallel.apply import build_parallel_model, describe_layout, describe_options
+from titan_train.parallel.apply import build_parallel_model
+from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
@@ -164,7 +165,7 @@ class Trainer(TrainingLoop):
         layout_text = describe_layout(plan.layout, self.model, plan.schedule)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")
         self.log.open(self.run_dir, self.step)
-        add_run_info(self.run_dir, parameters=self.model.num_parameters, device=device_name(self.device))
+        add_run_info(self.run_dir, parameters=self.model.report.num_parameters, device=device_name(self.device))
         for step, damage in self._checkpoints.checkpointer.passed_over:
             self.event("checkpoint_passed_over", passed_step=step, reason=str(damage))
         if self.step:

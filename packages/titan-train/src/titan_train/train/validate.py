@@ -9,7 +9,7 @@ import titan_fp8
 import torch
 
 from titan_train.observe.records import ValidationRecord
-from titan_train.parallel.apply import ParallelModel
+from titan_train.parallel.model import ParallelModel
 from titan_train.task import TaskBatch
 from titan_train.tokenizers import bits_per_byte
 from titan_train.train.reduce_scope import ReduceScope

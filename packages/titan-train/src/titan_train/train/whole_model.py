@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titan_train.config.parallel import ParallelConfig
 from titan_train.models import accepted_inputs
-from titan_train.parallel.apply import ParallelModel
+from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.pipeline import Pipeline
 from titan_train.task import TaskInputs, WholeCut
 

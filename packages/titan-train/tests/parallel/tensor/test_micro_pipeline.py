@@ -154,7 +154,7 @@ def built(as_on_cuda: bool) -> tuple[bool, list[str], bool, bool]:
     options = compiled[0]["inductor_options"]
     name = mesh.group("tp").group_name
     known = name in symmetric_memory._group_name_to_store
-    return model.fused is not None, overlapped_modules(model.parts[0]), "_micro_pipeline_tp" in options, known
+    return model.report.fused is not None, overlapped_modules(model.parts[0]), "_micro_pipeline_tp" in options, known
 
 
 @pytest.mark.parametrize("as_on_cuda", [False, True])

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn
 from torch import Tensor, nn
 
+from titan_train.config import Config
 from titan_train.parallel.float8 import LayerNormedInput, NormedInput, SharedFloat8Input
 from titan_train.parallel.tensor.boundaries import enter
 from titan_train.parallel.tensor.plan import PlannedModule
@@ -57,6 +58,15 @@ def can_gather_float8(recipe: titan_fp8.Recipe) -> bool:
 def gathers_same_bits(recipe: titan_fp8.Recipe) -> bool:
     """Whether gathering in float8 gives the bits of casting what was gathered."""
     return can_gather_float8(recipe) and recipe.x.gran != "tensor"
+
+
+def gathers_float8(config: Config, *, split_backward: bool) -> bool:
+    """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
+    if config.model.lora_rank:  # an adapter reads what its base reads, before the cast
+        return False
+    if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
+        return config.float8.recipe != "none" and config.float8.tp_gather == "on"
+    return gathers_same_bits(titan_fp8.Recipe.get(config.float8.recipe)) and not split_backward
 
 
 def gather_in_float8(model: nn.Module, modules: Sequence[PlannedModule], group: dist.ProcessGroup) -> set[str]:

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_train.models.common.loss import TokenLoss
+from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tensor.collectives import all_reduce
+from titan_train.parallel.tensor.styles import style_of
 
 IGNORE_INDEX = -100
 
@@ -37,6 +41,18 @@ def vocab_parallel_cross_entropy_sum(
         A float32 scalar in nats, the same on every rank; 0 if every label is ignored.
     """
     return cast(Tensor, _CrossEntropySum.apply(logits, labels, group, vocab_offset, z_loss))
+
+
+def whole_loss(
+    loss: TokenLoss, cuts: ParamShards, table: StyleTable, group: dist.ProcessGroup, *, z_loss: float
+) -> TokenLoss:
+    """The loss on the logits that tensor parallelism leaves a rank: ``loss`` itself where it cut no head."""
+    owners = ((name.rpartition("."), cut) for name, cut in cuts.items())
+    heads = [cut for (owner, _, leaf), cut in owners if leaf == "weight" and style_of(owner, table) == "head"]
+    if not heads:
+        return loss
+    offset = heads[-1].offset[0]
+    return lambda logits, labels: vocab_parallel_cross_entropy_sum(logits, labels, group, offset, z_loss=z_loss)
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -1,0 +1,68 @@
+"""What one rank trains: its part of the model, and what a step needs to know of the whole."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import titan_fp8
+import titan_fsdp as fsdp
+from torch import Tensor, nn
+
+from titan_train.models.call import accepted_inputs
+from titan_train.models.common.loss import ObservedLoss, TokenLoss
+from titan_train.parallel.gradients import Gradients
+from titan_train.parallel.param_shard import ParamShards
+from titan_train.parallel.pipeline import Pipeline
+from titan_train.parallel.tensor.micro_pipeline import FusedProducts
+from titan_train.parallel.tied import ParameterNames
+from titan_train.task import ContextCut, Task, TaskBatch
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of applying parallelism, for logs and records; training does not read it."""
+
+    num_parameters: int
+    """Of the whole model."""
+    flops_per_token: float
+    """Of the whole model, forward and backward."""
+    plans: list[fsdp.WrapPlan] = field(default_factory=list[fsdp.WrapPlan])
+    """How each part was wrapped; empty in mode "none"."""
+    float8: list[titan_fp8.ConversionReport] = field(default_factory=list[titan_fp8.ConversionReport])
+    """Which linears of each part compute in float8; empty where that was not asked for."""
+    fused: FusedProducts | None = None
+    """What the compiler overlapped of tensor parallelism, known after the first step; None where it was not asked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """What one rank trains."""
+
+    parts: Sequence[nn.Module]
+    """The model; under pipeline parallelism, this rank's stages."""
+    cuts: ParamShards
+    """Which box of each parameter is here, where tensor or expert parallelism cut it."""
+    names: ParameterNames
+    """Of all parameters of the whole model."""
+    experts: Mapping[str, int]
+    """Experts of each mixture-of-experts layer of the whole model, by the layer's name."""
+    task: Task
+    """What the model is trained on."""
+    loss: TokenLoss
+    """From the output (of a decoder: its local logits) and the target to the sum of the loss, unless the head computes it."""
+    fused_loss: bool
+    """The head computes the loss, a chunk of tokens at a time."""
+    observed: ObservedLoss | None
+    """The same loss, where the task reports it by parts."""
+    gradients: Gradients
+    context: ContextCut | None
+    pipeline: Pipeline | None
+    report: Report
+
+    def loss_sum(self, batch: TaskBatch) -> Tensor:
+        """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""
+        (module,) = self.parts
+        taken = accepted_inputs(module, self.task.keywords)
+        passed = {name: value for name, value in batch.keywords.items() if name in taken and value is not None}
+        if self.fused_loss:
+            return module(*batch.inputs, **passed, labels=batch.target)
+        return self.loss(module(*batch.inputs, **passed), batch.target)
