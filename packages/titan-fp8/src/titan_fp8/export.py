@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titan_fp8 import ops
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear, plain_weight
-from titan_fp8.weights.dtensor import is_dtensor
+from titan_fp8.weights.sharded import is_dtensor
 
 # https://github.com/huggingface/safetensors#format
 _SAFETENSORS_DTYPES = {
@@ -54,6 +54,10 @@ class _Source(NamedTuple):
 
     tensor: Tensor
     entries: tuple[_Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
 
 
 @torch.no_grad()
@@ -96,7 +100,7 @@ def export_hf_fp8(
         index = {
             e.name: p.name for p, group in zip(paths, files, strict=True) for source in group for e in source.entries
         }
-        total = sum(entry.num_bytes for source in sources for entry in source.entries)
+        total = sum(source.num_bytes for source in sources)
         paths.append(folder / "model.safetensors.index.json")
         if writes:
             _write_json(paths[-1], {"metadata": {"total_size": total}, "weight_map": index})
@@ -153,12 +157,11 @@ def _split(sources: list[_Source], max_file_bytes: int) -> list[list[_Source]]:
     files: list[list[_Source]] = [[]]
     size = 0
     for source in sources:
-        num_bytes = sum(entry.num_bytes for entry in source.entries)
-        if files[-1] and size + num_bytes > max_file_bytes:
+        if files[-1] and size + source.num_bytes > max_file_bytes:
             files.append([])
             size = 0
         files[-1].append(source)
-        size += num_bytes
+        size += source.num_bytes
     return files
 
 

@@ -14,7 +14,7 @@ from titan_fp8.layers.linear import Float8Linear, plain_weight
 from titan_fp8.products import cast
 from titan_fp8.recipe import Scaling
 from titan_fp8.reference import FLOAT8_MAX, dequantize
-from titan_fp8.weights.dtensor import is_dtensor
+from titan_fp8.weights.sharded import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from titan_fp8.layers.functional import linear, linear_deferred
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
-from titan_fp8.weights.dtensor import is_dtensor
 from titan_fp8.weights.gathered import GatheredWeight
-from titan_fp8.weights.sharded import ShardCache, ShardedWeight
+from titan_fp8.weights.sharded import ShardCache, ShardedWeight, is_dtensor
 
 
 class Float8Linear(nn.Linear):

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear
-from titan_fp8.weights.dtensor import is_dtensor
-from titan_fp8.weights.sharded import ShardedWeight
+from titan_fp8.weights.sharded import ShardedWeight, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -2,6 +2,5 @@
 
 - `cache`: the cast of one weight, kept while someone has declared that the weight does not change.
 - `sharded`: a shard that FSDP2 gathers in float8.
-- `dtensor`: recognizing a DTensor without importing it.
 - `gathered`: the weight that FSDP2 made of gathered shards.
 """

@@ -16,7 +16,8 @@ DTensor, where optimizers write to shards, version counters stand still, so in-p
 Gathered codes are bytes (``torch.uint8``), which every backend can send.
 """
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from titan_fp8.recipe import Scaling
 from titan_fp8.reference import encode_decode_scales, finite_amax, round_up
 from titan_fp8.weights.cache import changed_message, checksum
 from titan_fp8.weights.gathered import GatheredWeight
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _aten = torch.ops.aten
 # What FSDP2 does to a parameter to cut, pad, move and re-make its shard. All else sees a plain tensor.
@@ -279,3 +283,9 @@ class ShardedWeight(torch.Tensor):
 def aligned(num_rows: int, num_ranks: int) -> bool:
     """Whether FSDP2 cuts a weight of so many rows into equal shards of whole 128x128 blocks (or not at all)."""
     return num_ranks == 1 or num_rows % (128 * num_ranks) == 0
+
+
+def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
+    """Whether ``value`` is a DTensor, without importing its module, which takes most of a second of CPU."""
+    module = sys.modules.get("torch.distributed.tensor")  # where it was never imported there is none
+    return module is not None and isinstance(value, module.DTensor)
