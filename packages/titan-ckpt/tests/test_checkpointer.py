@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
+from titan_testing import run_ranks
 from torch import nn
 
 
@@ -80,17 +81,19 @@ def test_a_forked_child_that_ends_does_not_give_up_its_parents_claim(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "the parent does when it ends"
 
 
-SAVING = """
-import sys, torch
-from titan_ckpt import Checkpointer, TrainState
-Checkpointer(sys.argv[1], keep_last=1).save(9, TrainState(model=torch.nn.Linear(16, 16), rng=False))
-"""
+def save_step(root: str) -> str:
+    """The error, if any."""
+    try:
+        Checkpointer(root, keep_last=1).save(9, state_of())
+    except ValueError as err:
+        return str(err)
+    return ""
 
 
 def refused_in_another_process(root) -> bool:
-    ran = subprocess.run([sys.executable, "-c", SAVING, str(root)], capture_output=True, text=True)
-    assert ran.returncode == 0 or "is being saved to by process" in ran.stderr
-    return ran.returncode != 0
+    (error,) = run_ranks(save_step, 1, str(root), init=False)
+    assert not error or "is being saved to by process" in error
+    return bool(error)
 
 
 @pytest.mark.parametrize("spelling", ["same", "relative", "link", "dots"])

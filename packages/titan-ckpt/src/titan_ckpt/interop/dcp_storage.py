@@ -38,19 +38,15 @@ from torch.futures import Future
 from titan_ckpt.errors import DamageError, malformed_is_damage
 from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor, pack_tensor
 from titan_ckpt.format.names import ITEM_BYTES, SECTIONS, STATE_NAME, Entry, check_step, shard_name
-from titan_ckpt.format.tagged_json import dump_json
-from titan_ckpt.interop.stream import plain_state
+from titan_ckpt.interop.stream import lead_job
 from titan_ckpt.load.copies import Copy, box_copies, check_copies, read_tensor, run_copies
 from titan_ckpt.load.reader import StepReader
-from titan_ckpt.save.job import Lead, SaveLayout, WriteJob, commit_now, write_job
-from titan_ckpt.save.prepare import VERSIONS
+from titan_ckpt.save.job import SaveLayout, commit_now, write_job
 from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
-from titan_ckpt.state.train_state import merge_shared
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.steps.commit import begin_save, discard
-from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath, as_path
 
 
@@ -192,9 +188,7 @@ class TitanStorageWriter(StorageWriter):
         }
         names = tuple(file.name for file in files)
         layout = SaveLayout((), names, {section: {} for section in SECTIONS} | {"model": tensors})
-        state = dump_json(merge_shared(self.step, [plain_state(extra=extra)])).decode()
-        lead = Lead({}, VERSIONS, {}, Retention())
-        job = WriteJob(self._folder, self.step, self._save_id, 0, self._world, layout, ((STATE_NAME, state),), lead)
+        job = lead_job(self._folder, self.step, self._save_id, self._world, layout, extra=extra)
         return commit_now(job, files + write_job(job, ()))
 
     @classmethod

@@ -37,10 +37,8 @@ def write_step(
     plan = plan_save([held])
     pieces = plan.pieces[0]
     layout = SaveLayout(layout_files(held, pieces, 0), *plan.index_tensors())
-    state = dump_json(merge_shared(step, [plain_state(**shared)])).decode()
-    lead = Lead({}, VERSIONS, {}, Retention())
     folder, save_id = begin_save(root, step, Process.of(os.getpid()))
-    job = WriteJob(folder, step, save_id, 0, 1, layout, ((STATE_NAME, state),), lead)
+    job = lead_job(folder, step, save_id, 1, layout, **shared)
     try:
         return commit_now(job, write_job(job, (view_bytes(listed[p.held][2], progress=progress) for p in pieces)))
     except BaseException:
@@ -48,10 +46,13 @@ def write_step(
         raise
 
 
-def plain_state(**parts: Any) -> dict[str, Any]:
-    """The plain state of a step with only a model, and with ``parts`` in place of their defaults."""
+def lead_job(folder: StorePath, step: int, save_id: str, world_size: int, layout: SaveLayout, **parts: Any) -> WriteJob:
+    """Rank 0's job of a step with only a model; ``parts`` of the plain state take the place of their defaults."""
     empty = {"groups": [], "leaves": {}}
-    return {"dp": [0, 1], "has": ["model"], "model": {}, "optim": empty, "sched": [], "extra": {}} | parts
+    plain = {"dp": [0, 1], "has": ["model"], "model": {}, "optim": empty, "sched": [], "extra": {}} | parts
+    state = dump_json(merge_shared(step, [plain])).decode()
+    lead = Lead({}, VERSIONS, {}, Retention())
+    return WriteJob(folder, step, save_id, 0, world_size, layout, ((STATE_NAME, state),), lead)
 
 
 def view_bytes(
