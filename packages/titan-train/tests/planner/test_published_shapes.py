@@ -72,6 +72,18 @@ def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: P
         shape_of_published("hf:x", {"model_type": "llama"})
 
 
+def test_norms_of_queries_and_keys_are_those_of_the_plan() -> None:
+    normed = {
+        kind
+        for kind in HF_PLANS
+        if any(
+            b.attention and b.attention.qk_norm
+            for b in shape_of_published(kind, {**LLAMA3_8B, "model_type": kind}).blocks
+        )
+    }
+    assert normed == {"qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
+
+
 def test_windows_and_routed_layers_make_groups_of_their_own() -> None:
     types = ["sliding_attention", "full_attention"] * 2
     fields = {

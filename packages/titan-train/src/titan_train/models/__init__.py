@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from titan_train.models.build import build_model
     from titan_train.models.call import TokenBatch, accepted_inputs, call_model
+    from titan_train.models.common.args import MoEArgs
     from titan_train.models.common.attention import CausalAttention, SequenceContext
-    from titan_train.models.common.moe.args import MoEArgs
     from titan_train.models.common.moe.layer import MoE
     from titan_train.models.deepseek.args import DeepSeekArgs
     from titan_train.models.deepseek.model import DeepSeek

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_testing import assert_close, run_ranks
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.moe.balance import (
     LayerRouting,
     routing_statistics,

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from titan_testing import assert_close
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.blocks import SwiGLU
-from titan_train.models.common.moe.args import MoEArgs
 from titan_train.models.common.moe.balance import update_expert_bias
 from titan_train.models.common.moe.experts import GroupedMM, grouped_mm_loop, grouped_mm_masked
 from titan_train.models.common.moe.layer import MoE

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.moe.router import Router
 from torch import Tensor
 

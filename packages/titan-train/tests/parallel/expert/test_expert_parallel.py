@@ -7,8 +7,8 @@ from titan_testing import assert_close, run_ranks
 from titan_train.config import ActivationsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.blocks import SwiGLU
-from titan_train.models.common.moe.args import MoEArgs
 from titan_train.models.common.moe.balance import set_aux_scale, update_expert_bias
 from titan_train.models.common.moe.experts import grouped_mm_loop
 from titan_train.models.common.moe.layer import MoE

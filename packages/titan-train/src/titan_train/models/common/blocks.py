@@ -9,8 +9,8 @@ Shapes: B batch, S sequence, d width, H query heads, K key-value heads, D head w
 
 from torch import Tensor, nn
 
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.attention import CausalAttention, SequenceContext
-from titan_train.models.common.moe.args import MoEArgs
 from titan_train.models.common.moe.layer import MoE
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.rope import rotate_pair

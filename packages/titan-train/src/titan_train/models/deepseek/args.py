@@ -7,8 +7,7 @@ extra layer that predicts a second token is not part of the model here. Paramete
 from dataclasses import dataclass
 from typing import Annotated
 
-from titan_train.models.common.args import check_rotary_channels
-from titan_train.models.common.moe.args import MoEArgs, Scores
+from titan_train.models.common.args import MoEArgs, Scores, check_rotary_channels
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
 from titan_train.values import Count, Range
 

@@ -1,21 +1,20 @@
 """The shape of a published model, from the fields of its ``config.json``. No torch, no transformers.
 
-Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, norms of
-queries and keys, biases) is known by ``model_type``. Matrices are exact for the families with a plan; vectors (norms, biases)
-may be missed by one a layer.
+Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
+by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan; up to
+one vector per layer (norms, biases) may be missed.
 """
 
 from collections.abc import Mapping
 from typing import Any, cast
 
+from titan_train.models.hf.plans import hf_plans
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 
 _TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 """Families whose head is the embedding's matrix where the file does not say."""
 _UNGATED = ("gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron")
 _BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
-_NORMED = ("qwen3", "qwen3_moe", "gemma3_text")
-"""Families with a norm of each query and key head."""
 
 
 def shape_of_published(name: str, published: Mapping[str, Any]) -> ModelShape:
@@ -86,9 +85,15 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
         heads,
         read.size("num_key_value_heads", "num_kv_heads", default=single),
         read.size("head_dim", default=max(1, dim // heads)),
-        qk_norm=kind in _NORMED,
+        qk_norm=_norms_heads(kind),
         bias=bool(fields.get("attention_bias", kind in _BIASED)),
     )
+
+
+def _norms_heads(kind: str) -> bool:
+    """Whether queries and keys are normalised, as the family's plan says."""
+    plan = hf_plans().get(kind)
+    return plan is not None and any(f".{plan.attention}." in name and name.endswith("_norm") for name in plan.styles)
 
 
 def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:

@@ -7,8 +7,7 @@ in models of any width. Parameter counts are exact and held by a test.
 from dataclasses import dataclass
 from typing import Annotated
 
-from titan_train.models.common.args import check_key_heads, check_rotary_channels
-from titan_train.models.common.moe.args import MoEArgs, RoutingArgs
+from titan_train.models.common.args import MoEArgs, RoutingArgs, check_key_heads, check_rotary_channels
 from titan_train.models.shape import AttentionWidths, Block, FeedForwardShape, ModelShape
 from titan_train.values import Count, Range, check_values
 

@@ -1,6 +1,5 @@
 """A mixture of experts as a plain module.
 
-- `args`: the shape of one layer.
 - `layer`: `MoE`: route, dispatch, compute, add, and record the load.
 - `router`: scores, groups, and the experts of each token.
 - `dispatch`: sort tokens by expert and bring the results back.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import _functional_collectives as functional
 
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.moe.dispatch import LocalDispatch
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.moe.router import Router, Routing

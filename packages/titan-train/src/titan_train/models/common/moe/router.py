@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.common.moe.args import MoEArgs
+from titan_train.models.common.args import MoEArgs
 
 
 class Routing(NamedTuple):
