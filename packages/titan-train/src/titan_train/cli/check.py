@@ -89,6 +89,7 @@ def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
 
 def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     """Time by term, memory by use, tokens per second with an interval. No torch: under a second."""
+    from titan_train.models.hf.folder import PREFIX
     from titan_train.planner.calibrate.defaults import constants_for
     from titan_train.planner.calibrate.runs import load_constants
     from titan_train.planner.estimate import estimate
@@ -101,6 +102,10 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
 
     machine = load_machine(arguments.hardware)
     shape, setup = shape_of_config(config), setup_of_config(config, devices)
+    if config.model.name.startswith(PREFIX):
+        from titan_train.planner.memory.folder import of_folder
+
+        shape = of_folder(shape, config.model.name, config.model.args)
     constants = (
         load_constants(arguments.constants)
         if arguments.constants
@@ -166,6 +171,8 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     print(_memory_table(ranks))
+    if arguments.rehearse and config.compile.enabled:
+        print("\ncounted eagerly: torch.compile keeps less, as check without --rehearse says")
     if arguments.rehearse:
         print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
     print("\nthe configuration is valid")

@@ -136,8 +136,13 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
+    shape = shape_of_config(config) if base and config is not None else find_shape(arguments.model)
+    if name.startswith(PREFIX):
+        from titan_train.planner.memory.folder import of_folder
+
+        shape = of_folder(shape, name, config.model.args if config is not None else {})
     return PlanRequest(
-        shape=shape_of_config(config) if base and config is not None else find_shape(arguments.model),
+        shape=shape,
         machine=machine,
         gpus=arguments.devices,
         seq_len=arguments.seq_len or (config.model.seq_len if config is not None else 8192),

@@ -5,8 +5,10 @@ A family's arguments state it (`titan_train.models.family.Family.shape`), and th
 absent, so that hybrid models are described too. Parameter counts are exact for the shipped decoders; a test compares them.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class AttentionWidths:
     """One projection is key and value."""
     sparse: bool = False
     """Keys are chosen for each query and gathered, not a band."""
+    fused: bool = True
+    """Scores stay on the chip."""
 
     @property
     def v_dim(self) -> int:
@@ -174,6 +178,8 @@ class ModelShape:
     final_norm: int = 1
     mtp: int = 0
     """Layers that predict a further token, each with its own pass through the head."""
+    kept: Callable[[Any], float] | None = field(default=None, compare=False)
+    """From a planner's setup to the bytes that one block keeps for backward, where a module of its own was counted."""
 
     @property
     def moe(self) -> bool:

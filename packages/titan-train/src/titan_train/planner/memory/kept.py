@@ -44,6 +44,8 @@ def tokens_of(setup: Setup) -> RankTokens:
 
 def kept_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one microbatch on one rank, for all blocks."""
+    if shape.kept is not None and not setup.te:
+        return shape.num_layers * shape.kept(setup)
     return _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
 
 
@@ -51,7 +53,11 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
 
     def working(block: Block, at: RankTokens) -> float:
-        return _recomputed(block, shape.dim, setup, at) + 2 * 2.0 * _widest(block, shape.dim) * at.whole / at.tp
+        if shape.kept is not None and not setup.te:
+            again = max(0.0, shape.kept(replace(setup, recompute="none")) - shape.kept(setup))
+        else:
+            again = _recomputed(block, shape.dim, setup, at)
+        return again + 2 * 2.0 * _widest(block, shape.dim) * at.whole / at.tp
 
     return _memo(shape, setup, "working", working, lambda found: max(found, default=0.0))
 
@@ -74,7 +80,7 @@ def _memo(
 
 
 def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
-    """Bytes that one block of this recomputation keeps."""
+    """Bytes that one block of this recomputation keeps, by its program."""
     if setup.recompute == "full":
         share = setup.recompute_share
         return share * at.element * dim * at.residual + (1 - share) * _everything(block, dim, setup, at)

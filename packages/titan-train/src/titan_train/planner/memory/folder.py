@@ -1,0 +1,81 @@
+"""A Hugging Face folder's own module in the account: what its blocks keep is counted on fake tensors.
+
+A block of transformers takes norms and rotary positions apart, and where its attention is not fused it keeps the scores:
+several times what our block of the same widths does. It is counted eagerly, for one sequence, as the difference that two
+more blocks make; a compiled block keeps less, so such a plan errs on the safe side.
+"""
+
+import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from titan_train.config import Config, load_config
+from titan_train.models.build import build_model
+from titan_train.models.shape import ModelShape
+from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.structure import blocks_of
+from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.setup import Setup
+
+
+class FolderBlocks:
+    """Counts what the blocks of a folder's module keep; each recomputation and length once."""
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        """Nothing is built before it is asked for.
+
+        Args:
+            name: ``hf:DIR``.
+            args: ``model.args``, the changes of its configuration.
+        """
+        self._name, self._args = name, args
+        self._found: dict[tuple[str, int], float] = {}
+
+    def __call__(self, setup: Setup) -> float:
+        """Bytes that one block keeps of one microbatch on one rank."""
+        key = setup.recompute, setup.seq_len // setup.cp
+        if key not in self._found:
+            few, more = (self._activations(count, *key) for count in (2, 4))
+            self._found[key] = (more - few) / 2
+        return self._found[key] * setup.microbatch / setup.tp
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention keeps its scores on the chip."""
+        return getattr(self._model.config, "_attn_implementation", "sdpa") != "eager"
+
+    @cached_property
+    def _model(self) -> Any:
+        return build_model(self._config("none", 64).model, vocab_size=None)
+
+    def _config(self, recompute: str, seq_len: int) -> Config:
+        given = {
+            "model.name": self._name, "model.seq_len": seq_len, "train.global_batch": 1, "train.microbatch": 1,
+            "train.dtype": "bf16", "activations.checkpoint": recompute, "parallel.mode": "fsdp", "launch.nproc": 1,
+            "launch.device": "cpu", "compile.enabled": "false",
+        }  # fmt: skip
+        config = load_config("debug", [word for key, value in given.items() for word in (f"--{key}", str(value))])
+        return replace(config, model=replace(config.model, args=self._args))
+
+    def _activations(self, count: int, recompute: str, seq_len: int) -> int:
+        model, config = copy.deepcopy(self._model), self._config(recompute, seq_len)
+        blocks = {id(block) for block in blocks_of(model)}
+        for container in model.modules():
+            if isinstance(container, nn.ModuleList) and any(id(child) in blocks for child in container):
+                del container[count:]
+        plan = plan_run(config, 1)
+        (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+        return rank.activations
+
+
+def of_folder(shape: ModelShape, name: str, args: dict[str, Any]) -> ModelShape:
+    """The shape with the memory, and the attention, of its folder's own module."""
+    found = FolderBlocks(name, args)
+    fused = found.fused_attention
+    blocks = tuple(
+        replace(block, attention=block.attention and replace(block.attention, fused=fused)) for block in shape.blocks
+    )
+    return replace(shape, blocks=blocks, kept=found)

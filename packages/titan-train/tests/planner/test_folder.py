@@ -1,0 +1,57 @@
+"""A Hugging Face folder is planned by its own module: what its blocks keep, and attention that writes its scores."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.models import build_model
+from titan_train.parallel.layout.run import plan_run
+from titan_train.planner import Setup, estimate, find_shape, load_machine
+from titan_train.planner.memory.folder import of_folder
+from titan_train.planner.memory.kept import kept_bytes
+from titan_train.planner.memory.ranks import estimate_ranks
+
+pytest.importorskip("transformers")
+GEMMA = {
+    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "sliding_window": 128,
+    "max_position_embeddings": 4096, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+@pytest.fixture
+def name(tmp_path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    return f"hf:{tmp_path}"
+
+
+def test_a_folders_blocks_are_counted_on_its_own_module(name: str) -> None:
+    plain = find_shape(name)
+    shape = of_folder(plain, name, {})
+    setup = Setup(seq_len=1024, global_batch=4, microbatch=2, stack="eager")
+    words = ["--model.name", name, "--model.seq_len", "1024", "--train.microbatch", "2", "--train.global_batch", "4"]
+    words += ["--train.dtype", "bf16", "--parallel.mode", "fsdp"]
+    config = load_config("debug", words)
+    plan, model = plan_run(config, 1), build_model(config.model, vocab_size=None)
+    (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+    # the embedding, the mask and the head keep a little beside the blocks
+    assert kept_bytes(shape, setup) == pytest.approx(rank.activations, rel=0.05)
+    assert kept_bytes(shape, setup) > 3 * kept_bytes(plain, setup)
+    assert kept_bytes(shape, replace(setup, recompute="full")) == 6 * 2048 * 64 * 2  # each block's input
+
+
+def test_scores_that_are_written_take_time(name: str) -> None:
+    plain, machine = find_shape(name), load_machine("h100")
+    setup = Setup(seq_len=4096, global_batch=4)
+    fused, written = (estimate(shape, machine, setup).time.terms for shape in (plain, of_folder(plain, name, {})))
+    assert written["attention"] > 1.5 * fused["attention"]
+
+
+def test_plan_of_a_folder_uses_its_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", name, "--devices", "2", "--seq-len", "1024", "--global-batch", "8", "--precision", "bf16"]
+    assert main(words) == 0
+    assert "8 sequences of 1,024 tokens" in capsys.readouterr().out
