@@ -161,51 +161,6 @@ def test_a_lost_node_a_preempted_one_and_a_killed_rank_end_in_the_same_losses(jo
     assert len(job.attempts(name)) == 4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
-    name = "shrinks"
-    while len(cluster.raylets()) < 4:  # the head, and three for the ranks
-        cluster.add_node()
-    command = cluster.open(job, name, "--launch.elastic", "--train.steps", "5000", nodes=3)
-    wait_for(lambda: "step=5/" in told(job, name))
-    cluster.lose_a_node()
-    wait_for(lambda: "resumed  step" in told(job, name))
-    cluster.add_node()
-    wait_for(lambda: "elastic  ranks came back" in told(job, name))
-    wait_for(lambda: len(job.attempts(name)) == 2)
-    wait_for(lambda: "step=" in told(job, name).rpartition("came back")[2].partition("resumed from")[2])
-    cluster.stop()  # it has done what it should: save and end
-    assert command.wait(timeout=900) == 0, told(job, name)
-    assert [attempt["world_size"] for attempt in job.attempts(name)] == [3, 2, 3], told(job, name)
-    consumed = [record["samples_consumed"] for record in job.records(name)]
-    assert consumed == [12 * step for step in range(1, len(consumed) + 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_quick_start_has_the_losses_of_local_ranks(job, cluster):
-    folder = job.folder
-    fewer = (
-        "--train.steps",
-        "6",
-        "--train.global-batch",
-        "2",
-        "--schedule.warmup-steps",
-        "2",
-        "--launch.device",
-        "cpu",
-    )
-    here = ("--run.dir", str(folder / "runs"), "--data.cache-dir", str(folder / "cache"))
-    ray = ("--launcher", "ray", "--ray.address", ADDRESS, "--launch.nnodes", "2", "--launch.nproc", "1")
-    local = job.run("start-local", *fewer, *here, "--launch.nproc", "2", timeout=800, config="quickstart")
-    assert local.returncode == 0, local.stderr
-    command = job.command("start-ray", *fewer, *here, *ray, config="quickstart")
-    done = cluster.namespace.run(command, folder, env=cluster.environ, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert job.losses("start-ray") == job.losses("start-local")
-
-
 def number_inside(pid):
     """A process's number in its own namespace."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
