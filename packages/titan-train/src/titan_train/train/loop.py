@@ -12,36 +12,26 @@ import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 
-import torch
-
-from titan_train.config import Config
 from titan_train.data import DataLoader
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim import Scheduler
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.task import TaskBatch, TaskInputs
 from titan_train.train.checkpoints import Checkpoints
-from titan_train.train.observer import Observer, Phase, StepInfo, is_due
+from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, StepResult, is_due
 from titan_train.train.process import SaveRequests
-from titan_train.train.run_log import RunLog
-from titan_train.train.step import OptimizerStep, StepResult
+from titan_train.train.step import OptimizerStep
 from titan_train.train.step_random import StepRandom
 
 
-class TrainingLoop:
+class TrainingLoop(ObservedRun):
     """The algorithm, over parts that `titan_train.train.trainer.Trainer` builds."""
 
-    config: Config
-    rank: int
-    step: int
-    """Optimizer steps made."""
     losses: list[float]
     """Loss of every step this trainer has made."""
-    optimizer: torch.optim.Optimizer
     scheduler: Scheduler
     batch_plan: BatchPlan
     observers: Sequence[Observer]
-    log: RunLog
     _inputs: TaskInputs
     _loader: DataLoader
     _batches: Iterator[TaskBatch] | None = None
@@ -81,8 +71,8 @@ class TrainingLoop:
                 if stop or save_asked or save_due:
                     self.save()
                 if stop:
-                    self.log.event("stopped", self.step, reason="SIGTERM")
-                    self.log.message(f"asked to stop: saved step {self.step}; run the same command to continue")
+                    self.event("stopped", reason="SIGTERM")
+                    self.message(f"asked to stop: saved step {self.step}; run the same command to continue")
                     break
 
     def save(self) -> None:

@@ -8,7 +8,7 @@ the list, so that one that communicates meets its peers. An exception ends the r
 import contextlib
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,10 +20,32 @@ if TYPE_CHECKING:
     from titan_train.observe.records import ValidationRecord
     from titan_train.observe.timing import StepTimer
     from titan_train.parallel.model import ParallelModel
-    from titan_train.train.step import StepResult
+    from titan_train.train.rerun import RerunVerdict
 
 Phase = Literal["data", "validation", "checkpoint"]
 """What the loop does besides optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank."""
+
+    loss: float
+    """The mean loss; of text, cross-entropy in nats over all valid labels."""
+    grad_norm: float
+    """2-norm of the whole gradient before clipping."""
+    num_labels: int
+    """What the loss was divided by, over all ranks: labels, or elements."""
+    skipped: bool
+    """Loss or gradient was not finite: nothing was updated."""
+    requests: tuple[bool, ...]
+    """For each request passed in, whether any rank made it."""
+    routing: dict[str, float]
+    """How evenly the mixtures of experts were used, from `routing_statistics`; empty for a dense model."""
+    rerun: "RerunVerdict | None" = None
+    """What executing a suspect step again showed; None if it was not."""
+    layer_norms: dict[str, float] = field(default_factory=dict[str, float])
+    """Norm of the gradient before clipping, by layer; empty unless asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +54,7 @@ class StepInfo:
 
     step: int
     """Optimizer steps made, this one included; the first is 1."""
-    result: "StepResult"
+    result: StepResult
     """Loss, gradient norm, and whether the update was skipped."""
     learning_rates: list[float]
     """What this step used, by parameter group."""

@@ -16,7 +16,6 @@ A step whose loss or gradient is not finite changes nothing: its gradients are d
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import titan_fp8
@@ -36,6 +35,7 @@ from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.optim.update import can_update, update
 from titan_train.task import TaskBatch
+from titan_train.train.observer import StepResult
 from titan_train.train.reduce_scope import ReduceScope
 
 if TYPE_CHECKING:
@@ -55,28 +55,6 @@ class Execution(NamedTuple):
     """How the experts were used, as `summed_routing` has it on the device."""
     updated: bool
     """The update is made already."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did, the same on every rank."""
-
-    loss: float
-    """The mean loss; of text, cross-entropy in nats over all valid labels."""
-    grad_norm: float
-    """2-norm of the whole gradient before clipping."""
-    num_labels: int
-    """What the loss was divided by, over all ranks: labels, or elements."""
-    skipped: bool
-    """Loss or gradient was not finite: nothing was updated."""
-    requests: tuple[bool, ...]
-    """For each request passed in, whether any rank made it."""
-    routing: dict[str, float]
-    """How evenly the mixtures of experts were used, from `routing_statistics`; empty for a dense model."""
-    rerun: "RerunVerdict | None" = None
-    """What executing a suspect step again showed; None if it was not."""
-    layer_norms: dict[str, float] = field(default_factory=dict[str, float])
-    """Norm of the gradient before clipping, by layer; empty unless asked for."""
 
 
 class OptimizerStep:
