@@ -18,8 +18,8 @@ from titan_train.observe.log import (
 )
 from titan_train.observe.records import ValidationRecord
 
-# Up to this size metrics.jsonl is read whole, about 10,000 steps. Of a longer one the beginning is: a logarithmic axis
-# shows its first steps one by one.
+# Up to this size, about 10,000 steps, metrics.jsonl is read whole. Of a longer one only the first steps are: a logarithmic
+# axis shows them one by one.
 _WHOLE_BYTES = 4 * 2**20
 _FIRST_STEPS = 1024
 
@@ -47,7 +47,7 @@ class History:
     tokens: int = 0
     """Tokens trained on, steps between two logged ones included."""
     tokens_per_step: int = 0
-    """Of the last step."""
+    """In the last step."""
     seconds: float = 0.0
     """Seconds of training over all attempts, whether a resumed attempt's clock went on or began at 0."""
     skipped: int = 0

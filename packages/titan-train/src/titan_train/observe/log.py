@@ -10,7 +10,7 @@ time 64 steps are logged, one line is appended to `metrics.blocks.jsonl` that co
 block before: where they end, the mean and the extremes of each quantity, and everything that is not a step word for word.
 Blocks follow each other without gaps, so a reader takes the blocks and then the lines after the last of them; resuming
 drops the blocks after its step and reads 64 lines. The index can be deleted: it is made again on the next resume, and the
-report then reads every line. A block whose end is not the end of its last line (somebody edited `metrics.jsonl`) makes all
+report then reads every line. A block whose end is not the end of its last line (`metrics.jsonl` was edited) makes all
 of them void.
 """
 
@@ -31,7 +31,7 @@ from titan_train.observe.records import StepRecord, ValidationRecord
 FILE_NAME = "metrics.jsonl"
 BLOCKS_NAME = "metrics.blocks.jsonl"
 STEPS = 64
-"""Of a block."""
+"""Steps in a block."""
 QUANTITIES = (
     "loss", "grad_norm", "lr", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_gpu", "mfu", "peak_mem_gib",
     "data_wait_s", "step_time_s", "load_max", "load_min",
@@ -41,7 +41,7 @@ PERIODIC_EVENTS = frozenset({"step_split", "groups"})
 _ONE_A_BLOCK = ("step_split", "groups", "activations")  # there are many, and each stands for the steps around it
 _FORMAT = 1
 NOT_OURS = (KeyError, TypeError, ValueError, OverflowError)
-"""What reading a line of another format raises, or of one that somebody edited."""
+"""Raised by reading a line of another format, or one that was edited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +88,11 @@ class StepBlock:
     tokens: int = 0
     """Tokens trained on, steps that were not logged included."""
     tokens_per_step: int = 0
-    """Of the last step."""
+    """In the last step."""
     seconds: float = 0.0
     """Seconds of training."""
     elapsed_s: float = 0.0
-    """Of the last step."""
+    """In the last step."""
     mean: list[float | None] = field(default_factory=list[float | None])
     low: list[float | None] = field(default_factory=list[float | None])
     high: list[float | None] = field(default_factory=list[float | None])

@@ -34,7 +34,7 @@ def device_peak_flops(device_name: str, dtype: Dtype) -> float | None:
         raise ValueError(f"dtype={dtype!r} has no peak; use one of {', '.join(get_args(Dtype))}.")
     name = device_name.strip()
     bare = _MAKER.sub("", name)
-    if bare == name:  # every maker's driver puts its name first; a bare name is somebody's short-hand
+    if bare == name:  # every maker's driver puts its name first; a bare name is shorthand
         return None
     tflops = next((device.get(dtype) for device in _devices() if re.fullmatch(device["names"], bare)), None)
     return None if tflops is None else tflops * 1e12

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "bar", "lines", "off"]
 # The ETA follows the last steps, so that a slow first one (compilation) is forgotten soon.
 _ETA_WINDOW = 32
-# Between two lines that nobody asked for one by one: a log of a long run stays readable.
+# Between two lines of progress=auto, so that the log of a long run stays readable.
 _SECONDS_BETWEEN_LINES = 5.0
 _LEAST_BAR, _MOST_BAR = 8, 40
 _SAMPLE_LINES = 5

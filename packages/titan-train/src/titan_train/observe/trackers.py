@@ -39,7 +39,7 @@ _CLOSE_S = 30.0
 def check_trackers(config: MetricsConfig) -> None:
     """Check that the wanted trackers exist, that their packages are installed, and that wandb finds a key, importing none.
 
-    Only one rank opens trackers, but every rank can call this, so that all of them refuse alike.
+    Only one rank opens trackers, but every rank can call this, so that all of them raise the same error.
 
     Raises:
         ValueError: A tracker that does not exist, or whose package or key is missing; the message says what to do.
@@ -97,7 +97,7 @@ class TrackerBeside:
         Args:
             name: The tracker's, for messages.
             open_: Opens it for a run that continues from the given step.
-            resume_step: Of the run.
+            resume_step: The run's.
             retry_s: Seconds until the first new try, and the most between two.
         """
         self._name = name
@@ -455,7 +455,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _check_login(setting: str) -> None:
-    """Refuse an online run of wandb for which it finds no key where it looks for one: it would ask, or raise."""
+    """Refuse an online run of wandb without a key where wandb looks for one: it would ask for it, or raise."""
     if os.environ.get("WANDB_MODE", "online") != "online" or os.environ.get("WANDB_DISABLED"):
         return
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

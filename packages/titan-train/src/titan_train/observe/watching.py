@@ -100,7 +100,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the wall time, what made progress; in [0, 1]."""
+        """The share of the wall time that made progress, in [0, 1]."""
         return min(1.0, self.progress_s / self.wall_s) if self.wall_s > 0 else 0.0
 
     @property
@@ -165,9 +165,9 @@ def panel(
     """The state of a run.
 
     Args:
-        name: Of the run.
-        status: Of its newest attempt.
-        total_steps: Of the whole run, if known.
+        name: The run's.
+        status: Its newest attempt's.
+        total_steps: The whole run's, if known.
         lines: The lines of `metrics.jsonl` so far, or the newest few thousand.
         goodput: See `find_goodput`.
         width: Columns.

@@ -25,7 +25,7 @@ def build_optimizer(
         model: Already sharded and materialized: the optimizer holds the parameters it is given. Or the parts of one
             that this rank has (pipeline stages).
         config: Kind, hyperparameters, and exceptions by pattern.
-        names: Of the whole model, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
+        names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
 
     Returns:
         An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names

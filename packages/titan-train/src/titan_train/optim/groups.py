@@ -46,7 +46,7 @@ def plan_groups(
     Args:
         model: With any wrappers; sharded or not. Or the parts of one that this rank has (pipeline stages).
         config: Patterns and defaults.
-        names: Of the whole model, where ``model`` is part of one: a pattern may be for a parameter that another rank has,
+        names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has,
             or for the name that a tied one has there.
 
     Returns:

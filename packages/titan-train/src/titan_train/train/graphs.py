@@ -74,7 +74,7 @@ class _StaticBatch:
 @dataclass(slots=True)
 class _Recorded:
     tensors: list[Tensor]
-    """Of the batches, in the order of `_leaves`."""
+    """The batches' tensors, in the order of `_leaves`."""
     denominator: Tensor
     replay: Callable[[], None]
     loss: Tensor

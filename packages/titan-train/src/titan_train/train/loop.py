@@ -4,7 +4,7 @@ State between steps is a handful of objects: model, optimizer, scheduler and the
 is in every checkpoint, and random numbers are drawn from the number of the step, so that ten steps, a stop, and ten more
 give bitwise the losses of twenty.
 
-What watches the run is called at the points of `titan_train.train.observer.Observer`, and is no part of the algorithm.
+What watches the run is not part of the algorithm: it is called at the points of `titan_train.train.observer.Observer`.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 `StepMeasure.timer` has the phases of the loop and of the step; collectives are counted while `StepMeasure.running`. Every
 ``metrics.split_every`` steps the ranks gather one row of numbers each. Rank 0 logs the event ``step_split`` and, for what
-holds the run up in two windows in a row, the event ``straggler``. Of a pipeline, the last step of each window is recorded
+holds the run up in two windows in a row, the event ``straggler``. The last step of each window of a pipeline is recorded
 action by action too (`PipelineTimes`).
 """
 

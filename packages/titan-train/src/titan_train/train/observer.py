@@ -125,7 +125,7 @@ class Observer:
         """The model was validated; ``sample`` is what it wrote, if the task lets it."""
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        """A checkpoint of ``step`` was saved, for which the ranks waited so many seconds."""
+        """A checkpoint of ``step`` was saved; the ranks waited ``seconds`` for it."""
 
     def on_end(self) -> None:
         """The trainer is closed, also after an error. Other ranks may be gone: do not communicate."""

@@ -34,7 +34,7 @@ def set_up_process(config: Config) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """As the vendor calls it; "cpu"."""
+    """The vendor's name of a device, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

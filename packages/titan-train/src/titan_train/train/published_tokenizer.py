@@ -14,7 +14,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
     """Compare the run's ids with those of the folder that its weights come from.
 
     Args:
-        config: Of the run.
+        config: The run's.
         tokenizer: The run's; None loads it, if it can be loaded before it is trained.
 
     Raises:
@@ -42,8 +42,8 @@ def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> st
     """In words, the first thing in which ``own`` differs from ``theirs``; empty if nothing was found.
 
     Args:
-        own: Of the run.
-        theirs: Of the published model.
+        own: The run's.
+        theirs: The published model's.
         larger: ``own`` may have more ids.
     """
     if own.fingerprint == theirs.fingerprint:

@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from titan_train.data.loader.source import TensorBatch
 from titan_train.exchange import gather_values
@@ -73,7 +74,7 @@ class RerunVerdict:
         return f"the step was computed again ({self.reason}): {findings[self.verdict]}"
 
     def fields(self) -> dict[str, Any]:
-        """As JSON values, for the event ``rerun``."""
+        """The JSON values of the event ``rerun``."""
         return {
             "verdict": self.verdict,
             "ranks": list(self.ranks),
@@ -84,7 +85,7 @@ class RerunVerdict:
 
 
 Figures = tuple[float, float, float]
-"""Of one execution of a step: the loss, the gradient's norm, and this rank's part of the loss."""
+"""One execution of a step: the loss, the gradient's norm, and this rank's part of the loss."""
 
 
 class Rerun:
@@ -266,17 +267,7 @@ def _names(batch: TaskBatch) -> Sequence[str]:
 
 def _like(batch: TaskBatch, values: dict[str, Any], device: torch.device) -> TaskBatch:
     """A batch of the same kind with these values, on the device."""
-    moved = {name: _to(value, device) for name, value in values.items()}
+    moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
     if dataclasses.is_dataclass(batch):
         return dataclasses.replace(cast("Any", batch), **moved)
     return TensorBatch(**moved)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(inner, device) for key, inner in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(inner, device) for inner in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return value

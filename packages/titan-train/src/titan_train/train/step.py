@@ -119,7 +119,7 @@ class OptimizerStep:
         Args:
             batches: This rank's micro-batches; every rank passes as many.
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
-            layer_norms: Measure the gradient by layer too; alike on every rank.
+            layer_norms: Measure the gradient by layer too; the same on every rank.
         """
         # from page-locked memory, or the copy would wait for the optimizer of the step before
         asked = torch.tensor([0, *requests], dtype=torch.int64, pin_memory=self._device.type == "cuda")
@@ -220,7 +220,7 @@ class OptimizerStep:
 
         Args:
             batches: This rank's micro-batches.
-            num_labels: Of the step over all ranks, at least 1: a scalar on the device.
+            num_labels: The step's, over all ranks, at least 1: a scalar on the device.
         """
         model = self._model
         cut = batches if model.context is None else [model.context.cut(batch) for batch in batches]

@@ -5,7 +5,7 @@ order of the data does not depend on that either.
 
 Ranks that compute on other tokens draw other numbers: those of data and context parallelism, and of tensor parallelism if it
 splits the sequence. So do the stages of a pipeline. Ranks that hold copies of the same activations draw the same, or the
-copies would part. On a GPU this is the device's generator; those of the host (Python's, numpy's, torch's) are alike on every
+copies would part. On a GPU this is the device's generator; those of the host (Python's, numpy's, torch's) are the same on every
 rank there, because what they decide, such as to skip a layer, may decide who takes part in a collective.
 """
 

@@ -8,7 +8,7 @@ its own parameters and one slice.
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
@@ -17,6 +17,7 @@ from titan_ckpt.interop.views import View, whole_box
 from titan_ckpt.state.dtypes import DTYPES
 from torch import nn
 
+from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.hf.folder import folder_of, read_published
@@ -27,21 +28,7 @@ from titan_train.parallel.tied import parameter_names, tied_to_first
 from titan_train.values import did_you_mean
 
 
-class InitChoice(Protocol):
-    """What of the model's configuration is read here; `titan_train.config.ModelConfig` is one."""
-
-    @property
-    def name(self) -> str:
-        """Of the model, for messages."""
-        ...
-
-    @property
-    def init_changes(self) -> tuple[str, ...]:
-        """Arguments that may differ from the published ones."""
-        ...
-
-
-def check_init(init: str, whole: nn.Module, config: InitChoice) -> tuple[Path, KeyMap]:
+def check_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, KeyMap]:
     """Whether a folder's weights are those of a model. Reads the headers of the files only.
 
     Args:
@@ -79,7 +66,7 @@ def load_init(
     parts: Sequence[nn.Module],
     *,
     whole: nn.Module,
-    config: InitChoice,
+    config: ModelConfig,
     shards: Mapping[str, LocalShard],
 ) -> None:
     """Fill this rank's parts of the model. Local; raises on every rank alike, before anything is changed.
@@ -112,7 +99,7 @@ def _compare(init: str, published: Mapping[str, object], model: Mapping[str, obj
     for name in changes:
         if name not in known:
             raise ValueError(
-                f"model.init_changes: {name!r} is no argument of this model. {did_you_mean(name, known)}They are "
+                f"model.init_changes: this model has no argument {name!r}. {did_you_mean(name, known)}They are "
                 f"{', '.join(sorted(known))}."
             )
     differing = {name for name in known if name not in changes and published.get(name) != model.get(name)}
@@ -124,7 +111,7 @@ def _compare(init: str, published: Mapping[str, object], model: Mapping[str, obj
         )
 
 
-def _vocabulary(config: InitChoice, whole: nn.Module) -> frozenset[str]:
+def _vocabulary(config: ModelConfig, whole: nn.Module) -> frozenset[str]:
     """Parameters with a row for each token, where the vocabulary may be larger than the published one."""
     if "vocab_size" not in config.init_changes:
         return frozenset()

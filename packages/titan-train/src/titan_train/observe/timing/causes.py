@@ -1,7 +1,7 @@
 """What holds a run up: one rank, one stage, one link, one data source.
 
 Ranks of a run finish their steps together, so a slow one does not show in step times. It shows in its own time: every
-other rank waits for it in collectives, it waits for nobody.
+other rank waits for it in collectives, and it waits for none.
 
     a rank's data phase far above the others'          its data source is slow
     all ranks of a stage above the other stages,
@@ -58,7 +58,7 @@ class Cause:
         return f"slow {who}: {self.part} takes {more} per step elsewhere; the others wait{on}"
 
     def fields(self) -> dict[str, Any]:
-        """As JSON values, for the event ``straggler``."""
+        """The JSON values of the event ``straggler``."""
         return {
             "cause": self.kind,
             "ranks": list(self.ranks),
@@ -78,7 +78,7 @@ def find_causes(
     Args:
         split: The steps at hand.
         place: Which ranks meet on which axis.
-        share: Of a step.
+        share: The least share of a step that is named.
         quickest: Seconds of the shortest call in earlier windows, by axis and group; see `shortest_calls`.
     """
     if len(split.rows) < 2:

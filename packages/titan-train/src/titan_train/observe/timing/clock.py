@@ -35,13 +35,13 @@ class AxisTotals:
     exposed_s: float = 0.0
     """The rank did nothing else: starting and waiting, also for ranks that come later."""
     moving_s: float = 0.0
-    """Of the exposed time of a pipeline, that in which a message was on its way; the rest waits for a neighbour to compute."""
+    """The part of a pipeline's exposed time in which a message was on its way; in the rest a neighbour computes."""
     hidden_s: float = 0.0
     """Under way while the rank computed. An operation found finished counts until it was asked for, so this is at most."""
     latency_s: float = 0.0
     """The shortest call; 0 if none was waited for."""
     bytes_per_s: float = 0.0
-    """Of the call with the most, one that no rank came late to."""
+    """The bandwidth of the fastest call, one that no rank came late to."""
 
     def add_call(self, seconds: float, sent_bytes: float) -> None:
         """Take the duration of one call, from its start to its end."""
@@ -137,7 +137,7 @@ class StepTimer:
         return self._waited_s + (self.clock() - self._waits_since if self.waits else 0.0)
 
     def totals(self, axis: str) -> AxisTotals:
-        """Of one axis, in this window."""
+        """One axis, in this window."""
         totals = self.axes.get(axis)
         if totals is None:
             totals = self.axes[axis] = AxisTotals()

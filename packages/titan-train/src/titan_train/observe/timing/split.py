@@ -26,7 +26,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of one value per rank."""
+        """From one value per rank."""
         return cls(min(values), statistics.median(values), max(values))
 
 
@@ -49,7 +49,7 @@ class Place:
         """A window as numbers, in seconds and bytes per step.
 
         Args:
-            window: Of this rank.
+            window: This rank's.
             work: How much this rank has to compute, in any unit; 0 where unknown.
         """
         steps = max(1, window.steps)
@@ -71,12 +71,12 @@ class AxisSplit:
     """Communication on one axis, per step."""
 
     calls: float
-    """Of the rank with the most."""
+    """The rank with the most."""
     sent_bytes: float
-    """Of the rank that sends most."""
+    """The rank that sends most."""
     exposed_s: Spread
     moving_s: Spread
-    """Of a pipeline, the exposed time in which a message was on its way; 0 on other axes."""
+    """The exposed time of a pipeline in which a message was on its way; 0 on other axes."""
     hidden_s: Spread
     latency_us: float | None
     """The shortest call of any rank; None if nothing was waited for."""
@@ -125,7 +125,7 @@ class StepSplit:
         return {name: round(value, 7) for name, value in parts.items()}
 
     def fields(self) -> dict[str, Any]:
-        """As JSON values, for the event ``step_split``: spreads are [least, median, most] in milliseconds."""
+        """The JSON values of the event ``step_split``: spreads are [least, median, most] in milliseconds."""
         return {
             "steps": self.steps,
             "wall_ms": _ms(self.wall_s),

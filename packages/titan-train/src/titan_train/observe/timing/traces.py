@@ -116,4 +116,4 @@ def _read(file: Path) -> dict[str, Any]:
         assert isinstance(about["row"], list)
         return trace
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AssertionError) as err:
-        raise ValueError(f"{file} is no whole trace of titan-train ({err}). Trace the steps again.") from err
+        raise ValueError(f"{file} is not a complete trace of titan-train ({err}). Trace the steps again.") from err
