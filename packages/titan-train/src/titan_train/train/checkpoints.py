@@ -3,15 +3,12 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import titan_fsdp as fsdp
-import torch
 from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
 from torch import nn
 
-from titan_train.config import Config
 from titan_train.data import DataLoader
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
@@ -19,6 +16,7 @@ from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
 from titan_train.run_folder import sync_run_folder
 from titan_train.task import TaskInputs
+from titan_train.train.observer import ObservedRun
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +26,12 @@ _COMPRESSION = "compression"
 class Checkpoints:
     """Saves and restores what a run on this rank consists of."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        *,
-        rank: int,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Scheduler,
-        loader: DataLoader,
-        inputs: TaskInputs,
-    ) -> None:
-        self._config, self._run_dir, self._rank = config, run_dir, rank
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._inputs = inputs
-        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, model.parts)
+    def __init__(self, run: ObservedRun, scheduler: Scheduler, loader: DataLoader, inputs: TaskInputs) -> None:
+        config = run.config
+        self._run, self._scheduler, self._inputs = run, scheduler, inputs
+        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts)
         self.checkpointer = Checkpointer(
-            run_dir / "checkpoints",
+            run.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
             keep_every=config.checkpoint.keep_every or None,
             async_=config.checkpoint.async_save,
@@ -59,9 +45,9 @@ class Checkpoints:
             ValueError: There is one, and ``checkpoint.resume`` is "never"; none is intact; or it is of another optimizer.
         """
         found = self.checkpointer.latest()
-        if found is not None and self._config.checkpoint.resume == "never":
+        if found is not None and self._run.config.checkpoint.resume == "never":
             raise ValueError(
-                f"checkpoint.resume='never', but {self._run_dir} holds a checkpoint of step {found}. "
+                f"checkpoint.resume='never', but {self._run.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
         try:
@@ -72,8 +58,8 @@ class Checkpoints:
                 "run.name to begin again. `titan-ckpt verify` on the folder lists every damaged place."
             ) from None
         if step:
-            check_restored(self._optimizer, self._config.optimizer.name)
-        elif self._config.model.init:
+            check_restored(self._run.optimizer, self._run.config.optimizer.name)
+        elif self._run.config.model.init:
             self._load_published()
         return step
 
@@ -83,27 +69,27 @@ class Checkpoints:
 
     def save(self, step: int) -> None:
         """Save; collective."""
-        if self._rank == 0:
-            sync_run_folder(self._run_dir)
+        if self._run.rank == 0:
+            sync_run_folder(self._run.run_dir)
         self.checkpointer.save(step, self._state())
 
     def _load_published(self) -> None:
         from titan_train.train.published_tokenizer import check_tokenizer
         from titan_train.train.warm_start import load_init
 
-        config, tokenizer = self._config.model, getattr(self._inputs, "tokenizer", None)
+        config, tokenizer = self._run.config.model, getattr(self._inputs, "tokenizer", None)
         if tokenizer is not None:
-            check_tokenizer(self._config, tokenizer)
+            check_tokenizer(self._run.config, tokenizer)
         whole = build_model(config, vocab_size=self._inputs.vocab_size, device="meta")
-        load_init(config.init, self._model.parts, whole=whole, config=config, shards=_local_shards(self._model))
+        load_init(config.init, self._run.model.parts, whole=whole, config=config, shards=_local_shards(self._run.model))
 
     def _state(self) -> TrainState:
-        tied = tied_to_first(self._model.names)
+        tied = tied_to_first(self._run.model.names)
         return TrainState(
-            model=self._model.parts,
-            shards={tied.get(name, name): shard for name, shard in _local_shards(self._model).items()},
+            model=self._run.model.parts,
+            shards={tied.get(name, name): shard for name, shard in _local_shards(self._run.model).items()},
             tied=tied,
-            optim=self._optimizer,
+            optim=self._run.optimizer,
             own_settings=True,
             sched=self._scheduler,
             data=self._rank_state,

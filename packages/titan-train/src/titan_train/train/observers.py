@@ -17,15 +17,7 @@ from titan_train.train.run_log import RunLog
 def build_observers(
     run: ObservedRun, monitor: Observer | None, measure: StepMeasure, log: RunLog, callbacks: Sequence[Observer]
 ) -> list[Observer]:
-    """Everything that watches a run, in the order in which it is called.
-
-    Args:
-        run: The trainer.
-        monitor: The launcher's, if there is one.
-        measure: Counts steps, so it is the first.
-        log: Records what those before it found.
-        callbacks: The caller's own.
-    """
+    """Everything that watches a run, in the order in which it is called: ``log`` records what those before it found."""
     config = run.config
     observers: list[Observer] = [measure]
     if monitor is not None:

@@ -48,12 +48,10 @@ class RunLog(Observer):
         self._progress = TrainProgress(self._config.metrics, total_steps=self._config.train.steps, first_step=step)
 
     def event(self, kind: str, step: int, **fields: object) -> None:
-        """Record that something happened, such as ``checkpoint_saved``; ``fields`` are JSON values."""
         for tracker in self._trackers:
             tracker.log_event(kind, step=step, **fields)
 
     def message(self, text: str) -> None:
-        """Log a line, and show it."""
         log.info(text)
         if self._progress is not None:
             self._progress.message(text)
@@ -131,14 +129,7 @@ class RunLog(Observer):
 
 
 def describe_task(config: Config, task: Task, part: nn.Module, *, samples: bool) -> list[str]:
-    """Lines for the log: what the task cannot do with a model.
-
-    Args:
-        config: The run's configuration.
-        task: What the model is trained on.
-        part: The model, or a stage of it.
-        samples: Validations would let the task sample.
-    """
+    """Lines for the log: what the task cannot do with a model; ``samples`` if validations would let it sample."""
     lines: list[str] = []
     masked = config.data.document_mask and "cu_seqlens" in task.keywords
     if masked and "cu_seqlens" not in accepted_inputs(part):

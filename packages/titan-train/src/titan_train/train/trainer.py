@@ -129,16 +129,7 @@ class Trainer(TrainingLoop):
         )
         place = place_of_rank(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._random = StepRandom(config.run.seed, self.device, place)
-        self._checkpoints = Checkpoints(
-            config,
-            self.run_dir,
-            rank=self.rank,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            loader=self._loader,
-            inputs=self._inputs,
-        )
+        self._checkpoints = Checkpoints(self, self.scheduler, self._loader, self._inputs)
         if world_size == 1:
             self._if_alone.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
