@@ -137,7 +137,7 @@ def test_missing_and_damaged_traces_are_named(run_dir, tmp_path):
     with pytest.raises(ValueError, match="lacks the traces of ranks 1"):
         read_traces(copy)
     trace_file(copy, 0).write_bytes(trace_file(run_dir, 0).read_bytes()[:5000])
-    with pytest.raises(ValueError, match="no whole trace"):
+    with pytest.raises(ValueError, match="not a complete trace"):
         read_traces(copy)
     trace_file(copy, 0).unlink()
     with pytest.raises(ValueError, match=r"--profile\.steps FIRST:LAST"):
