@@ -1,12 +1,16 @@
 """Families from anywhere: registered here, installed by a package, or refused with the reason."""
 
 import dataclasses
+import importlib
 import logging
+import operator
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from titan_ckpt import KeyMap
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, registry
 from titan_train.models.family import Family
@@ -72,6 +76,13 @@ def test_a_broken_package_is_left_out_with_a_warning(
     registry._installed.cache_clear()
     assert "entry point broken of titan_train.families could not be loaded" in caplog.text
     assert "entry point odd of titan_train.families is a function, not a Family" in caplog.text
+
+
+def test_the_key_maps_that_the_package_declares_exist() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for path in project["entry-points"]["titan_ckpt.key_maps"].values():
+        module, _, attribute = path.partition(":")
+        assert isinstance(operator.attrgetter(attribute)(importlib.import_module(module)), KeyMap)
 
 
 def test_names_are_readable_without_torch() -> None:
