@@ -164,3 +164,18 @@ def test_a_row_with_an_unknown_model_is_left_out_with_a_warning(tmp_path: Path) 
     with pytest.warns(UserWarning, match="no shape is known"):
         rows = load_rows(str(table))
     assert len(rows) == 10
+
+
+def test_a_row_whose_batch_leaves_ranks_without_a_sequence_is_left_out(tmp_path: Path) -> None:
+    shipped = resources.files("titan_train.planner.data").joinpath("published_throughput.csv").read_text()
+    header, *lines = shipped.splitlines()
+    row = dict(zip(header.split(","), next(csv.reader(lines[:1])), strict=True)) | {
+        "global_batch": "4",
+        "local_batch": "1",
+    }
+    with (tmp_path / "rows.csv").open("w") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow(row)
+    with pytest.warns(UserWarning, match="a batch of 4 leaves some of 8 data-parallel ranks without a sequence"):
+        assert load_rows(str(tmp_path / "rows.csv")) == []

@@ -76,6 +76,12 @@ def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "plan.toml").exists()
 
 
+def test_plan_refuses_a_missing_folder_before_it_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--out", str(tmp_path / "no" / "plan")]
+    assert main(words) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_plan_refuses_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3_405b", "--devices", "8", "--global-batch", "64"]) == 2
     assert "Smallest number of devices that fits" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.comm.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.constants import prior
+from titan_train.planner.cost.products import rates
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
 from titan_train.planner.cost.step import rank_parameters
 from titan_train.planner.memory.peak import in_flight, memory_peak
@@ -168,6 +169,24 @@ def test_a_batch_that_no_layout_shares_evenly_is_refused_with_the_nearest() -> N
     assert search(replace(asked, global_batch=66)).best
     shared = request("llama3_8b", 8, 8192, 64, fixed={"ep": 7})
     assert "nearest" not in refuse_search(shared, search(shared).closest)
+
+
+def test_a_fixed_degree_that_no_layout_has_is_refused_with_those_that_are() -> None:
+    asked = request("llama3_8b", 8, 8192, 64, fixed={"tp": 3})
+    assert "no legal layout has tp=3. With the other choices tp may be 1, 2, 4, 8." in refuse_search(asked, None)
+
+
+def test_the_best_in_bf16_is_named_where_float8_wins() -> None:
+    ranking = search(request("llama3_8b", 8, 8192, 64))
+    assert ranking.best[0].setup.precision == "tensorwise"
+    assert ranking.families["in bf16"].setup.precision == "bf16"
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_a_machine_without_units_for_scaled_blocks_is_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match=f"no units for precision {precision!r}"):
+        rates(load_machine("h100"), prior("compile"), precision)
+    assert rates(load_machine("b200"), prior("compile"), precision).products > 0
 
 
 def test_many_devices_share_parameters_in_groups_because_rings_grow_with_their_members() -> None:

@@ -61,6 +61,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     from titan_train.planner.view.svg import front_svg
     from titan_train.planner.view.tables import comparison_text, ranking_text
 
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise ValueError(
+            f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}. Create it first."
+        )
     request = build_request(arguments)
     ranking = search(request, max(arguments.top, *(arguments.explain or (1,))))
     if not ranking.best:

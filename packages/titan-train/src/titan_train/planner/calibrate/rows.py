@@ -103,6 +103,10 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
         # counted by the page's FLOPs per token
         shape = replace(shape, mtp=int(r.get("mtp") or _FURTHER_TOKENS.get(shape.name, 0)))
     setup = _setup(r, collection)
+    if setup.global_batch < setup.dp:
+        raise ValueError(
+            f"a batch of {setup.global_batch} leaves some of {setup.dp} data-parallel ranks without a sequence"
+        )
     machine = load_machine("h100_a3" if collection == "maxtext" else r["gpu"])
     # Automodel's page names recomputation where it is used; the other pages leave it out
     if not r["activation_checkpointing"] and collection != "automodel":

@@ -41,8 +41,9 @@ def rates(machine: Machine, constants: Constants, precision: Precision) -> Devic
     if precision in ("bf16", "fp32"):
         half = 2.0 if precision == "fp32" and machine.name != "cpu" else 1.0
         return DeviceRates(plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0)
+    blocks_of_32 = precision in ("mxfp8", "nvfp4")  # units that scale blocks came with those of fp4
     peak = machine.fp4 if precision == "nvfp4" else machine.fp8
-    if not peak:
+    if not peak or (blocks_of_32 and not machine.fp4):
         raise ValueError(
             f"{machine.title} has no units for precision {precision!r}. Use 'bf16', or a machine that has them."
         )

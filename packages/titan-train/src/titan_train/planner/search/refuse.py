@@ -7,7 +7,7 @@ from titan_train.models.shape import ModelShape
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.search.search import Searcher
-from titan_train.planner.search.space import PlanRequest
+from titan_train.planner.search.space import PlanRequest, degrees
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
@@ -98,6 +98,11 @@ def refuse_search(request: PlanRequest, closest: StepEstimate | None) -> str:
     """The sentence for a search that found nothing."""
     given = f"{request.shape.name} on {request.gpus} x {request.machine.title} at {request.seq_len:,} tokens"
     if closest is None:
+        for name, value in request.fixed.items():
+            free = replace(request, fixed={n: v for n, v in request.fixed.items() if n != name})
+            if name != "microbatch" and next(degrees(request), None) is None and next(degrees(free), None) is not None:
+                legal = ", ".join(map(str, sorted({found[name] for found in degrees(free)})))
+                return f"{given}: no legal layout has {name}={value}. With the other choices {name} may be {legal}."
         whole = request.global_batch // request.gpus * request.gpus
         near = " or ".join(str(batch) for batch in (whole, whole + request.gpus) if batch)
         nearest = (

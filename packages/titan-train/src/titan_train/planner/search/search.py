@@ -42,7 +42,7 @@ class Ranking:
     best: list[StepEstimate]
     """Best first."""
     families: dict[str, StepEstimate]
-    """The best without pipeline, without tensor and without context parallelism."""
+    """The best without pipeline, without tensor and without context parallelism, and in bf16."""
     front: list[StepEstimate]
     """Setups that no other beats in both memory and speed, least memory first."""
     tie: int
@@ -87,7 +87,7 @@ class Searcher:
         families = {
             name: next((e for e in ranked if getattr(e.setup, axis) == 1), None)
             for name, axis in (("no pipeline", "pp"), ("no tensor parallelism", "tp"), ("no context parallelism", "cp"))
-        }
+        } | {"in bf16": next((e for e in ranked if e.setup.precision == "bf16"), None)}
         return Ranking(
             request,
             ranked[:top],
