@@ -10,8 +10,8 @@ from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
-from titan_train.planner.comm.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.constants import prior
+from titan_train.planner.cost.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.products import rates
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
 from titan_train.planner.cost.step import rank_parameters

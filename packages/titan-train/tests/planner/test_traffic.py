@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
-from titan_train.planner.comm.traffic import step_traffic
+from titan_train.planner.cost.traffic import step_traffic
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
 from titan_train.train import Trainer

@@ -181,7 +181,7 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
 
 def _transfers(config: Config, devices: int, vocabulary: int | None) -> str:
     """What the first rank sends in a step, by axis; a test compares it with counted transfers."""
-    from titan_train.planner.comm.traffic import step_traffic
+    from titan_train.planner.cost.traffic import step_traffic
     from titan_train.planner.shapes import shape_of_config
     from titan_train.planner.translate import setup_of_config
 

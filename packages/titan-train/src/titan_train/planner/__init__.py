@@ -1,15 +1,15 @@
-"""Foresight: estimate, plan and explain a run before any device is rented. Pure Python and numpy; no torch, no ranks.
+"""Foresight: estimate, plan and explain a run before any device is rented. Pure Python and numpy; no ranks, and
+torch only where a real model is counted (`memory.ranks`, `memory.folder`).
 
 - `hardware/` machines as TOML files, and their reader
 - `shapes.py` the shapes of models by name; `titan_train.models.shape` is their vocabulary
 - `setup.py` one way to run: degrees, schedule, batch, recomputation, precision, software stack
-- `cost/` seconds of compute by operator, and the step by term
-- `comm/` seconds of collectives; counts and bytes by axis
-- `memory/` bytes by use at the fullest instant
+- `cost/` seconds by operator and collective, the step by term; counts and bytes of transfers by axis
+- `memory/` the account of bytes, by use at the fullest instant
 - `estimate.py` all of it for one setup
 - `search/` enumerate setups, rank them, say why; refuse what cannot fit
 - `calibrate/` few constants fitted to measured rows; the spread of what was not fitted
-- `view/` tables, SVG, the static page
+- `view/` tables, SVG, the page with sliders
 - `data/` the published measurements that the constants were fitted and scored on
 """
 

@@ -25,7 +25,7 @@ _ROUTED_SPREAD = 0.25
 
 @dataclass(frozen=True, slots=True)
 class TorchSet:
-    """Constants of the torch stacks: one fit, of which the eager factor applies to eager runs only."""
+    """Constants of the torch stacks: one fit, whose eager factor applies to eager runs alone."""
 
     compiled: Constants
     eager: Constants

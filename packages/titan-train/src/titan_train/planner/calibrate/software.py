@@ -1,4 +1,4 @@
-"""What a software stack makes of the same layout: one factor per (stack, precision, machine), with its uncertainty.
+"""How fast a software stack runs a layout: one factor per (stack, precision, machine), with its uncertainty.
 
 The same layout runs 26 % faster half a year later from software alone, so every stack has a factor, measured over
 estimated speed, fitted on at most two rows per (stack, precision, machine). A set with few rows leans on the sets that

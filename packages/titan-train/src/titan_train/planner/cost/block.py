@@ -7,8 +7,8 @@ router), ``pointwise`` (norms, gates, residuals). Transfers inside a block are `
 from dataclasses import dataclass, field, replace
 
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
-from titan_train.planner.comm.links import Span, exchange_seconds, gather_seconds
 from titan_train.planner.cost.constants import Constants
+from titan_train.planner.cost.links import Span, exchange_seconds, gather_seconds
 from titan_train.planner.cost.products import DeviceRates, cast_seconds, product_seconds, rates
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Setup

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_train.models.shape import ExpertsShape, ModelShape
-from titan_train.planner.comm.links import Span, gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.block import BlockCost, Context, block_cost, in_bf16
 from titan_train.planner.cost.constants import Constants
+from titan_train.planner.cost.links import Span, gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.products import product_seconds, rates
 from titan_train.planner.cost.schedules import schedule_cost
 from titan_train.planner.hardware.machine import Machine

@@ -1,8 +1,8 @@
 """Measure the machine at hand, and write its hardware file: products, copies, the host link, the links between ranks, and
 the elementwise kernels.
 
-A hardware file states nominal rates, of which kernels reach a part (`titan_train.planner.cost.constants`). What is measured
-here is what kernels reach, so the file gets the rate of which that is the part: of a device with a shipped file the data
+A hardware file states nominal rates, and kernels reach a part of them (`titan_train.planner.cost.constants`). What is measured
+here is what kernels reach, so the file gets the nominal rate that this implies: of a device with a shipped file the data
 sheet's peaks and the share of the clock that it holds, of another the measured rates over the prior efficiencies.
 """
 

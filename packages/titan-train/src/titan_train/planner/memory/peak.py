@@ -5,7 +5,7 @@ Instants are compared on the first pipeline rank (most microbatches in flight) a
 - backward of a block: states, kept activations, and one block's gathered parameters, gradients and recomputed values;
 - loss: states, kept activations, logits with their gradient, the gathered head;
 
-Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine keeps for ever.
+Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine never frees.
 """
 
 from dataclasses import dataclass, replace

@@ -120,7 +120,7 @@ class _Stage:
 
 
 def _add_up(stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int) -> RankEstimate:
-    """A rank that holds ``stages``, of which ``under_way`` micro-batches are in memory at once."""
+    """A rank that holds ``stages``, with ``under_way`` micro-batches in memory at once."""
     activations = [int(stage.activations * under_way) for stage in stages]
     return RankEstimate(
         pipeline_rank=pipeline_rank,

@@ -1,3 +1,3 @@
-"""Estimates as text and pictures: `tables` for the terminal, `svg` bars and the memory-speed picture, `page` the static
-page whose model runs in the browser.
+"""Estimates as text and pictures: `tables` for the terminal, `svg` bars and the memory-speed picture, `page` the page
+with sliders, saved or served, whose figures Python computes.
 """
