@@ -5,7 +5,6 @@ import pytest
 import torch
 from titan_testing import assert_close
 from titan_train.data import DataLoader, PackedDataset
-from titan_train.data.loader.batch import build_batch
 
 
 def _global_step(dataset, *, global_batch, dp_size, step, microbatch=1):
@@ -54,7 +53,7 @@ def test_documents_rebuilt_from_packed_windows_equal_the_originals(documents_dat
     where = dataset.locate(np.arange(dataset.num_windows))
     pieces = []
     for sample in np.argsort(where.window):  # in the order of the text
-        batch = build_batch(dataset, np.array([sample]), ignore_index=-100, samples_consumed=0)
+        batch = dataset.build_batch(np.array([sample]), ignore_index=-100, samples_consumed=0)
         assert batch.cu_seqlens is not None
         bounds = np.unique(batch.cu_seqlens[0])
         pieces += [batch.tokens[0, a:b] for a, b in pairwise(bounds)]
@@ -74,7 +73,7 @@ def test_batch_agrees_with_a_plain_loop_over_tokens(documents_dataset):
     joined = np.concatenate(documents)
     first_of_document = set(np.cumsum([d.size for d in documents]).tolist())
     samples = np.arange(dataset.num_windows)
-    batch = build_batch(dataset, samples, ignore_index=-7, samples_consumed=0)
+    batch = dataset.build_batch(samples, ignore_index=-7, samples_consumed=0)
     windows = dataset.locate(samples).window
     longest = 0
     for row, window in enumerate(windows.tolist()):
@@ -100,13 +99,13 @@ def test_batch_agrees_with_a_plain_loop_over_tokens(documents_dataset):
 def test_end_of_document_is_learned_and_what_follows_it_is_not(array_source):
     source = array_source([1, 2, 0, 3, 4, 5, 0, 6, 7], document_ends=[3, 7])
     dataset = PackedDataset({"a": source}, seq_len=8, seed=0)
-    batch = build_batch(dataset, np.array([0]), ignore_index=-100, samples_consumed=0)
+    batch = dataset.build_batch(np.array([0]), ignore_index=-100, samples_consumed=0)
     assert batch.labels[0].tolist() == [2, 0, -100, 4, 5, 0, -100, 7]
 
 
 def test_without_document_mask_positions_run_on_and_boundaries_are_none(documents_dataset):
     dataset, _ = documents_dataset(document_mask=False, mask_boundary_labels=False)
-    batch = build_batch(dataset, np.arange(4), ignore_index=-100, samples_consumed=0)
+    batch = dataset.build_batch(np.arange(4), ignore_index=-100, samples_consumed=0)
     assert batch.cu_seqlens is None
     assert batch.max_seqlen == dataset.seq_len
     assert np.array_equal(batch.positions, np.tile(np.arange(dataset.seq_len), (4, 1)))
@@ -115,7 +114,7 @@ def test_without_document_mask_positions_run_on_and_boundaries_are_none(document
 
 def test_attention_inside_the_boundaries_equals_attention_of_separate_documents(documents_dataset):
     dataset, _ = documents_dataset(seq_len=64)
-    batch = build_batch(dataset, np.array([2]), ignore_index=-100, samples_consumed=0)
+    batch = dataset.build_batch(np.array([2]), ignore_index=-100, samples_consumed=0)
     assert batch.cu_seqlens is not None
     bounds = np.unique(batch.cu_seqlens[0]).tolist()
     assert len(bounds) > 3

@@ -80,16 +80,15 @@ def batches(dataset, steps, *, dp_size=1, state=None, prefetch=0):
     return made, states[0]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_chats_stream_alike_on_every_layout_and_resume_at_any_step(tmp_path, dp_size):
+@pytest.mark.parametrize(("dp_size", "step"), [(1, 6), (2, 17), (4, 1)])
+def test_chats_stream_alike_on_every_layout_and_resume_at_any_step(tmp_path, dp_size, step):
     folder = write_chats(tmp_path / "chats")
     plain, _ = batches(dataset_of(folder, tmp_path / "a"), 30)
     other, _ = batches(dataset_of(folder, tmp_path / "a", threads=3), 30, dp_size=dp_size, prefetch=2)
     assert np.array_equal(plain, other)
-    for step in (1, 6, 17):
-        _, state = batches(dataset_of(folder, tmp_path / "a"), step, dp_size=dp_size)
-        rest, _ = batches(dataset_of(folder, tmp_path / f"new{step}"), 30 - step, dp_size=dp_size, state=state)
-        assert np.array_equal(rest, plain[step:])
+    _, state = batches(dataset_of(folder, tmp_path / "a"), step, dp_size=dp_size)
+    rest, _ = batches(dataset_of(folder, tmp_path / "new"), 30 - step, dp_size=dp_size, state=state)
+    assert np.array_equal(rest, plain[step:])
 
 
 def test_another_template_makes_other_samples(tmp_path):

@@ -54,10 +54,8 @@ def shown(inputs: "Inputs", number: int, *, marks: bool) -> "Iterator[Text]":
     import numpy as np
     from rich.text import Text
 
-    from titan_train.data.loader.batch import build_batch
-
     dataset = inputs.train
-    batch = build_batch(dataset, np.array([number], dtype=np.int64), ignore_index=IGNORED, samples_consumed=number + 1)
+    batch = dataset.build_batch(np.array([number], dtype=np.int64), ignore_index=IGNORED, samples_consumed=number + 1)
     source = dataset.source_names[int(dataset.locate([number]).source[0])]
     learned = int((batch.labels[0] != IGNORED).sum())
     bounds = _bounds(batch)

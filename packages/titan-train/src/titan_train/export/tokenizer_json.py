@@ -72,12 +72,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     if isinstance(tokenizer, HfTokenizer):
         return {key: tokenizer.config[key] for key, token_id in ids.items() if token_id is not None}
-    if isinstance(tokenizer, TiktokenTokenizer):
-        names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
-    elif isinstance(tokenizer, SentencePieceTokenizer):
+    names = {token_id: name for name, token_id in tokenizer.special_ids.items()}
+    if isinstance(tokenizer, SentencePieceTokenizer):
         names = {number: piece.text for number, piece in enumerate(read_pieces(tokenizer.model).pieces)}
-    else:
-        names = {256: "<bos>", 257: "<eos>", 258: "<pad>"}
     return {key: names[token_id] for key, token_id in ids.items() if token_id is not None}
 
 
@@ -94,8 +91,7 @@ class ByteLevelVocabulary:
 def byte_level_vocabulary(tokenizer: ByteTokenizer | TiktokenTokenizer) -> ByteLevelVocabulary:
     """The vocabulary with each byte as a printable character."""
     if isinstance(tokenizer, ByteTokenizer):
-        special = {"<bos>": tokenizer.bos_id, "<eos>": tokenizer.eos_id, "<pad>": tokenizer.pad_id}
-        return ByteLevelVocabulary({CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}, [], special)
+        return ByteLevelVocabulary({CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}, [], tokenizer.special_ids)
     ranks = tokenizer.ranks()
     merges = [
         [_written(part) for part in _last_merge(ranks, token, rank)]

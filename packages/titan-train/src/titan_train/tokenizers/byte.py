@@ -19,9 +19,8 @@ class ByteTokenizer:
     pad_id = 258
     fingerprint = hashlib.sha256(b"titan bytes 1: 0-255, bos 256, eos 257, pad 258").hexdigest()
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        return {"<bos>": self.bos_id, "<eos>": self.eos_id, "<pad>": self.pad_id}
+    def __init__(self) -> None:
+        self.special_ids = {"<bos>": self.bos_id, "<eos>": self.eos_id, "<pad>": self.pad_id}
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)

@@ -60,8 +60,10 @@ class HfTokenizer:
         eos_token: str = "",
         chat_template: str | None = None,
     ) -> None:
-        self._json = tokenizer_json
-        self._config = dict(config or {})
+        self.tokenizer_json = tokenizer_json
+        """Content of ``tokenizer.json``."""
+        self.config = dict(config or {})
+        """Content of ``tokenizer_config.json``, with the tokens that begin and end a text."""
         self._library = _load_library(tokenizer_json)
         self._marking: _Library | None = None
         self._vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
@@ -69,7 +71,7 @@ class HfTokenizer:
             raise ValueError("tokenizer.json holds an empty vocabulary. Give the file of a trained tokenizer.")
         self.vocab_size = max(self._vocab.values()) + 1
         added = self._library.get_added_tokens_decoder()
-        self._special_ids = {token.content: number for number, token in added.items() if token.special}
+        self.special_ids = {token.content: number for number, token in added.items() if token.special}
         self._added = {number: token.content for number, token in added.items()}
         self.bos_id = self._special("bos_token", bos_token, _USUAL_BOS)
         self.pad_id = self._special("pad_token", "", _USUAL_PAD)
@@ -78,16 +80,16 @@ class HfTokenizer:
             raise ValueError(
                 "the tokenizer names no token that ends a text: tokenizer_config.json has no eos_token, and the vocabulary "
                 f"has none of {', '.join(_USUAL_EOS)}. Set tokenizer.eos_token to one of its special tokens: "
-                f"{sorted(self._special_ids)[:12]}."
+                f"{sorted(self.special_ids)[:12]}."
             )
         self.eos_id: int = eos_id
         self._names = {number: token for token, number in self._vocab.items()}
-        self._config |= {
+        self.config |= {
             key: self._names[number]
             for key, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id), ("pad_token", self.pad_id))
             if number is not None
         }
-        self.chat_template = chat_template if chat_template is not None else _template(self._config)
+        self.chat_template = chat_template if chat_template is not None else _template(self.config)
         self._decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
         named = json.dumps({"bos": self.bos_id, "eos": self.eos_id})
         self.fingerprint = hashlib.sha256(b"hf 1\0" + named.encode() + b"\0" + tokenizer_json).hexdigest()
@@ -151,7 +153,7 @@ class HfTokenizer:
         if (
             self._marking is None
         ):  # a second instance: the setting belongs to the object, and other threads encode with it
-            marking = _load_library(self._json)
+            marking = _load_library(self.tokenizer_json)
             marking.encode_special_tokens = False
             self._marking = marking
         encoded = self._marking.encode(text, add_special_tokens=False)
@@ -167,7 +169,7 @@ class HfTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         check_ids(self.vocab_size, token_id)
         name = self._names.get(token_id)
-        if name is None or name in self._special_ids:
+        if name is None or name in self.special_ids:
             return b""
         if token_id in self._added:
             return self._added[token_id].encode()
@@ -180,28 +182,15 @@ class HfTokenizer:
         return name.replace(_SPACE, " ").encode()
 
     def save(self, folder: str | Path) -> Path:
-        config = {key: value for key, value in self._config.items() if key != "chat_template"}
-        files = {TOKENIZER_JSON: self._json, TOKENIZER_CONFIG: json.dumps(config, indent=2).encode()}
+        config = {key: value for key, value in self.config.items() if key != "chat_template"}
+        files = {TOKENIZER_JSON: self.tokenizer_json, TOKENIZER_CONFIG: json.dumps(config, indent=2).encode()}
         if self.chat_template is not None:
             files[TEMPLATE_NAME] = self.chat_template.encode()
         description = {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint}
         return save_tokenizer(folder, description, files)
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        return dict(self._special_ids)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The content of ``tokenizer_config.json``, with the tokens that begin and end a text."""
-        return dict(self._config)
-
-    @property
-    def tokenizer_json(self) -> bytes:
-        return self._json
-
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
-        configured = self._config.get(key)
+        configured = self.config.get(key)
         if isinstance(configured, Mapping):  # an AddedToken, written as an object
             configured = cast("Mapping[str, Any]", configured).get("content")
         for where, name in ((f"tokenizer.{key}", given), (f"tokenizer_config.json's {key}", configured)):
@@ -210,7 +199,7 @@ class HfTokenizer:
             if name not in self._vocab:
                 raise ValueError(
                     f"{where}={name!r} is not in the vocabulary. Use one of the special tokens "
-                    f"{sorted(self._special_ids)[:12]}."
+                    f"{sorted(self.special_ids)[:12]}."
                 )
             return self._vocab[str(name)]
         return next((self._vocab[name] for name in usual if name in self._vocab), None)

@@ -42,7 +42,7 @@ class SentencePieceTokenizer:
     kind = "sentencepiece"
 
     def __init__(self, model: bytes) -> None:
-        self._model = model
+        self.model = model
         self._processor: Any = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -52,11 +52,14 @@ class SentencePieceTokenizer:
         self.eos_id = self._id(self._processor.eos_id(), "eos")
         self.bos_id: int | None = self._optional(self._processor.bos_id())
         self.pad_id: int | None = self._optional(self._processor.pad_id())
+        self.special_ids: dict[str, int] = {
+            self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)
+        }
         self.fingerprint = hashlib.sha256(b"sentencepiece 1\0" + model).hexdigest()
         self._bytes = [self._piece_bytes(i) for i in range(self.vocab_size)]
         self._newline: int | None = self._processor.piece_to_id("\n") if read_pieces(model).adds_exactly else None
-        # Llama 2's models put a space before the text; the decoder takes it away again.
-        self._dummy_prefix = self._starts_with_space("a")
+        # Llama 2's models put a space before every text; the decoder takes it away again.
+        self.adds_space = self._starts_with_space("a")
         self._escape = self._escape_ids()
 
     def encode(self, text: str) -> TokenArray:
@@ -73,7 +76,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         joined = b"".join([self.token_bytes(int(i)) for i in ids])
-        if self._dummy_prefix and joined.startswith(b" "):
+        if self.adds_space and joined.startswith(b" "):
             joined = joined[1:]
         return joined.decode(errors="replace")
 
@@ -85,22 +88,8 @@ class SentencePieceTokenizer:
         return save_tokenizer(
             folder,
             {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint},
-            {MODEL_NAME: self._model},
+            {MODEL_NAME: self.model},
         )
-
-    @property
-    def adds_space(self) -> bool:
-        """Whether the model puts a space before every text, as Llama 2's does."""
-        return self._dummy_prefix
-
-    @property
-    def special_ids(self) -> dict[str, int]:
-        controls = (i for i in range(self.vocab_size) if self._processor.is_control(i))
-        return {self._processor.id_to_piece(i): i for i in controls}
-
-    @property
-    def model(self) -> bytes:
-        return self._model
 
     def _encode(self, text: str) -> list[int]:
         if self._newline is None:
@@ -121,7 +110,7 @@ class SentencePieceTokenizer:
 
     def _escape_ids(self) -> list[int] | None:
         pieces = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        if all(self._processor.is_byte(piece) for piece in pieces) and not self._dummy_prefix:
+        if all(self._processor.is_byte(piece) for piece in pieces) and not self.adds_space:
             return pieces
         return None
 

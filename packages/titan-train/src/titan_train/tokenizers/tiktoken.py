@@ -72,15 +72,17 @@ class TiktokenTokenizer:
         ranks = parse_ranks(ranks_file)
         specials = tuple(special_tokens) or _default_specials(pattern)
         first = max(ranks.values()) + 1
-        self._special_ids = {token: first + i for i, token in enumerate(specials)}
+        self.special_ids = {token: first + i for i, token in enumerate(specials)}
+        self.pattern = PATTERNS.get(pattern, pattern)
+        """The regular expression that splits text before merging."""
         self._options = {"pattern": pattern, "special_tokens": list(specials)}
         self._ranks_file = ranks_file
         try:
             self._encoding = tiktoken.Encoding(
                 "titan",
-                pat_str=PATTERNS.get(pattern, pattern),
+                pat_str=self.pattern,
                 mergeable_ranks=ranks,
-                special_tokens=self._special_ids,
+                special_tokens=self.special_ids,
             )
         except ValueError as err:
             raise ValueError(f"tiktoken rejected the pattern {pattern!r} or the ranks: {err}.") from err
@@ -98,10 +100,7 @@ class TiktokenTokenizer:
         named = {"bos": self.bos_id, "eos": self.eos_id}
         self._options |= {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.eos_id)}
         self.fingerprint = hashlib.sha256(
-            b"tiktoken 1\0"
-            + json.dumps([PATTERNS.get(pattern, pattern), specials, named]).encode()
-            + b"\0"
-            + ranks_file
+            b"tiktoken 1\0" + json.dumps([self.pattern, specials, named]).encode() + b"\0" + ranks_file
         ).hexdigest()
 
     def encode(self, text: str) -> TokenArray:
@@ -125,32 +124,22 @@ class TiktokenTokenizer:
         description = {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint}
         return save_tokenizer(folder, description | self._options, {MODEL_NAME: self._ranks_file})
 
-    @property
-    def special_ids(self) -> dict[str, int]:
-        return dict(self._special_ids)
-
-    @property
-    def pattern(self) -> str:
-        """The regular expression that splits text before merging."""
-        pattern = str(self._options["pattern"])
-        return PATTERNS.get(pattern, pattern)
-
     def ranks(self) -> dict[bytes, int]:
         return {token: rank for rank, token in self._bytes.items()}
 
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
-        if given and given not in self._special_ids:
+        if given and given not in self.special_ids:
             raise ValueError(
-                f"{key}={given!r} is not among the special tokens. Use one of {list(self._special_ids)[:12]}, "
+                f"{key}={given!r} is not among the special tokens. Use one of {list(self.special_ids)[:12]}, "
                 "or add it to special_tokens."
             )
         for token in (given, *usual):
-            if token in self._special_ids:
-                return self._special_ids[token]
+            if token in self.special_ids:
+                return self.special_ids[token]
         return None
 
     def _name(self, token_id: int | None) -> str:
-        return next((token for token, i in self._special_ids.items() if i == token_id), "")
+        return next((token for token, i in self.special_ids.items() if i == token_id), "")
 
 
 def parse_ranks(content: bytes) -> dict[bytes, int]:

@@ -5,12 +5,10 @@ Shape legend: B samples of the microbatch, S tokens of a sample, D document boun
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-
-from titan_train.data.loader.rows import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,51 +75,8 @@ class HostBatch:
         )
 
 
-class Rows(Protocol):
-    """What `build_batch` reads of a data set; `titan_train.data.PackedDataset` is one."""
-
-    seq_len: int
-    document_mask: bool
-    mask_boundary_labels: bool
-
-    def rows(self, samples: npt.ArrayLike) -> list[Row]: ...
-
-
-def build_batch(
-    dataset: Rows, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int
-) -> HostBatch:
-    """Assemble the samples with these global numbers.
-
-    Args:
-        dataset: Where they come from.
-        samples: Global sample numbers ``[B]``, int64.
-        ignore_index: Label that the loss leaves out.
-        samples_consumed: Passed on.
-    """
-    size, length = samples.size, dataset.seq_len
-    rows = dataset.rows(samples)
-    starts = [row.document_starts for row in rows]
-    tokens = np.stack([row.tokens[:-1] for row in rows]).astype(np.int64)
-    labels = np.stack([row.tokens[1:] for row in rows]).astype(np.int64)
-    for number, row in enumerate(rows):
-        if row.learned is not None:
-            labels[number, ~row.learned[1:]] = ignore_index
-    positions = np.empty((size, length), dtype=np.int64)
-    positions[:] = np.arange(length)
-    if dataset.mask_boundary_labels:
-        for row, start in enumerate(starts):
-            labels[row, start - 1] = ignore_index
-    if not dataset.document_mask:
-        return HostBatch(tokens, labels, positions, None, length, samples_consumed)
-    boundaries = _boundaries(starts, length)
-    for row, start in enumerate(starts):
-        if start.size:
-            bounds = boundaries[row, : start.size + 2]
-            positions[row] -= np.repeat(bounds[:-1], np.diff(bounds))
-    return HostBatch(tokens, labels, positions, boundaries, int(np.diff(boundaries).max()), samples_consumed)
-
-
-def _boundaries(starts: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray[np.int32]:
+def row_boundaries(starts: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray[np.int32]:
+    """`Batch.cu_seqlens` of rows whose documents begin at ``starts``; a start at ``length`` reads as padding."""
     """`Batch.cu_seqlens` of rows whose documents begin at ``starts``; a start at ``length`` reads as padding."""
     columns = _MIN_BOUNDARIES
     while columns < max(start.size for start in starts) + 2:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data.loader.batch import HostBatch, build_batch
+from titan_train.data.loader.batch import HostBatch, row_boundaries
 from titan_train.data.loader.rows import CutRows, Row, StreamedRows, TokenRows, WholeRows
 from titan_train.data.loader.source import BatchSource
 from titan_train.data.order.mixture import Mixture
@@ -221,7 +221,27 @@ class PackedDataset(BatchSource):
         return epoch, window
 
     def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> HostBatch:
-        return build_batch(self, samples, ignore_index=ignore_index, samples_consumed=samples_consumed)
+        size, length = samples.size, self.seq_len
+        rows = self.rows(samples)
+        starts = [row.document_starts for row in rows]
+        tokens = np.stack([row.tokens[:-1] for row in rows]).astype(np.int64)
+        labels = np.stack([row.tokens[1:] for row in rows]).astype(np.int64)
+        for number, row in enumerate(rows):
+            if row.learned is not None:
+                labels[number, ~row.learned[1:]] = ignore_index
+        positions = np.empty((size, length), dtype=np.int64)
+        positions[:] = np.arange(length)
+        if self.mask_boundary_labels:
+            for row, start in enumerate(starts):
+                labels[row, start - 1] = ignore_index
+        if not self.document_mask:
+            return HostBatch(tokens, labels, positions, None, length, samples_consumed)
+        boundaries = row_boundaries(starts, length)
+        for row, start in enumerate(starts):
+            if start.size:
+                bounds = boundaries[row, : start.size + 2]
+                positions[row] -= np.repeat(bounds[:-1], np.diff(bounds))
+        return HostBatch(tokens, labels, positions, boundaries, int(np.diff(boundaries).max()), samples_consumed)
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
         where = self.locate(samples)

@@ -6,7 +6,7 @@ works ahead, the copy to the device and the position that a checkpoint keeps.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -91,16 +91,18 @@ class TensorBatch:
     """Positional arguments; under pipeline parallelism, of the first stage."""
     keywords: "Mapping[str, Tensor]"
     """Arguments by name, which every pipeline stage may take."""
-    target: "Tensor"
-    """What the loss compares the output with."""
+    target: Any
+    """What the loss compares the output with: a tensor, or a NamedTuple of tensors."""
     samples_consumed: int
     """Global samples consumed once the step that this microbatch completes is done."""
 
     def tensors(self) -> "tuple[Tensor, ...]":
-        return (*self.inputs, *self.keywords.values(), self.target)
+        target = self.target if isinstance(self.target, tuple) else (self.target,)
+        return (*self.inputs, *self.keywords.values(), *cast("tuple[Tensor, ...]", target))
 
     def on_device(self, tensors: "Sequence[Tensor | None]") -> Self:
-        count = len(self.inputs)
-        moved: Any = tuple(tensors)
-        keywords = dict(zip(self.keywords, moved[count:-1], strict=True))
-        return replace(self, inputs=moved[:count], keywords=keywords, target=moved[-1])
+        moved: Any = iter(tensors)
+        inputs = tuple(next(moved) for _ in self.inputs)
+        keywords = {name: next(moved) for name in self.keywords}
+        target = type(self.target)(*moved) if isinstance(self.target, tuple) else next(moved)
+        return replace(self, inputs=inputs, keywords=keywords, target=target)

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_train.config.diffusion import DiffusionConfig
-from titan_train.data.loader.source import BatchSource
+from titan_train.data.loader.source import BatchSource, TensorBatch
 from titan_train.data.order.permutation import permute
 from titan_train.models.flux.rope import grid_positions, time_features
 from titan_train.tasks.diffusion.flow import FloatArray, draw_noise, draw_time, drops, shift_of
@@ -56,25 +54,6 @@ class FlowTarget(NamedTuple):
     """``[B, I, C]``."""
     time: Tensor
     """``[B]`` float32: validation reports the loss by time."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlowBatch:
-    """A microbatch for flow matching, see `titan_train.task.TaskBatch`."""
-
-    inputs: tuple[Tensor, ...]
-    """Noisy latents ``[B, I, C]`` and text features ``[B, T, text_dim]``."""
-    keywords: Mapping[str, Tensor]
-    target: FlowTarget
-    samples_consumed: int
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.inputs, *self.keywords.values(), *self.target)
-
-    def on_device(self, tensors: Sequence[Tensor | None]) -> "FlowBatch":
-        image, text, *rest = cast("list[Tensor]", list(tensors))
-        keywords = dict(zip(self.keywords, rest[:-2], strict=True))
-        return replace(self, inputs=(image, text), keywords=keywords, target=FlowTarget(*rest[-2:]))
 
 
 class FlowBatches(BatchSource):
@@ -141,7 +120,7 @@ class FlowBatches(BatchSource):
             found = Features(found.latent, text, pooled)
         return found
 
-    def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> FlowBatch:
+    def build_batch(self, samples: npt.NDArray[np.int64], *, ignore_index: int, samples_consumed: int) -> TensorBatch:
         """Noisy latents ``[B, I, C]``, what the model is conditioned on, and their velocity as target."""
         numbers = [int(sample) for sample in samples]
         features = [self.features_of(sample) for sample in numbers]
@@ -156,7 +135,7 @@ class FlowBatches(BatchSource):
         }
         if self._guided:
             keywords["guidance"] = time_features(torch.full((len(numbers),), self._config.guidance))
-        return FlowBatch(
+        return TensorBatch(
             inputs=(
                 torch.from_numpy((1.0 - place) * latent + place * noise),
                 torch.from_numpy(np.stack([f.text for f in features])),

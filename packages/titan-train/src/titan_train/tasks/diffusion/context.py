@@ -15,8 +15,9 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
+from titan_train.data.loader.source import TensorBatch
 from titan_train.models.flux.blocks import FullAttention
-from titan_train.tasks.diffusion.batches import FlowBatch, FlowTarget
+from titan_train.tasks.diffusion.batches import FlowTarget
 
 _METHODS = ("allgather", "ulysses")
 
@@ -46,10 +47,10 @@ class JointContext:
         for name in [name for name, module in model.named_modules() if isinstance(module, FullAttention)]:
             model.set_submodule(name, JointAttention(self.plan, self.group))
 
-    def cut(self, batch: FlowBatch) -> FlowBatch:
+    def cut(self, batch: TensorBatch) -> TensorBatch:
         """The rank's text, image, places and velocities; what is known of a whole sample stays whole."""
         inputs, keywords = self.cut_inputs(batch.inputs, batch.keywords)
-        return FlowBatch(
+        return TensorBatch(
             inputs=inputs,
             keywords=keywords,
             target=FlowTarget(self._part(batch.target.velocity), batch.target.time),
