@@ -41,7 +41,6 @@ def model_card(run: LoadedRun, family: Family, name: str, target: str, dtype: st
     config = run.config
     sources = ", ".join(source.name for source in config.data.sources)
     tokens = run.step * config.train.global_batch * config.model.seq_len
-    proof = as_table(checks) if checks else "Not compared (exported with --no-gate)."
     return f"""---
 {"library_name: transformers" if target == "hf" else "tags: [" + target + "]"}
 pipeline_tag: text-generation
@@ -66,5 +65,5 @@ Trained with titan-train.
 
 This folder compared with the model of the run:
 
-{proof}
+{as_table(checks)}
 """

@@ -11,7 +11,6 @@ pipeline. Nothing appears before the comparison has passed.
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from titan_ckpt import export_hf
 from torch import Tensor, nn
 
-from titan_train.export.gate import RELATIVE, WITHOUT_PROOF, Check, as_table
-from titan_train.export.hf_folder import DTYPES, write_json
+from titan_train.export.gate import RELATIVE, WITHOUT_PROOF, Check, as_table, require_passed
+from titan_train.export.hf_folder import DTYPES
 from titan_train.export.job import AnyDtype
 from titan_train.files import write_atomic
 from titan_train.generation.run import load_model
@@ -71,14 +70,7 @@ def export_diffusers(
         )
         checks = [_compare(run_dir, found, staged, dtype)] if gate else []
         if checks:
-            write_json(staged / "parity.json", {"step": found, "target": "hf", "checks": [asdict(c) for c in checks]})
-        failed = [check for check in checks if not check.passed]
-        if failed:
-            raise ValueError(
-                "--to hf: FluxTransformer2DModel does not compute what the run's model computes "
-                f"({failed[0].measured}, required {failed[0].required}), so the folder was not written. Please report this; "
-                "use --no-gate to write it anyway."
-            )
+            require_passed(checks, staged, target="hf", step=found)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_atomic(
             staged / "README.md", _card(run_dir.resolve().name, config.model.name, parameters, dtype, found, checks)
@@ -161,7 +153,6 @@ def _velocity(model: nn.Module, args: FluxArgs, batch: tuple[Tensor, ...]) -> Te
 
 
 def _card(name: str, model: str, parameters: int, dtype: AnyDtype, step: int, checks: Sequence[Check]) -> str:
-    proof = as_table(checks) if checks else "Not compared (exported with --no-gate)."
     return f"""---
 library_name: diffusers
 pipeline_tag: text-to-image
@@ -185,7 +176,7 @@ transformer = FluxTransformer2DModel.from_pretrained("PATH")
 
 This folder compared with the model of the run:
 
-{proof}
+{as_table(checks)}
 """
 
 

@@ -33,10 +33,10 @@ def float8_names(model: nn.Module, family: Family) -> frozenset[str]:
     return frozenset(name for name in suited if all(suited.get(other, True) for other in _partners(name)))
 
 
-def is_float8(native: str, model: nn.Module, family: Family) -> bool:
-    """Whether a parameter of the model is stored as float8."""
+def float8_parameters(model: nn.Module, family: Family) -> frozenset[str]:
+    """Native names of the parameters that are stored as float8."""
     chosen = float8_names(model, family)
-    return any(name in chosen for name, other, _ in _matrices(model, family) if other == native)
+    return frozenset(native for name, native, _ in _matrices(model, family) if name in chosen)
 
 
 def float8_config(model: nn.Module, family: Family) -> dict[str, Any]:

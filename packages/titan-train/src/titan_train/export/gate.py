@@ -8,13 +8,16 @@ than a tenth of their size; the bound of 1e-4 of the largest logit lies between,
 (6e-8). Greedy texts may part only where two logits of the run's model are closer than twice that bound.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from titan_train.files import write_atomic
 from titan_train.generation import generate
 from titan_train.models import CausalAttention
 from titan_train.tokenizers import Tokenizer
@@ -126,8 +129,27 @@ def check_artefact(
     return checks
 
 
+def require_passed(checks: Sequence[Check], folder: Path, *, target: str, step: int) -> None:
+    """Write the checks into the folder, and refuse it if one failed.
+
+    Raises:
+        ValueError: Names the checks that failed.
+    """
+    content = {"step": step, "target": target, "checks": [asdict(check) for check in checks]}
+    write_atomic(folder / "parity.json", json.dumps(content, indent=2) + "\n")
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        rows = "; ".join(f"{check.name}: {check.measured}, required {check.required}" for check in failed)
+        raise ValueError(
+            f"--to {target}: the exported folder does not compute what the run's model computes ({rows}), so it was not written. "
+            "Please report this; use --no-gate to write it anyway."
+        )
+
+
 def as_table(checks: Sequence[Check]) -> str:
     """The checks as a Markdown table."""
+    if not checks:
+        return "Not compared (exported with --no-gate)."
     lines = ["| check | measured | required | |", "| --- | --- | --- | --- |"]
     lines += [f"| {c.name} | {c.measured} | {c.required} | {'passed' if c.passed else 'FAILED'} |" for c in checks]
     return "\n".join(lines)

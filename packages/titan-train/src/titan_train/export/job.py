@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_train.export.float8 import is_float8
+from titan_train.export.float8 import float8_parameters
 from titan_train.export.gguf.folder import gguf_library
 from titan_train.export.hf_folder import DTYPES, ExportDtype
 from titan_train.generation import LoadedRun
@@ -96,8 +96,9 @@ def _family(run: LoadedRun) -> Family:
 
 def _round_weights(model: nn.Module, job: Job) -> None:
     """Give the model, in float32, the values that the artefacts store."""
+    float8 = float8_parameters(job.run.model, job.family) if job.dtype == "float8" else frozenset[str]()
     for name, parameter in model.named_parameters():
-        if job.dtype == "float8" and is_float8(name, job.run.model, job.family):
+        if name in float8:
             parameter.data = _through_float8(parameter.data)
         elif job.dtype == "q8_0":
             parameter.data = _through_q8(parameter.data, name)

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -18,9 +17,9 @@ from titan_ckpt.comm import ByteComm
 
 from titan_train.export.card import model_card
 from titan_train.export.float8 import float8_names
-from titan_train.export.gate import Check, Exported, Reference, check_artefact, compute_reference
+from titan_train.export.gate import Check, Exported, Reference, check_artefact, compute_reference, require_passed
 from titan_train.export.gguf.folder import GgufType, check_gguf, gguf_library, write_gguf
-from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_json, write_tokenizer_files
+from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_tokenizer_files
 from titan_train.export.hf_model import StreamedHfModel
 from titan_train.export.job import AnyDtype, Job, Load, export_job
 from titan_train.export.load import TARGETS, read_exported
@@ -248,16 +247,7 @@ def _prove(target: Target, folder: Path, job: Job, reference: Reference, *, stre
         exported = StreamedHfModel(folder, Path(scratch)) if streamed else _load(target, folder, job)
         checks = check_artefact(exported, reference, job.run.tokenizer, rounding=rounding)
         del exported
-    write_json(
-        folder / "parity.json", {"step": job.run.step, "target": target, "checks": [asdict(check) for check in checks]}
-    )
-    failed = [check for check in checks if not check.passed]
-    if failed:
-        rows = "; ".join(f"{check.name}: {check.measured}, required {check.required}" for check in failed)
-        raise ValueError(
-            f"--to {target}: the exported folder does not compute what the run's model computes ({rows}), so it was not written. "
-            "Please report this; use --no-gate to write it anyway."
-        )
+    require_passed(checks, folder, target=target, step=job.run.step)
     return checks
 
 
