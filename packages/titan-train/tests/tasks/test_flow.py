@@ -354,5 +354,5 @@ def test_data_that_does_not_fit_the_model_is_refused():
         load_task(other).open(other)
     with pytest.raises(ValueError, match="text_tokens and grid of at least 3"):
         shapes.ShapeFeatures(grid=2, text_tokens=4, text_dim=8, pooled_dim=8)
-    with pytest.raises(ValueError, match=r"text_dropout=1\.5 is not in"):
+    with pytest.raises(ValueError, match=r"text_dropout=1\.5 must be at least 0"):
         DiffusionConfig(text_dropout=1.5)

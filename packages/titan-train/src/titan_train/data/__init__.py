@@ -8,7 +8,7 @@ only chooses which part of it to read.
 - `stream/`: tokens of text that is tokenized while a run trains on it.
 - `order/`: the order of samples, without state.
 - `loader/`: samples, batches and the data loader of one rank.
-- `build`: from the configuration to data sets; `progress`: the progress bar.
+- `build`: from the configuration to data sets. `prepared`: a folder that is prepared once. `progress`: the progress bar.
 
 Only `DataLoader` imports torch, when it is constructed.
 """

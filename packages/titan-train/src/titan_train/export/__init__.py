@@ -4,7 +4,7 @@
 - `gate`: compare an artefact with the model of the run. `load` loads an artefact with the library of its users.
 - `hf_folder`, `hf_model`: a Hugging Face folder, by transformers. `tokenizer_json`: our tokenizers in its format.
 - `diffusers_folder`: a diffusion model as a folder of diffusers.
-- `step_model`, `stepped`: the model as one function with the caches as arguments; `onnx_folder`, `aoti_folder` export it.
+- `step_model`: the model as one function with the caches as arguments; `onnx_folder`, `aoti_folder` export it.
 - `gguf/`: a file for llama.cpp, and the reference that reads it back. `float8`: what is stored with block scales.
 - `dcp_folder`: a checkpoint of torch's distributed checkpointing.
 - `card`: the model card.
