@@ -48,6 +48,16 @@ def test_every_file_the_readmes_link_to_exists():
             assert (readme.parent / target).exists(), f"{readme.relative_to(ROOT)} links to {target}"
 
 
+def test_every_setting_is_in_a_guide_an_example_or_a_shipped_configuration():
+    from titan_train.config import Config
+    from titan_train.config.words import settings_of
+
+    shipped = ROOT.glob("packages/titan-train/src/titan_train/configs/*.toml")
+    text = "\n".join(file.read_text() for file in (*READMES, *ROOT.glob("examples/**/*.toml"), *shipped))
+    named = {word.replace("-", "_") for word in re.findall(r"[a-z0-9_-]+", text)}
+    assert [".".join(keys) for keys, _, _ in settings_of(Config) if keys[-1] not in named] == []
+
+
 LEAVES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.name not in ("titan-train", "__pycache__"))
 
 
