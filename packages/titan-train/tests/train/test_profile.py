@@ -62,9 +62,9 @@ def test_the_command_puts_the_ranks_on_one_clock_and_tells_communication_per_axi
     text = capsys.readouterr().out
     assert "steps 6 to 8, 2 ranks" in text
     (row,) = (line.split() for line in text.splitlines() if line.startswith("pp "))
-    total, exposed, hidden = map(float, row[1:4])
-    assert exposed > 0
-    assert total == pytest.approx(exposed + hidden, abs=0.02)
+    calls, sent, exposed, hidden = map(float, row[1:5])
+    assert min(calls, sent, exposed) > 0
+    assert hidden >= 0
     with gzip.open(tmp_path / "all.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     starts = {(event["pid"], event["name"]): event["ts"] for event in reversed(events) if "ts" in event}

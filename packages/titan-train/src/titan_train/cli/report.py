@@ -7,9 +7,8 @@ traces in one file, on one clock, for ui.perfetto.dev. Trace steps with `titan-t
 traces, the last step_split that the run has recorded is shown.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_train.cli.parser import CommandParser
 
@@ -51,6 +50,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 def _trace(run_dir: Path, out: Path | None) -> int:
     from titan_train.observe import read_history
     from titan_train.observe.timing.traces import folder_of, read_traces
+    from titan_train.report.timeline import RankTables
     from titan_train.run_folder import read_config
 
     read_config(run_dir)  # refuses what is not a run's folder
@@ -73,33 +73,8 @@ def _trace(run_dir: Path, out: Path | None) -> int:
             f"{run_dir} holds neither traces nor a step_split: run it with --profile.steps 10:13, or for more than "
             "metrics.split_every steps."
         )
-    print("\n".join(_table(fields)))
+    print(RankTables.of(0, fields))
     print("\n".join(f"cause    {text}" for text in dict.fromkeys(causes)) or f"cause    {none}")
     if out is not None:
         print(f"trace    {out} (open it in ui.perfetto.dev)")
     return 0
-
-
-def _table(fields: Mapping[str, Any]) -> Iterator[str]:
-    """The record `step_split` as lines of text."""
-    least, median, most = fields["wall_ms"]
-    yield f"{'':<12}{'min':>10}{'median':>10}{'max':>10}   milliseconds of a step, over ranks"
-    yield f"{'step':<12}{least:>10.2f}{median:>10.2f}{most:>10.2f}"
-    for name, (least, median, most) in fields["phases_ms"].items():
-        if most > 0:
-            yield f"{name:<12}{least:>10.2f}{median:>10.2f}{most:>10.2f}"
-    if not fields["axes"]:
-        return
-    yield ""
-    yield (
-        f"{'axis':<12}{'total':>10}{'exposed':>10}{'hidden':>10}{'overlap':>9}{'calls':>8}{'MB sent':>10}{'GB/s':>9}"
-        f"{'latency':>12}"
-    )
-    for name, axis in fields["axes"].items():
-        exposed, hidden = axis["exposed_ms"][1], axis["hidden_ms"][1]
-        rate = "-" if axis["gb_s"] is None else f"{axis['gb_s']:.3g}"
-        latency = "-" if axis["latency_us"] is None else f"{axis['latency_us']:.0f} us"
-        yield (
-            f"{name:<12}{exposed + hidden:>10.2f}{exposed:>10.2f}{hidden:>10.2f}{axis['overlapped']:>9.0%}{axis['calls']:>8.0f}"
-            f"{axis['bytes'] / 1e6:>10.3f}{rate:>9}{latency:>12}"
-        )

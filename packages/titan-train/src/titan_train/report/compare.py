@@ -9,8 +9,9 @@ from titan_train.files import write_atomic
 from titan_train.observe import ValidationRecord
 from titan_train.report.chart import Chart, Series, build_chart
 from titan_train.report.folder import RunFolder, read_folder
-from titan_train.report.page import line_of, render, settings_text
+from titan_train.report.page import CURVES, line_of, render, settings_text
 from titan_train.report.summary import headlines, setting
+from titan_train.report.timeline import aligned
 
 MOST_RUNS = 8  # more colours cannot be told apart
 _NOT_SET = "–"
@@ -104,10 +105,7 @@ def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
         build_chart("Training loss", "nats per token", steps("loss")),
         build_chart("Validation loss", "nats per token", validations(lambda r: r.loss)),
         build_chart("Bits per byte", "on the validation text", validations(lambda r: r.bits_per_byte)),
-        build_chart("Throughput", "tokens per second", steps("tokens_per_s"), zero=True),
-        build_chart("MFU", "of the device's dense peak, %", steps("mfu", scale=100), zero=True),
-        build_chart("Gradient norm", "before clipping", steps("grad_norm"), zero=True),
-        build_chart("Learning rate", "", steps("lr", smoothed=False), zero=True),
+        *(build_chart(title, unit, steps(*line), zero=True) for title, unit, line in CURVES),
         build_chart("Peak memory", "GiB per rank", steps("peak_mem_gib", smoothed=False), zero=True),
     )
     return [chart for chart in wanted if chart is not None]
@@ -120,12 +118,7 @@ def _finite(values: "map[float | None]") -> list[float]:
 def _text(
     names: Sequence[str], numbers: Sequence[tuple[str, list[str]]], different: Sequence[tuple[str, list[str]]]
 ) -> str:
-    rows = [("", list(names)), *numbers, *(different or [("settings", ["alike"] * len(names))])]
-    first = max(len(label) for label, _ in rows)
-    widths = [max(len(values[i]) for _, values in rows) for i in range(len(names))]
-    lines = [
-        f"{label:<{first}}  " + "  ".join(f"{v:<{w}}" for v, w in zip(values, widths, strict=True))
-        for label, values in rows
-    ]
-    lines.insert(1 + len(numbers), "")
-    return "\n".join(line.rstrip() for line in lines)
+    rows = [("", *names), *((label, *values) for label, values in numbers)]
+    settings = [(label, *values) for label, values in different] or [("settings", *["alike"] * len(names))]
+    lines = aligned([*rows, *settings]).split("\n")
+    return "\n".join([*lines[: len(rows)], "", *lines[len(rows) :]])

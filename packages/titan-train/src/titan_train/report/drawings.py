@@ -1,13 +1,14 @@
 """The drawings of a run: its ranks as a grid, and its pipeline as planned or, where a step was measured, as it ran."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from titan_mesh import Layout, draw_svg
+from titan_mesh import draw_svg
 from titan_pipeline import (
     Costs,
     Measurement,
-    Schedule,
     ScheduleError,
     draw_executed_svg,
     fit_costs,
@@ -23,6 +24,7 @@ from titan_train.run_folder import pipeline_file, read_config
 
 # A drawing of more is megabytes, and its actions are narrower than a pixel.
 _MOST_ACTIONS = 6000
+_Plan = TypeVar("_Plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,16 @@ class Drawing:
 
 
 def draw_layout(folder: RunFolder) -> Drawing | None:
-    """The grid of ranks; None where configuration and number of ranks are not known, or do not fit."""
-    layout = _layout(folder)
+    """The grid of ranks; None where it is not known."""
+    layout = _planned(folder, build_layout)
     return None if layout is None else Drawing(draw_svg(layout))
 
 
 def draw_pipeline(folder: RunFolder) -> Drawing | None:
     """The pipeline of one step: what ran below its plan, or the plan alone; None without a pipeline."""
     measured, step = _measured(pipeline_file(folder.path))
-    schedule = _schedule(folder) if measured is None else measured.schedule
+    plan = _planned(folder, plan_run) if measured is None else None
+    schedule = measured.schedule if measured is not None else plan.schedule if plan is not None else None
     if schedule is None:
         return None
     actions = sum(len(program) for program in schedule.ranks)
@@ -54,34 +57,22 @@ def draw_pipeline(folder: RunFolder) -> Drawing | None:
         costs = Costs.uniform(schedule.num_stages, num_chunks=schedule.num_chunks)
         note = "planned, with equal stages and instant links; no step of this run was measured"
         return Drawing(draw_schedule(simulate(schedule, costs), unit="forwards of one rank"), note)
-    plan = simulate(schedule, fit_costs([measured]))
+    simulated = simulate(schedule, fit_costs([measured]))
     which = "one step" if step is None else f"step {step}"
     note = f"{which} as it ran, each rank below its plan with the median times of its stages"
-    return Drawing(draw_executed_svg(measured.timeline(), plan), note)
+    return Drawing(draw_executed_svg(measured.timeline(), simulated), note)
 
 
-def _layout(folder: RunFolder) -> Layout | None:
+def _planned(folder: RunFolder, plan: Callable[..., _Plan]) -> _Plan | None:
+    """What the run's configuration plans on its ranks; None where they are not known, or do not fit."""
     ranks = folder.info.get("world_size")
     if not isinstance(ranks, int) or not folder.config:
         return None
     try:
-        return build_layout(read_config(folder.path), ranks, device=_kind(folder))
-    except ValueError:  # a configuration of another version, or edited
+        device = "cpu" if folder.info.get("device") == "cpu" else "cuda"
+        return plan(read_config(folder.path), ranks, device=device)
+    except (ValueError, OSError):  # a configuration of another version, or edited
         return None
-
-
-def _schedule(folder: RunFolder) -> Schedule | None:
-    ranks = folder.info.get("world_size")
-    if not isinstance(ranks, int) or not folder.config:
-        return None
-    try:
-        return plan_run(read_config(folder.path), ranks, device=_kind(folder)).schedule
-    except (ValueError, OSError):
-        return None
-
-
-def _kind(folder: RunFolder) -> str:
-    return "cpu" if folder.info.get("device") == "cpu" else "cuda"
 
 
 def _measured(path: Path) -> tuple[Measurement | None, int | None]:

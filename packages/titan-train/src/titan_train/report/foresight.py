@@ -1,27 +1,24 @@
 """What the planner predicts for a run, term by term, beside what was measured.
 
 The machine is the run's own: ``hardware.toml`` of `titan-train doctor --bench` in the run's folder or the one above it;
-without it the shipped machine that the device's name tells. ``constants.toml`` of `titan-train plan calibrate` is looked up in
+without it, the shipped machine of the device's name. ``constants.toml`` of `titan-train plan calibrate` is looked up in
 the same places. Measured terms are those that the run logged in ``split``; a run that logged none shows the step alone.
 """
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-from titan_train.observe.log import lines_of
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.calibrate.runs import described_run, load_constants
 from titan_train.planner.cost.step import TERMS
 from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine, load_machine, machine_of_device
 from titan_train.report.folder import RunFolder
+from titan_train.report.timeline import step_tables
 
-_TAIL_BYTES = 2**20
-"""Read of metrics.jsonl's end: thousands of steps, however long the run was."""
 _COMPUTE = ("products", "attention", "experts", "pointwise", "head", "recompute")
 _GROUPS = (
     # label, predicted terms, measured names; "dp" stands for all its axes
@@ -109,17 +106,13 @@ def _ranks(folder: RunFolder) -> int:
 
 
 def _split(run_dir: Path) -> dict[str, float]:
-    """Median seconds of each logged part of a step, over the end of the run; data-parallel axes are added up."""
-    file = run_dir / "metrics.jsonl"
-    start = max(0, file.stat().st_size - _TAIL_BYTES) if file.is_file() else 0
+    """Median seconds of each logged part of a step, over the later half of the run; data-parallel axes are added up."""
+    _, tables = step_tables(run_dir, "split")
     found: dict[str, list[float]] = {}
-    for line, _, _ in lines_of(file, start):
-        split = line.get("split") if line and line.get("kind") == "step" else None
-        sums: dict[str, float] = {}
-        for name, value in cast("Mapping[str, Any]", split).items() if isinstance(split, dict) else ():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                key = "dp exposed" if name.startswith("dp") and name.endswith("exposed") else name
-                sums[key] = sums.get(key, 0.0) + value
+    for table in tables[len(tables) // 2 :]:
+        sums: dict[str, float] = defaultdict(float)
+        for name, value in table.items():
+            sums["dp exposed" if name.startswith("dp") and name.endswith("exposed") else name] += value
         for name, value in sums.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}

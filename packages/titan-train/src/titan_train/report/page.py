@@ -4,6 +4,7 @@ The file asks nothing of the network, and its content security policy forbids th
 runs; a live page may ask its own server. Every text goes through the template's escaping; drawings are numbers made here.
 """
 
+import functools
 import json
 import tomllib
 from collections import Counter
@@ -25,10 +26,9 @@ from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.foresight import predicted_beside_measured
-from titan_train.report.ranks import rank_tables
 from titan_train.report.samples import newest_samples, sampled_texts
 from titan_train.report.summary import headlines, setting, when
-from titan_train.report.timeline import memory_timeline, time_split
+from titan_train.report.timeline import memory_timeline, rank_tables, time_split
 from titan_train.trust.published import content_policy
 
 REPORT_NAME = "report.html"
@@ -42,6 +42,15 @@ _EVENT_ROLES = {
     "stopped": "stopped",
     "preempted": "stopped",
 }
+
+
+CURVES: tuple[tuple[str, str, tuple[str, bool, float]], ...] = (
+    ("Throughput", "tokens per second", ("tokens_per_s", True, 1.0)),
+    ("MFU", "of the device's dense peak, %", ("mfu", True, 100.0)),
+    ("Gradient norm", "before clipping", ("grad_norm", True, 1.0)),
+    ("Learning rate", "", ("lr", False, 1.0)),
+)
+"""Charts of one quantity: title, unit, and the quantity, whether it is smoothed, and its factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +204,14 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
 
 
 def _charts(folder: RunFolder) -> list[Chart]:
-    history = folder.history
-
-    def line(name: str, quantity: str, role: str = "train", smoothed: bool = True, scale: float = 1.0) -> Series:
-        return line_of(history, name, quantity, role, smoothed, scale)
-
-    if not history.steps:
+    if not folder.history.steps:
         return []
+    line = functools.partial(line_of, folder.history)
     wanted = (
-        build_chart("Throughput", "tokens per second", [line("tokens/s", "tokens_per_s")], zero=True),
-        build_chart("MFU", "of the device's dense peak, %", [line("MFU", "mfu", scale=100)], zero=True),
-        build_chart("Gradient norm", "before clipping", [line("norm", "grad_norm")], zero=True),
-        build_chart("Learning rate", "", [line("rate", "lr", smoothed=False)], zero=True),
+        *(
+            build_chart(title, unit, [line(title, quantity, "train", smoothed, scale)], zero=True)
+            for title, unit, (quantity, smoothed, scale) in CURVES
+        ),
         build_chart(
             "Step time",
             "seconds",
@@ -214,7 +219,7 @@ def _charts(folder: RunFolder) -> list[Chart]:
             zero=True,
         ),
         memory_timeline(folder.path)
-        or build_chart("Peak memory", "GiB of rank 0", [line("peak", "peak_mem_gib", smoothed=False)], zero=True),
+        or build_chart("Peak memory", "GiB of rank 0", [line("peak", "peak_mem_gib", "train", False)], zero=True),
         build_chart(
             "Expert load",
             "relative to the layer mean",

@@ -1,14 +1,16 @@
-"""Where the time of a step went and what memory was held, over the run: charts of what each step's line says.
+"""Where the time of steps went and what memory was held: charts over the run, and the newest ``step_split`` as tables.
 
-`metrics.jsonl` may be gigabytes, and blocks do not keep these. Of a long file a thousand lines are read, evenly spread.
+`metrics.jsonl` may be gigabytes, and its blocks do not keep these. Of a long file a thousand lines are read, evenly spread.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from titan_train.observe import EventRecord
 from titan_train.observe.log import FILE_NAME, lines_of
 from titan_train.report.chart import Chart, Layer, Series, build_chart, build_stack
 
@@ -23,7 +25,7 @@ _MEMORY = (("peak_gib", "peak"), ("reserved_gib", "reserved"), ("active_gib", "a
 
 def time_split(run_dir: Path) -> Chart | None:
     """Seconds of a step by what they were spent on, one over the other; None where no step says."""
-    steps, tables = _tables(run_dir, "split")
+    steps, tables = step_tables(run_dir, "split")
     names = _ordered(tables)
     if not names:
         return None
@@ -35,7 +37,7 @@ def time_split(run_dir: Path) -> Chart | None:
 
 def memory_timeline(run_dir: Path) -> Chart | None:
     """Memory of rank 0 over the run; None where fewer than two steps say more than their peak."""
-    steps, tables = _tables(run_dir, "memory")
+    steps, tables = step_tables(run_dir, "memory")
     if len(tables) < 2:
         return None
     series = [
@@ -45,14 +47,72 @@ def memory_timeline(run_dir: Path) -> Chart | None:
     return build_chart("Memory", "GiB of rank 0", series, zero=True)
 
 
-def _ordered(tables: list[dict[str, float]]) -> list[str]:
-    # what is hidden ran under compute: its seconds are in forward and backward already
-    found = list(dict.fromkeys(name for table in tables for name in table if not name.endswith(" hidden")))
-    middle = [name for name in found if name not in (*_ORDER, *_LAST)]
-    return [name for name in (*_ORDER, *middle, *_LAST) if name in found]
+@dataclass(frozen=True, slots=True)
+class RankTables:
+    """One record ``step_split`` as rows of text."""
+
+    step: int
+    steps: int
+    """Steps that the figures are the mean of."""
+    phases: list[tuple[str, ...]]
+    """Part of a step; ms of the fastest, the median and the slowest rank."""
+    axes: list[tuple[str, ...]]
+    """Axis, calls, MiB sent, exposed ms, hidden ms, overlapped, latency, bandwidth."""
+
+    @classmethod
+    def of(cls, step: int, fields: Mapping[str, Any]) -> "RankTables":
+        """The tables of a record's fields."""
+        spreads = {"whole step": fields["wall_ms"], **fields["phases_ms"]}
+        return cls(
+            step,
+            int(fields["steps"]),
+            [(str(name), *(f"{float(value):.4g}" for value in spread)) for name, spread in spreads.items()],
+            [
+                (
+                    str(name),
+                    f"{float(axis['calls']):g}",
+                    f"{float(axis['bytes']) / 2**20:.4g}",
+                    f"{float(axis['exposed_ms'][1]):.4g}",
+                    f"{float(axis['hidden_ms'][1]):.4g}",
+                    f"{float(axis['overlapped']):.0%}",
+                    _known(axis["latency_us"], "µs"),
+                    _known(axis["gb_s"], "GB/s"),
+                )
+                for name, axis in fields["axes"].items()
+            ],
+        )
+
+    def __str__(self) -> str:
+        heads = (
+            ("ms of a step", "fastest rank", "median rank", "slowest rank"),
+            ("mesh axis", "calls", "MiB sent", "exposed, ms", "hidden, ms", "overlapped", "latency", "bandwidth"),
+        )
+        tables = [aligned([head, *rows]) for head, rows in zip(heads, (self.phases, self.axes), strict=True) if rows]
+        return "\n\n".join(tables)
 
 
-def _tables(run_dir: Path, key: str) -> tuple[list[int], list[dict[str, float]]]:
+def rank_tables(events: Iterable[EventRecord]) -> RankTables | None:
+    """The tables of the newest record; None without one, or where none can be read."""
+    for event in reversed([event for event in events if event.kind == "step_split"]):
+        try:
+            return RankTables.of(event.step, event.fields)
+        except (KeyError, TypeError, ValueError, IndexError):  # of another version, or edited
+            continue
+    return None
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _known(value: Any, unit: str) -> str:
+    return "–" if value is None else f"{float(value):.4g} {unit}"
+
+
+def step_tables(run_dir: Path, key: str) -> tuple[list[int], list[dict[str, float]]]:
     """The steps whose line has numbers under ``key``, and those numbers."""
     steps: dict[int, dict[str, float]] = {}
     for line in _lines(run_dir / FILE_NAME):
@@ -70,24 +130,23 @@ def _tables(run_dir: Path, key: str) -> tuple[list[int], list[dict[str, float]]]
     return ordered, [steps[step] for step in ordered]
 
 
+def _ordered(tables: list[dict[str, float]]) -> list[str]:
+    # what is hidden ran under compute: its seconds are in forward and backward already
+    found = list(dict.fromkeys(name for table in tables for name in table if not name.endswith(" hidden")))
+    middle = [name for name in found if name not in (*_ORDER, *_LAST)]
+    return [name for name in (*_ORDER, *middle, *_LAST) if name in found]
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        size = path.stat().st_size
-    except OSError:
+    """All lines of a file, or the first step's line of each of a thousand parts of a long one."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size <= _WHOLE_BYTES:
+        yield from (line for line, _, _ in lines_of(path) if line is not None)
         return
-    starts = [0, size] if size <= _WHOLE_BYTES else [size * i // _MOST_LINES for i in range(_MOST_LINES + 1)]
-    for start, end in pairwise(starts):
-        if size <= _WHOLE_BYTES:
-            yield from (line for line, _, _ in lines_of(path) if line is not None)
-        else:
-            yield from _first_step(path, start, end)
-
-
-def _first_step(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """The first whole line of a step between two places of the file; where it starts inside a line, that one is torn."""
-    for line, _, at in lines_of(path, start):
-        if line is not None and line.get("kind") == "step":
-            yield line
-            return
-        if at >= end:
-            return
+    for start, end in pairwise(size * i // _MOST_LINES for i in range(_MOST_LINES + 1)):
+        for line, _, at in lines_of(path, start):  # where a part starts inside a line, that one is torn
+            if line is not None and line.get("kind") == "step":
+                yield line
+                break
+            if at >= end:
+                break
