@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 from test_readmes import READMES, ROOT, RUN_BY
-from titan_train.cli import COMMANDS, main, module_of
+from titan_train.cli import COMMANDS, load_command, main
 from titan_train.cli.parser import CommandParser
 from titan_train.config import list_configs, load_config, parse_config
 from titan_train.inputs import prepare_inputs
@@ -200,9 +200,8 @@ def parse(words):
         assert isinstance(importlib.import_module("titan_ckpt.cli")._parser().parse_args(words[1:]), argparse.Namespace)
         return 0
     name = name_of(words)
-    module = importlib.import_module(module_of(name))
     with pytest.raises(Parsed.Done):
-        module.main(Parsed(f"titan-train {name}", module.__doc__), words[1 + len(name.split()) :])
+        load_command(name)[0](Parsed(f"titan-train {name}", None), words[1 + len(name.split()) :])
     return 0
 
 

@@ -2,10 +2,10 @@ import io
 
 import pytest
 from rich.console import Console
-from titan_train.cli.data_prepare import prepare_sources
-from titan_train.cli.data_tokenizer import train_tokenizer
+from titan_train.cli.data import prepare_sources, train_tokenizer
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import PrepareProgress, prepare, show_progress
+from titan_train.data.shards.prepare import TRAIN, VALIDATION
 from titan_train.tokenizers import load_tokenizer
 
 
@@ -39,9 +39,10 @@ def test_prepare_prints_what_came_of_each_source(tmp_path, corpus, capsys):
     (result,) = prepare_sources(
         data, TokenizerConfig(kind="bytes"), cache_dir=tmp_path / "cache", console=Console(file=out, width=200)
     )
-    assert result.documents == 300
-    assert result.train_tokens > result.validation_tokens > 0
-    assert f"{result.train_tokens:,}" in out.getvalue()
+    train, held_out = result.num_tokens(TRAIN), result.num_tokens(VALIDATION)
+    assert result.num_documents(TRAIN) + result.num_documents(VALIDATION) == 300
+    assert train > held_out > 0
+    assert f"{train:,}" in out.getvalue()
     assert "tokenize web: 1/1 files" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 from titan_train.cli import main
-from titan_train.cli.data_show import shown
+from titan_train.cli.data import shown
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
 

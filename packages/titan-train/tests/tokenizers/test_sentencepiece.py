@@ -114,7 +114,7 @@ def test_a_file_that_is_no_model_is_refused():
 
 @pytest.mark.slow
 def test_8192_pieces_train_in_10_processor_seconds_and_hold_3_2_bytes_each_on_unseen_files(tmp_path):
-    from titan_train.cli.data_tokenizer import train_tokenizer
+    from titan_train.cli.data import train_tokenizer
     from titan_train.config import SourceConfig
 
     started = time.process_time()  # other programs' load does not count

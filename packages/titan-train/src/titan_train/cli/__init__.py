@@ -1,8 +1,9 @@
 """The command `titan-train`. Each command is one module, imported when it is called, so that `--help` is instant."""
 
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "run": "train: start ranks here, on several machines or on Ray, and restart them after failures",
@@ -74,14 +75,17 @@ def _call(name: str, words: Sequence[str]) -> int:
         )
     from titan_train.cli.parser import CommandParser
 
-    command = importlib.import_module(module_of(name))
-    return command.main(CommandParser(f"titan-train {name}", command.__doc__), words)
+    command, text = load_command(name)
+    return command(CommandParser(f"titan-train {name}", text), words)
 
 
-def module_of(name: str) -> str:
-    """The module of a command."""
+def load_command(name: str) -> tuple[Callable[..., int], str]:
+    """The function of a command and the text of its help page: the function's docstring, or its module's."""
+    module, _, second = name.partition(" ")
     # a module called `list` would hide the built-in one in this package
-    return f"titan_train.cli.{'shipped' if name == 'list' else name.replace(' ', '_')}"
+    found = importlib.import_module(f"titan_train.cli.{'shipped' if module == 'list' else module}")
+    command = getattr(found, second or "main")
+    return command, inspect.getdoc(command if second else found) or ""
 
 
 def _unknown(words: Sequence[str], choices: dict[str, str]) -> str:

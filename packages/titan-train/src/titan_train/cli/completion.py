@@ -6,7 +6,6 @@ fish: `titan-train completion fish > ~/.config/fish/completions/titan-train.fish
 """
 
 import contextlib
-import importlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -75,14 +74,13 @@ def _fish(commands: Mapping[str, str], after: Mapping[str, Sequence[str]]) -> st
 
 def _choices(command: str) -> list[str]:
     """What may follow a command: its options; and configurations and settings where it takes a configuration."""
-    from titan_train.cli import module_of
+    from titan_train.cli import load_command
     from titan_train.config import Config, list_configs
     from titan_train.config.words import option_names
 
-    module = importlib.import_module(module_of(command))
-    asked = _Asked(f"titan-train {command}", module.__doc__)
+    asked = _Asked(f"titan-train {command}", None)
     with contextlib.suppress(_Asked.Answer):
-        module.main(asked, [])
+        load_command(command)[0](asked, [])
     found = sorted(asked.options())
     for action in asked._actions:  # argparse has no public list of them
         if not action.option_strings and action.choices:
