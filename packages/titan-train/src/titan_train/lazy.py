@@ -9,6 +9,8 @@ An ``__init__`` states them once, where type checkers and readers look, and leav
     __getattr__ = first_use(__name__)
 
 So `import titan_train.optim.schedule` loads that module alone, not everything that the package shows.
+
+`require` imports a library that an extra installs, or says which extra that is.
 """
 
 import ast
@@ -38,3 +40,24 @@ def first_use(package: str) -> Callable[[str], Any]:
         return value
 
     return imported
+
+
+def require(module: str, *, extra: str, purpose: str, otherwise: str = "") -> Any:
+    """Import a library that an extra of titan-train installs.
+
+    Args:
+        module: The module.
+        extra: Name of the extra.
+        purpose: What needs the library, as the subject of the message.
+        otherwise: A way to go on without it, such as "pass --no-gate".
+
+    Raises:
+        ValueError: The library, or one that it needs, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as err:
+        way = f", or {otherwise}" if otherwise else ""
+        raise ValueError(
+            f"{purpose} needs {err.name or module}, which is not installed. Install titan-train[{extra}]{way}."
+        ) from err

@@ -24,10 +24,10 @@ from titan_train.export.hf_folder import DTYPES
 from titan_train.export.job import AnyDtype
 from titan_train.files import write_atomic
 from titan_train.generation.run import load_model
+from titan_train.lazy import require
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.diffusers import FLUX_HF
 from titan_train.models.flux.rope import grid_positions, time_features
-from titan_train.optional import require
 from titan_train.run_folder import checkpoint_folders
 
 _STEM = "diffusion_pytorch_model"

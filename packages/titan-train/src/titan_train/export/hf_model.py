@@ -10,8 +10,8 @@ from titan_ckpt.state.dtypes import DTYPES
 from torch import Tensor
 
 from titan_train.export.gate import WITHOUT_PROOF, followed
+from titan_train.lazy import require
 from titan_train.models.hf.folder import PREFIX, read_published
-from titan_train.optional import require
 from titan_train.trust.published import refuse_code_in
 
 

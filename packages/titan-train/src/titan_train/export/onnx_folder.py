@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.export.step_model import StepModel, SteppedModel, cache_names, write_description
+from titan_train.lazy import require
 from titan_train.models.traits import traits_of
-from titan_train.optional import require
 
 _FILE = "model.onnx"
 _LARGEST_FILE = 1_900_000_000

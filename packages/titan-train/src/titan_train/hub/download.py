@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from titan_train.files import open_file, read_text, write_atomic
 from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
-from titan_train.optional import require
+from titan_train.lazy import require
 from titan_train.terminal import first_line
 
 RECORD_NAME = "download.json"

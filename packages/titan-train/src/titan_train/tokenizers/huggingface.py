@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.files import read_bytes, read_text
-from titan_train.optional import require
+from titan_train.lazy import require
 from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
 from titan_train.tokenizers.protocol import TokenArray, check_ids, save_tokenizer
 

@@ -17,7 +17,7 @@ from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
 from titan_train.files import read_text
-from titan_train.optional import require
+from titan_train.lazy import require
 from titan_train.terminal import first_line
 
 _BATCH_ROWS = 32

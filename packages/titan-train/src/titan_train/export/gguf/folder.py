@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.files import read_text
-from titan_train.optional import require
+from titan_train.lazy import require
 from titan_train.tokenizers import Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_train.optional import require
+from titan_train.lazy import require
 from titan_train.terminal import first_line
 from titan_train.trust.published import refuse_code_in
 
