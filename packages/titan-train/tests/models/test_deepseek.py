@@ -129,16 +129,6 @@ def test_first_layers_are_dense_and_the_others_have_experts() -> None:
     assert model(torch.randint(61, (2, 9))).shape == (2, 9, 61)
 
 
-def test_stages_of_a_pipeline_compute_what_the_whole_model_does() -> None:
-    model, first, second = (make(**STRETCHED)[0] for _ in range(3))
-    first.norm = first.lm_head = None
-    del first.layers["1"]
-    second.tok_embeddings = None
-    del second.layers["0"]
-    tokens, positions = torch.randint(61, (2, 9)), torch.arange(9).expand(2, -1)
-    assert torch.equal(second(first(tokens), positions=positions), model(tokens))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -106,19 +106,6 @@ def test_logits_and_every_gradient_match_the_naive_reference(changes: dict[str, 
         assert float((parameter.grad - weights[fqn].grad).abs().max()) < 1e-6 * max(1.0, scale), fqn
 
 
-@pytest.mark.parametrize("changes", [DENSE, SPARSE], ids=["dense", "moe"])
-def test_stages_of_a_pipeline_compute_what_the_whole_model_does(changes: dict[str, object]) -> None:
-    model, first, second = make(**changes), make(**changes), make(**changes)
-    first.norm = first.lm_head = None
-    del first.layers["1"]
-    second.tok_embeddings = None
-    del second.layers["0"]
-    tokens, positions = torch.randint(61, (2, 9)), torch.arange(9).expand(2, -1)
-    hidden = first(tokens)
-    assert hidden.shape == (2, 9, 32)
-    assert torch.equal(second(hidden, positions=positions), model(tokens))
-
-
 def test_the_future_does_not_reach_the_past() -> None:
     model = make(**SPARSE)
     tokens = torch.randint(61, (1, 12))

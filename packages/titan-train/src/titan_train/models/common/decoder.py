@@ -104,9 +104,10 @@ class Decoder(nn.Module):
                 them below.
         """
         context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        if self.pos_embeddings is not None:
-            x = x + self.pos_embeddings(context.positions)
+        x = tokens
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(tokens)
+            x = x if self.pos_embeddings is None else x + self.pos_embeddings(context.positions)
         for layer in self.layers.values():
             x = layer(x, context)
         if self.norm is None or self.lm_head is None:
