@@ -55,6 +55,12 @@ def test_a_family_that_contradicts_itself_is_refused() -> None:
         build_model(ModelConfig(name="mine_tiny"), vocab_size=None)
 
 
+def test_a_family_whose_arguments_state_no_shape_cannot_be_planned() -> None:
+    bare = dataclasses.make_dataclass("Bare", ["vocab_size"])
+    with pytest.raises(ValueError, match=r"Bare has no method shape\(name\), which the planner reads"):
+        family(args=bare, configs={}).shape(bare(8))
+
+
 def test_the_family_of_a_module_is_that_of_its_class() -> None:
     model = build_model(ModelConfig(), vocab_size=None)
     assert family_of(model) is LLAMA_FAMILY
