@@ -1,5 +1,6 @@
 """Continued training: another learning rate, longer sequences, new tokens, frozen parameters, adapters."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -163,6 +164,12 @@ SLOW_ADAPTED = [
 ]  # fmt: skip
 
 
+@functools.cache
+def alone(folder: str, source: str) -> Any:
+    """What one process sees of adapters; several layouts are compared with it."""
+    return run_ranks(train, 1, folder, with_model(source, {}, **ADAPTERS), init=False, timeout_s=120)[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "layout"), [*ADAPTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ADAPTED)]
 )
@@ -170,7 +177,7 @@ def test_adapters_train_beside_frozen_weights(folder: str, kind: str, ranks: int
     from composition_check import failures
 
     source = hf_runs.publish(folder, kind)
-    (single,) = run_ranks(train, 1, folder, with_model(source, {}, **ADAPTERS), init=False, timeout_s=120)
+    single = alone(folder, source)
     results = run_ranks(train, ranks, folder, with_model(source, layout, **ADAPTERS), timeout_s=120)
     errors, difference = hf_runs.errors(single, results)
     assert not failures(errors, float8=False), errors
