@@ -62,7 +62,7 @@ class Scheduler:
         self._optimizer = optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._frozen_steps = [int(group.pop("frozen_steps", 0)) for group in optimizer.param_groups]
-        self._schedule = _resolve(config, total_steps)
+        self._schedule = check_schedule(config, total_steps)
         self._step = 0
         self._apply()
 
@@ -118,17 +118,12 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, to
     return Scheduler(optimizer, config, total_steps)
 
 
-def check_schedule(config: ScheduleConfig, total_steps: int) -> None:
-    """Refuse a schedule that does not fit into the run.
+def check_schedule(config: ScheduleConfig, total_steps: int) -> dict[str, Any]:
+    """The keyword arguments of `lr_factor` that a configuration means.
 
     Raises:
         ValueError: Warm-up and decay do not fit into the run.
     """
-    _resolve(config, total_steps)
-
-
-def _resolve(config: ScheduleConfig, total_steps: int) -> dict[str, Any]:
-    """The keyword arguments of `lr_factor` that a configuration means."""
     if total_steps < 1:
         raise ValueError(f"train.steps={total_steps} must be at least 1; the nearest valid choice is 1.")
     warmup = total_steps // 50 if config.warmup_steps == -1 else config.warmup_steps
